@@ -280,7 +280,7 @@ class _Bench:
 
         first, times = _timed(read, self.config.n)
         seconds = float(np.median(times))
-        table = int(np.prod(transformer.unembed_shape(self.base.params)))
+        table = transformer.stored_unembed(self.base.params).size
         floor = self._floor(flops=2 * (self.weights - table) * count)
         yield {
             "name": f"{count} tokens",

@@ -24,11 +24,10 @@ from benchmarks import timing
 from mint_jax import params as params_lib
 from mint_jax.lora.tree import AdapterStack
 from mint_jax.lora.view import AdapterView, attach_blocks
-from mint_jax.models import experts, moe, router, stacked
+from mint_jax.models import experts, moe, packed_lora, router, stacked
 from mint_jax.models.config import Experts, ModelConfig
 from mint_jax.models.expert_parallel import routed
 from mint_jax.models.experts import sort_rows
-from mint_jax.models.grouped import grouped_matmul
 from mint_jax.models.mlp import swiglu
 from mint_jax.models.norm import rms_norm
 
@@ -145,7 +144,7 @@ def ragged_routed(
         return w_PERD.swapaxes(0, 1).reshape(E * P, *w_PERD.shape[2:])
 
     def project(x_MD: jax.Array, name: str) -> jax.Array:
-        y = grouped_matmul(x_MD, p[name]["w"], jnp.sum(order.counts, axis=1))
+        y = packed_lora.project(x_MD, [p[name]], jnp.sum(order.counts, axis=1), [])[0]
         h_MR = jax.lax.ragged_dot(x_MD, groups(factors[name]["a"]).swapaxes(1, 2), sizes_G)
         return y + jax.lax.ragged_dot(h_MR, groups(factors[name]["b"]), sizes_G)
 

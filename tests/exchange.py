@@ -22,21 +22,22 @@ from tests import oracles
 from tests.views import view_of_one
 
 
-@functools.partial(jax.jit, static_argnames="cfg")
-def _logits(params, bound, tokens_BT, cfg):
-    positions = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1])[None], tokens_BT.shape)
-    return transformer.logits(
-        params,
-        bound,
-        transformer.hidden_states(
-            params, bound, transformer.DecoderInputs(tokens_BT, positions), cfg
-        )[0],
-    )
+@functools.partial(jax.jit, static_argnames=("cfg", "remat"))
+def decoder_logits(
+    params, lora, tokens_BT, positions_BT=None, segments=None, *, cfg, remat="none"
+) -> jax.Array:
+    """``[B, T, V]`` of packed rows; without positions each is one text."""
+    if positions_BT is None:
+        positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1])[None], tokens_BT.shape)
+    inputs = transformer.DecoderInputs(tokens_BT, positions_BT, segments)
+    h, _ = transformer.hidden_states(params, lora, inputs, cfg, remat=remat)
+    return transformer.logits(params, lora, h)
 
 
 def our_logits(base, adapter, config, tokens_BT) -> np.ndarray:
     """``[B, T, V]`` with one adapter for all rows."""
-    return np.asarray(_logits(base.params, view_of_one(adapter, config.scale), tokens_BT, base.cfg))
+    view = view_of_one(adapter, config.scale)
+    return np.asarray(decoder_logits(base.params, view, tokens_BT, cfg=base.cfg))
 
 
 def tables(base):
@@ -77,69 +78,6 @@ def randomise(model: Any) -> Any:
             if "lora_" in name:
                 p.normal_(0, 0.5 * p.shape[-1] ** -0.5)
     return model
-
-
-def tokens_off_ties(
-    model: Any, rng, shape: tuple[int, int] = (2, 9), chosen: int = 3
-) -> np.ndarray:
-    """Tokens ``[B, T]`` whose last chosen and first rejected expert are far apart: rounding cannot
-    exchange them.
-    """
-    for _ in range(50):
-        tokens_BT = rng.integers(0, 97, shape)
-        with torch.no_grad():
-            scores = model(torch.tensor(tokens_BT), output_router_logits=True).router_logits
-        best = torch.cat([s.flatten(0, -2) for s in scores]).sort(-1, descending=True).values
-        if (best[:, chosen - 1] - best[:, chosen]).min() > 1e-4:
-            return tokens_BT
-    raise AssertionError("every draw has a tie between experts: are the router's weights zero?")
-
-
-def tokens_off_group_ties(
-    model: Any, rng, experts: Any, shape: tuple[int, int] = (2, 9)
-) -> np.ndarray:
-    """The same where experts come from the best groups; the choice of groups must matter, or
-    nothing is said about it.
-
-    Args:
-        experts: ``ModelConfig.experts`` with sigmoid scores.
-    """
-    seen: list[tuple[np.ndarray, np.ndarray]] = []
-
-    def keep(module, _, output):
-        logits = (
-            (output[0] if isinstance(output, tuple) else output)
-            .detach()
-            .numpy()
-            .reshape(-1, experts.count)
-        )
-        seen.append((1 / (1 + np.exp(-logits)), module.e_score_correction_bias.detach().numpy()))
-
-    gates = [module for module in model.modules() if hasattr(module, "e_score_correction_bias")]
-    hooks = [gate.register_forward_hook(keep) for gate in gates]
-    try:
-        for _ in range(50):
-            tokens_BT, seen[:] = rng.integers(0, 97, shape), []
-            oracles.torch_logits(model, tokens_BT)
-            assert seen, "the model has no router"
-            scores = np.concatenate([s + bias for s, bias in seen])
-            groups = scores.reshape(len(scores), experts.groups, -1)
-            quality = np.sort(groups, axis=-1)[..., -2:].sum(-1)
-            order = np.sort(quality, axis=-1)[:, ::-1]
-            inside = (quality >= order[:, experts.groups_chosen - 1 : experts.groups_chosen])[
-                ..., None
-            ]
-            allowed = np.where(inside, groups, -np.inf).reshape(scores.shape)
-            best, free = (np.sort(x, axis=-1)[:, ::-1] for x in (allowed, scores))
-            group_margin = order[:, experts.groups_chosen - 1] - order[:, experts.groups_chosen]
-            margin = best[:, experts.per_token - 1] - best[:, experts.per_token]
-            changed = (best[:, experts.per_token - 1] != free[:, experts.per_token - 1]).any()
-            if changed and min(group_margin.min(), margin.min()) > 1e-4:
-                return tokens_BT
-    finally:
-        for hook in hooks:
-            hook.remove()
-    raise AssertionError("every draw has a tie between experts: are the router's weights zero?")
 
 
 def peft_gradients(
@@ -200,9 +138,9 @@ def edit_tensors(directory: Path, change) -> None:
 
 
 def decided_tokens(model, cfg, rng) -> np.ndarray:
-    """Random tokens ``[2, 9]``; with experts such that no choice is nearly a tie."""
-    if not cfg.routed:
-        return rng.integers(0, 97, (2, 9))
-    if cfg.experts.groups > 1:
-        return tokens_off_group_ties(model, rng, experts=cfg.experts)
-    return tokens_off_ties(model, rng)
+    """Random tokens ``[2, 9]``; with experts such that rounding cannot change a choice."""
+    for _ in range(50):
+        tokens_BT = rng.integers(0, 97, (2, 9))
+        if not cfg.routed or all(oracles.decided(model, row, 1e-4) == 9 for row in tokens_BT):
+            return tokens_BT
+    raise AssertionError("every draw has a tie between experts: are the router's weights zero?")

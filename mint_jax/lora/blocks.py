@@ -18,7 +18,6 @@ class BlockPlan:
     Attributes:
         order: indices of the given rows: blocks by bucket and slot, then rows without an adapter;
             None is padding.
-        size: rows of a block.
         slots: slot of each block, by bucket.
         base_blocks: number of blocks at the end without an adapter.
     """

@@ -16,15 +16,15 @@ up are separated in one of two ways:
   block-diagonal. While B is block-diagonal, each gets exactly its half; further training mixes the
   blocks, and then both keep rank R.
 
-PEFT before 0.19.1 swapped in and out: its ``A [E * R, out]`` is our B, its ``B [in, R * E]`` our A.
-Any non-square pair of the file shows the orientation. GPT-OSS interleaves the rows of gate and up,
-which is not this layout.
+PEFT before 0.19.1 swapped in and out, and its files are refused. GPT-OSS interleaves the rows of
+gate and up, which is not this layout.
 
 Axes: L layers, E experts, R rank, D in, F out; in the formulas above D is the model's width and F
 that of one expert.
 """
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -36,7 +36,7 @@ from mint_jax.lora.tree import Projection
 
 # Fused parameter -> projections whose rows it stacks.
 PARAMETERS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
-PLAIN_SINCE = (0, 19, 1, True)  # first PEFT version without the swap, see _numbers
+PLAIN_SINCE = (0, 19, 1)  # first PEFT version without the swap
 
 
 class Pair(NamedTuple):
@@ -61,7 +61,6 @@ class Fused(NamedTuple):
     """One fused parameter of one layer.
 
     Attributes:
-        experts: name of the module that holds it, ``model.layers.0.mlp.experts``.
         name: full name, ``model.layers.0.mlp.experts.down_proj``.
         paths: projections whose rows it stacks, ``("moe/moe/experts/down",)``.
         first: index of the layer's first expert in the module list of each path.
@@ -69,13 +68,15 @@ class Fused(NamedTuple):
         d_in, d_out: D, and F of all its projections together.
     """
 
-    experts: str
     name: str
     paths: tuple[str, ...]
     first: int
     count: int
     d_in: int
     d_out: int
+
+    def fits(self, a: np.ndarray, b: np.ndarray) -> bool:
+        return a.ndim == b.ndim == 2 and (a.shape[1], b.shape[0]) == (self.d_in, self.d_out)
 
     @property
     def need(self) -> str:
@@ -90,17 +91,10 @@ def fused_parameters(
 ) -> dict[str, dict[str, Fused]]:
     """Returns the fused parameters of a base, by module name and then ``gate_up_proj`` or
     ``down_proj``.
-
-    Args:
-        names: projection path -> module name per layer and expert.
-        projections: those projections.
     """
     found: dict[str, dict[str, Fused]] = {}
-    parents = dict.fromkeys(
-        path.rsplit("/", 1)[0]
-        for path, projection in projections.items()
-        if len(projection.stack) == 2
-    )
+    packed = (path for path, projection in projections.items() if len(projection.stack) == 2)
+    parents = dict.fromkeys(path.rsplit("/", 1)[0] for path in packed)
     for parent in parents:
         for parameter, parts in PARAMETERS.items():
             paths = tuple(f"{parent}/{part}" for part in parts)
@@ -111,9 +105,8 @@ def fused_parameters(
             for layer in range(layers):
                 # Strip the expert's number and the projection.
                 experts = names[paths[0]][layer * count].rsplit(".", 2)[0]
-                fused = Fused(
-                    experts, f"{experts}.{parameter}", paths, layer * count, count, d_in, d_out
-                )
+                name = f"{experts}.{parameter}"
+                fused = Fused(name, paths, layer * count, count, d_in, d_out)
                 found.setdefault(experts, {})[parameter] = fused
     return found
 
@@ -123,17 +116,6 @@ def is_targeted(name: str, targets: Iterable[str]) -> bool:
     name.
     """
     return any(f".{name}".endswith(f".{target}") for target in targets)
-
-
-class _Read(NamedTuple):
-    """A pair of the file, its parameter, and its possible orientations: ``False`` plain, ``True``
-    swapped.
-    """
-
-    fused: Fused
-    a: np.ndarray
-    b: np.ndarray
-    ways: set[bool]
 
 
 def read_fused(
@@ -151,118 +133,57 @@ def read_fused(
         where: name of the file for errors.
 
     Raises:
-        UserError: shapes that fit neither parameter, another number of experts or rank, or square
-            pairs of unknown orientation.
+        UserError: shapes that fit neither parameter, another number of experts or rank, or an old
+            PEFT version.
     """
-    read = []
+    found: Found = {}
     for experts, parameters in fused.items():
         inner, outer = take(f"{experts}.base_layer"), take(experts)
-        if inner is not None and outer is None:
+        if inner is None and outer is None:
+            continue
+        numbers = tuple(map(int, re.findall(r"\d+", str(version))[:3]))
+        if numbers < PLAIN_SINCE:
+            raise UserError(
+                f"{where}: {experts} is adapted as a whole, and peft_version is {version!r}: PEFT"
+                " before 0.19.1 swapped A and B of experts. If 0.19.1 or later trained it, set"
+                " peft_version in adapter_config.json; otherwise export the factors expert by"
+                " expert"
+            )
+        if outer is None:
             raise UserError(
                 f"{where}: {experts} has gate_up_proj's factors (base_layer) but not down_proj's:"
                 " the file is incomplete"
             )
-        if inner is not None:
-            read.append(
-                _identify(
-                    experts,
-                    inner,
-                    [p for name, p in parameters.items() if name == "gate_up_proj"],
-                    where,
+        # With an inner pair the outer one must be down; alone it can be either.
+        read = [(inner, ["gate_up_proj"]), (outer, ["down_proj"])]
+        for (a, b), own in read if inner is not None else [(outer, list(parameters))]:
+            candidates = [parameters[name] for name in own if name in parameters]
+            parameter = next((p for p in candidates if p.fits(a, b)), None)
+            if parameter is None:
+                raise UserError(
+                    f"{where}: {experts} has lora_A {a.shape} and lora_B {b.shape}; this base needs"
+                    f" {', or '.join(p.need for p in candidates)}: it was trained on another model"
                 )
-            )
-        if outer is not None:
-            # With an inner pair the outer one must be down; alone it can be either.
-            read.append(
-                _identify(
-                    experts,
-                    outer,
-                    [p for name, p in parameters.items() if inner is None or name == "down_proj"],
-                    where,
-                )
-            )
-    if not read:
-        return {}
-    swapped = _orientation(read, version, where)
-    found: Found = {}
-    for one in read:
-        for path, pairs in _split(one, swapped, patterns, where).items():
-            found.setdefault(path, {}).update(
-                {one.fused.first + e: pair for e, pair in enumerate(pairs)}
-            )
+            for path, pairs in _split(parameter, a, b, patterns, where).items():
+                numbered = {parameter.first + e: pair for e, pair in enumerate(pairs)}
+                found.setdefault(path, {}).update(numbered)
     return found
 
 
-def _identify(
-    experts: str, pair: tuple[np.ndarray, np.ndarray], candidates: Sequence[Fused], where: str
-) -> _Read:
-    a, b = pair
-    if a.ndim == b.ndim == 2:
-        ends = (a.shape[1], b.shape[0])
-        for fused in candidates:
-            ways = {
-                swapped
-                for swapped, need in enumerate(
-                    [(fused.d_in, fused.d_out), (fused.d_out, fused.d_in)]
-                )
-                if ends == need
-            }
-            if ways:
-                return _Read(fused, a, b, {bool(way) for way in ways})
-    need = ", or ".join(fused.need for fused in candidates)
-    raise UserError(
-        f"{where}: {experts} has lora_A {a.shape} and lora_B {b.shape}; this base needs {need}: it"
-        " was trained on another model"
-    )
-
-
-def _orientation(read: Sequence[_Read], version: str | None, where: str) -> bool:
-    """Returns True if in and out are swapped. One program wrote the file, so any non-square pair
-    decides for all.
-    """
-    known = {next(iter(one.ways)) for one in read if len(one.ways) == 1}
-    if len(known) == 1:
-        return known.pop()
-    fused = read[0].fused
-    if known:
-        raise UserError(
-            f"{where}: some experts have in and out swapped, as PEFT before 0.19.1 wrote them, and"
-            " others do not: save the adapter again"
-        )
-    if version is not None and _numbers(str(version)) >= PLAIN_SINCE:
-        return False
-    raise UserError(
-        f"{where}: {fused.name} is adapted from {fused.d_in} to {fused.d_out}, and peft_version is"
-        f" {version!r}: PEFT before 0.19.1 swapped A and B of experts, which square shapes do"
-        " not show. If 0.19.1 or later trained it, set peft_version in adapter_config.json;"
-        " otherwise export the factors expert by expert"
-    )
-
-
-def _numbers(version: str) -> tuple[int, int, int, bool]:
-    """Parses ``"0.19.1.dev0"`` to ``(0, 19, 1, False)``; the last is True for a release, and
-    missing or non-numeric parts are 0.
-    """
-    major, minor, patch = (
-        int(part) if part.isdigit() else 0 for part in (version.split(".") + ["0"] * 3)[:3]
-    )
-    return major, minor, patch, "dev" not in version
-
-
-def _split(one: _Read, swapped: bool, patterns: Patterns, where: str) -> dict[str, list[Pair]]:
+def _split(
+    fused: Fused, a: np.ndarray, b: np.ndarray, patterns: Patterns, where: str
+) -> dict[str, list[Pair]]:
     """Returns the factors of each expert by projection path."""
-    fused, E = one.fused, one.fused.count
-    rank = patterns.rank(fused.name) or one.a.shape[0] // E
-    if one.a.shape[0] != E * rank or one.b.shape[1] != E * rank or not rank:
+    E = fused.count
+    rank = patterns.rank(fused.name) or a.shape[0] // E
+    if a.shape[0] != E * rank or b.shape[1] != E * rank or not rank:
         raise UserError(
-            f"{where}: {fused.name} has lora_A {one.a.shape} and lora_B {one.b.shape}; {E} experts"
-            f" of rank {rank}, per this base and adapter_config.json, need {E * rank} rows and"
-            " columns: an expert is missing, or it was trained on another model"
+            f"{where}: {fused.name} has lora_A {a.shape} and lora_B {b.shape}; {E} experts of rank"
+            f" {rank}, per this base and adapter_config.json, need {E * rank} rows and columns: an"
+            " expert is missing, or it was trained on another model"
         )
-    a_ERD = one.a.reshape(E, rank, -1)
-    b_EFR = one.b.reshape(-1, rank, E).transpose(2, 0, 1)
-    if swapped:
-        a_ERD, b_EFR = b_EFR.transpose(0, 2, 1), a_ERD.transpose(0, 2, 1)
+    a_ERD = a.reshape(E, rank, -1)
+    b_EFR = b.reshape(-1, rank, E).transpose(2, 0, 1)
     scale = patterns.scale(fused.name, rank)
     parts = len(fused.paths)
     b_parts = np.split(b_EFR, parts, axis=1)  # rows of gate, then of up

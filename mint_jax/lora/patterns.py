@@ -8,13 +8,7 @@ DEFAULT_RANK, DEFAULT_ALPHA = 8, 8  # defaults of ``peft.LoraConfig`` for omitte
 
 
 class Patterns:
-    """Ranks and scales of one ``adapter_config.json``.
-
-    Attributes:
-        rank_default: ``r``, or PEFT's default.
-        alpha_default: ``lora_alpha``, or PEFT's default.
-        rslora: the scale is ``alpha / sqrt(rank)`` instead of ``alpha / rank``.
-    """
+    """Ranks and scales of one ``adapter_config.json``, with PEFT's defaults."""
 
     def __init__(self, config: Mapping[str, Any]):
         self.rank_default: int = DEFAULT_RANK if config.get("r") is None else config["r"]
@@ -33,10 +27,8 @@ class Patterns:
         return default
 
     def rank(self, name: str) -> int:
-        """Returns the rank of a module or parameter."""
         return self._lookup(self._ranks, name, self.rank_default)
 
     def scale(self, name: str, rank: int) -> float:
-        """Returns the scale of the delta of a module or parameter."""
         alpha = self._lookup(self._alphas, name, self.alpha_default)
         return float(alpha) / (rank**0.5 if self.rslora else rank)

@@ -9,6 +9,7 @@ experts are written expert by expert, which every program reads; they are read i
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,24 +38,9 @@ _PREFIX = "base_model.model."
 # Names that PEFT takes for projections of experts in model types with experts.
 _MLP = {"gate_proj", "up_proj", "down_proj"}
 # Every field of ``peft.LoraConfig`` is in READ, ONLY or NO_EFFECT.
-READ = (
-    *(
-        "peft_type",
-        "peft_version",
-        "r",
-        "lora_alpha",
-        "use_rslora",
-        "rank_pattern",
-        "alpha_pattern",
-    ),
-    *(
-        "target_modules",
-        "exclude_modules",
-        "layers_to_transform",
-        "target_parameters",
-        "modules_to_save",
-    ),
-)
+READ = {"peft_type", "peft_version", "r", "lora_alpha", "use_rslora", "rank_pattern"}
+READ |= {"alpha_pattern", "target_modules", "exclude_modules", "layers_to_transform"}
+READ |= {"target_parameters", "modules_to_save"}
 # Fields that change the computation -> supported values.
 ONLY: dict[str, tuple[Any, ...]] = {
     "use_dora": (False, None),
@@ -72,26 +58,10 @@ ONLY: dict[str, tuple[Any, ...]] = {
     ),
     **dict.fromkeys(("velora_config", "arrow_config"), (None, False, {})),
 }
-NO_EFFECT = {  # field -> reason why outputs of a trained adapter do not depend on it
-    "task_type": "names the class of the model; the tensors define the targets",
-    "auto_mapping": "names the class of the model",
-    "base_model_name_or_path": "a name; shapes are checked",
-    "revision": "a name",
-    "inference_mode": "disables gradients",
-    "lora_dropout": "training only",
-    "fan_in_fan_out": (
-        "storage order of a Conv1D's weight; PEFT resets it for linear layers, and factors are the"
-        " same"
-    ),
-    "layers_pattern": "locates numbers of layers_to_transform; a file names its layers",
-    "megatron_core": "a module's name, used with megatron_config",
-    "loftq_config": "used by init_lora_weights",
-    "eva_config": "used by init_lora_weights",
-    "corda_config": "used by init_lora_weights",
-    "lora_ga_config": "used by init_lora_weights",
-    "qalora_group_size": "used with use_qalora",
-    "runtime_config": "never saved",
-}
+# Names of classes, modules and the base; storage; training; fields used with an unsupported one.
+NO_EFFECT = {"task_type", "auto_mapping", "base_model_name_or_path", "revision", "layers_pattern"}
+NO_EFFECT |= {"megatron_core", "fan_in_fan_out", "inference_mode", "lora_dropout", "loftq_config"}
+NO_EFFECT |= {"eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "runtime_config"}
 
 # Projection path -> module name per layer, or per layer and expert.
 Names = Mapping[str, Sequence[str]]
@@ -187,34 +157,24 @@ def _targets(
     silently, and with rslora the scale of gate and up grows by sqrt(2). In these cases the
     parameters are named explicitly. PEFT decides by the model type, even if no layer has experts.
     """
-    routed = {
-        leaf.rsplit("/", 1)[0]: np.shape(factor)[:2]
-        for leaf, factor in flat.items()
-        if np.ndim(factor) == 4
+    paths = sorted({leaf.rsplit("/", 1)[0] for leaf in flat})
+    modules = {path: {module.rsplit(".", 1)[-1] for module in names[path]} for path in paths}
+    stacks = {
+        path: Projection(np.shape(flat[f"{path}/a"])[:2], 0, 0, ())
+        for path in paths
+        if np.ndim(flat[f"{path}/a"]) == 4
     }
-    modules = {
-        path: {module.rsplit(".", 1)[-1] for module in names[path]}
-        for path in sorted({leaf.rsplit("/", 1)[0] for leaf in flat})
-    }
-    of_experts = {last for path in routed for last in modules[path]} | (_MLP if moe_type else set())
-    colliding = [path for path in modules if path not in routed and modules[path] & of_experts]
-    if not colliding and not (routed and config.rslora):
+    of_experts = set().union(*(modules[path] for path in stacks), _MLP if moe_type else ())
+    colliding = [path for path in paths if path not in stacks and modules[path] & of_experts]
+    if not colliding and not (stacks and config.rslora):
         return {"target_modules": sorted(set().union(*modules.values()))}
-    stacks = {path: Projection(stack, 0, 0, ()) for path, stack in routed.items()}
-    fused = [
-        f
-        for of_layer in fused_parameters({path: names[path] for path in routed}, stacks).values()
-        for f in of_layer.values()
-    ]
-    parameters = [one.name for one in fused] + [
-        f"{module}.weight" for path in colliding for module in names[path]
-    ]
+    by_module = fused_parameters({path: names[path] for path in stacks}, stacks)
+    fused = [parameter for of_layer in by_module.values() for parameter in of_layer.values()]
+    parameters = [one.name for one in fused]
+    parameters += [f"{module}.weight" for path in colliding for module in names[path]]
+    plain = [modules[path] for path in paths if path not in stacks and path not in colliding]
     return {
-        "target_modules": sorted(
-            set().union(
-                *(modules[path] for path in modules if path not in routed and path not in colliding)
-            )
-        ),
+        "target_modules": sorted(set().union(*plain)),
         "target_parameters": sorted(parameters),
         **target_fields(fused, config.rank, config.alpha, config.rslora),
     }
@@ -290,20 +250,13 @@ def read_peft(
     result = AdapterConfig(rank, alpha, targets, bool(config.get("use_rslora", False)))
     flat = {}
     for path in [p for p in names if p.rsplit("/", 1)[-1] in targets]:
-        pairs = found.get(path, {})
         stack, D, F, _ = projections[path]
-        count = len(names[path])
-        a_all, b_all = (
-            np.zeros((count, rank, D), np.float32),
-            np.zeros((count, rank, F), np.float32),
-        )
-        for i, (a, b, scale) in pairs.items():
+        a_all, b_all = (np.zeros((len(names[path]), rank, end), np.float32) for end in (D, F))
+        for i, (a, b, scale) in found.get(path, {}).items():
             a_all[i, : a.shape[0]] = a
             b_all[i, : a.shape[0]] = b.T.astype(np.float32) * np.float32(scale / result.scale)
-        flat |= {
-            f"{path}/a": a_all.reshape(*stack, rank, D),
-            f"{path}/b": b_all.reshape(*stack, rank, F),
-        }
+        flat[f"{path}/a"] = a_all.reshape(*stack, rank, D)
+        flat[f"{path}/b"] = b_all.reshape(*stack, rank, F)
     adapter = params_lib.nest(flat)
     if finite:
         check_finite(adapter, str(directory))
@@ -318,11 +271,7 @@ def _take_base_weights(tensors: dict[str, np.ndarray], base: BaseNames, director
         UserError: they differ from the base's, so the adapter would compute something else.
     """
     for name in list(tensors):
-        plain = (
-            name.removeprefix(_PREFIX)
-            .replace(".base_layer.", ".")
-            .replace(".modules_to_save.", ".")
-        )
+        plain = re.sub(r"\.(base_layer|modules_to_save)\.", ".", name.removeprefix(_PREFIX))
         if ".lora_" in name or (same := base.holds(plain, tensors[name])) is None:
             continue
         if not same:
@@ -344,29 +293,24 @@ def _check_targeted(module: str, config: Mapping[str, Any], directory: Path) -> 
 
     def named(field: str) -> bool | None:
         value = config.get(field)
-        return (
-            any(f".{module}".endswith(f".{one}") for one in value)
-            if isinstance(value, list)
-            else None
-        )
+        return is_targeted(module, value) if isinstance(value, list) else None
 
     layers = config.get("layers_to_transform")
     layers = [layers] if isinstance(layers, int) else layers
     number = next((int(part) for part in module.split(".") if part.isdigit()), None)
-    for field, wrong in (
-        ("target_modules", named("target_modules") is False),
-        ("exclude_modules", named("exclude_modules") is True),
-        ("modules_to_save", named("modules_to_save") is True),
-        (
-            "layers_to_transform",
-            layers and isinstance(config.get("target_modules"), list) and number not in layers,
+    excluded = {
+        "target_modules": named("target_modules") is False,
+        "exclude_modules": named("exclude_modules"),
+        "modules_to_save": named("modules_to_save"),
+        "layers_to_transform": (
+            layers and isinstance(config.get("target_modules"), list) and number not in layers
         ),
-    ):
-        if wrong:
-            raise UserError(
-                f"{directory}: the file has factors of {module}, but {field} in {CONFIG} is"
-                f" {str(config[field])[:200]}, which excludes it: config and weights do not match"
-            )
+    }
+    if field := next((field for field, wrong in excluded.items() if wrong), None):
+        raise UserError(
+            f"{directory}: the file has factors of {module}, but {field} in {CONFIG} is"
+            f" {str(config[field])[:200]}, which excludes it: config and weights do not match"
+        )
 
 
 def _find(
@@ -377,11 +321,9 @@ def _find(
     directory: Path,
 ) -> Found:
     """Removes the factors of all known modules from a file's tensors and returns them."""
-    targets, patterns, fused = (
-        config.get("target_parameters") or (),
-        Patterns(config),
-        fused_parameters(names, projections),
-    )
+    targets = config.get("target_parameters") or ()
+    patterns = Patterns(config)
+    fused = fused_parameters(names, projections)
     _check_target_parameters(targets, names, fused, directory)
     found = read_fused(take, fused, patterns, config.get("peft_version"), str(directory))
     for path, modules in names.items():
@@ -417,12 +359,8 @@ def _check_target_parameters(
     targets: Sequence[str], names: Names, fused: Mapping[str, Mapping[str, Fused]], directory: Path
 ) -> None:
     known = [parameter.name for of_layer in fused.values() for parameter in of_layer.values()]
-    known += [
-        f"{module}.weight"
-        for path, modules in names.items()
-        if path != "embed"
-        for module in modules
-    ]
+    for path, modules in names.items():
+        known += [f"{module}.weight" for module in modules if path != "embed"]
     for target in targets:
         if not any(is_targeted(name, [target]) for name in known):
             raise UserError(
@@ -436,13 +374,9 @@ def _check_pair(
     a: np.ndarray, b: np.ndarray, module: str, projection: Projection, rank: int, directory: Path
 ) -> int:
     """Checks a module's factors and returns their rank."""
-    if a.ndim != 2 or b.ndim != 2 or not a.shape[0]:
-        raise UserError(
-            f"{directory}: {module} has lora_A {a.shape} and lora_B {b.shape}; expected two"
-            " matrices of rank 1 or more"
-        )
-    r, D, F = a.shape[0], projection.d_in, projection.d_out
-    if a.shape != (r, D) or b.shape != (F, r):
+    D, F = projection.d_in, projection.d_out
+    r = a.shape[0] if a.ndim else 0
+    if not r or a.shape != (r, D) or b.shape != (F, r):
         raise UserError(
             f"{directory}: {module} has lora_A {a.shape} and lora_B {b.shape}; this base needs"
             f" ({r}, {D}) and ({F}, {r}): the adapter was trained on another model"
@@ -494,7 +428,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
             )
         # New features of PEFT are enabled by true or by an object; numbers and names are their
         # parameters.
-        if field not in (*READ, *ONLY, *NO_EFFECT) and (
+        if field not in READ | ONLY.keys() | NO_EFFECT and (
             value is True or (isinstance(value, dict | list) and value)
         ):
             raise UserError(

@@ -120,8 +120,7 @@ def _require(
         NotImplementedError: with the reason.
     """
     for y, bucket, end in zip(ys, buckets, ends):
-        a, b = bucket.factors["a"], bucket.factors["b"]
-        _require_parts(x, y, a, b, _split(x, y, end), op)
+        _require_parts(x, y, bucket.factors["a"], bucket.factors["b"], _split(x, y, end), op)
 
 
 def _require_parts(
@@ -142,16 +141,18 @@ def _require_parts(
         for size, axis in ((x.shape[-1], split.inward), (y.shape[-1], split.outward))
     )
     W, R = a.shape[0] * a.shape[1], a.shape[2]
-
-    def wide(n: int, like: jax.Array, swapped: tuple[str, ...]) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(
-            (M * math.prod(mesh.shape[axis] for axis in swapped), n), like.dtype
+    more_in, more_out = (
+        math.prod(mesh.shape[axis] for axis in swapped)
+        for swapped in (split.swap_in, split.swap_out)
+    )
+    x_MD, y_MF, a_WRD, b_WRF = (
+        jax.ShapeDtypeStruct(shape, like.dtype)
+        for shape, like in (
+            ((M * more_in, D), x),
+            ((M * more_out, F), y),
+            ((W, R, D), a),
+            ((W, R, F), b),
         )
-
-    x_MD, y_MF = wide(D, x, split.swap_in), wide(F, y, split.swap_out)
-    a_WRD, b_WRF = (
-        jax.ShapeDtypeStruct((W, R, D), a.dtype),
-        jax.ShapeDtypeStruct((W, R, F), b.dtype),
     )
     if split.inward is None and not split.swap_out:
         op.require_add(x_MD, a_WRD, b_WRF, y_MF)
@@ -177,11 +178,15 @@ def _by_kernel(
     # On one GPU projections of the same rows are two launches.
     T, own = x.shape[1], buckets[0]
     slot_M = jnp.repeat(own.slots, T)
+
+    def flat(x: jax.Array, kept: int) -> jax.Array:
+        return x.reshape(-1, *x.shape[-kept:])
+
     made = op.add_each(
-        x.reshape(-1, x.shape[-1]),
-        [b.factors["a"].reshape(-1, *b.factors["a"].shape[2:]) for b in buckets],
-        [b.factors["b"].reshape(-1, *b.factors["b"].shape[2:]) for b in buckets],
-        [y.reshape(-1, y.shape[-1]) for y in ys],
+        flat(x, 1),
+        [flat(b.factors["a"], 2) for b in buckets],
+        [flat(b.factors["b"], 2) for b in buckets],
+        [flat(y, 1) for y in ys],
         slot_M,
         jnp.repeat(own.scale[jnp.maximum(own.slots, 0)], T),
         layer * own.scale.shape[0],
@@ -212,9 +217,8 @@ def _one_by_kernel(
             return jax.lax.psum(h_MR, over) if over else h_MR
         slots = jax.lax.all_gather(slot_M, swap_in, tiled=True)
         parts = jax.lax.all_to_all(x_MD, swap_in, 1, 0, tiled=True)
-        return jax.lax.psum_scatter(
-            op.shrink(parts, a, slots, first, interpret=interpret), swap_in, tiled=True
-        )
+        h_MR = op.shrink(parts, a, slots, first, interpret=interpret)
+        return jax.lax.psum_scatter(h_MR, swap_in, tiled=True)
 
     def expanded(
         h_MR: jax.Array, b: jax.Array, y_MF: jax.Array, slot_M: jax.Array, first: jax.Array
@@ -223,23 +227,15 @@ def _one_by_kernel(
             return op.expand(h_MR, b, y_MF, slot_M, first, interpret=interpret)
         h_MR, slot_M = (jax.lax.all_gather(one, swap_out, tiled=True) for one in (h_MR, slot_M))
         parts = jax.lax.all_to_all(y_MF, swap_out, 1, 0, tiled=True)
-        return jax.lax.all_to_all(
-            op.expand(h_MR, b, parts, slot_M, first, interpret=interpret),
-            swap_out,
-            0,
-            1,
-            tiled=True,
-        )
+        parts = op.expand(h_MR, b, parts, slot_M, first, interpret=interpret)
+        return jax.lax.all_to_all(parts, swap_out, 0, 1, tiled=True)
 
     def local(x_BTD, y_BTF, a_LSRD, b_LSRF, scale_S, slots_B, layer):
         T, S = x_BTD.shape[1], scale_S.shape[0]
         x_MD, y_MF = x_BTD.reshape(-1, x_BTD.shape[-1]), y_BTF.reshape(-1, y_BTF.shape[-1])
         a, b = (w.reshape(-1, *w.shape[2:]) for w in (a_LSRD, b_LSRF))
-        slot_M, scale_M, first = (
-            jnp.repeat(slots_B, T),
-            jnp.repeat(scale_S[jnp.maximum(slots_B, 0)], T),
-            layer * S,
-        )
+        slot_M, scale_M = (jnp.repeat(v, T) for v in (slots_B, scale_S[jnp.maximum(slots_B, 0)]))
+        first = layer * S
         if inward is None and not swap_out:
             made = op.add(x_MD, a, b, y_MF, slot_M, scale_M, first, interpret=interpret)
             return made.reshape(y_BTF.shape)
@@ -247,21 +243,8 @@ def _one_by_kernel(
         return expanded(h_MR, b, y_MF, slot_M, first).reshape(y_BTF.shape)
 
     args = x, y, bucket.factors["a"], bucket.factors["b"], bucket.scale, bucket.slots, layer
-    of_x, of_y = (
-        (rows, None, None if swap_in else inward),
-        (
-            rows,
-            None,
-            None if swap_out else outward,
-        ),
-    )
-    specs = (
-        of_x,
-        of_y,
-        (None, None, None, inward),
-        (None, None, None, outward),
-        (None,),
-        (rows,),
-        (),
-    )
+    of_x = rows, None, None if swap_in else inward
+    of_y = rows, None, None if swap_out else outward
+    of_a, of_b = ((None, None, None, axis) for axis in (inward, outward))
+    specs = of_x, of_y, of_a, of_b, (None,), (rows,), ()
     return sharding.over_devices(local, args, specs, of_y)

@@ -62,7 +62,6 @@ class Projection(NamedTuple):
 
     Attributes:
         stack: ``(L,)``, or ``(L, E)`` for routed experts.
-        d_in, d_out: D and F.
         axes: logical axes of stack, in and out dimension.
     """
 
@@ -79,24 +78,16 @@ def projections(base_specs: Any, targets: Iterable[str]) -> dict[str, Projection
         UserError: a target that the base does not have, or no target.
     """
     known = target_paths(base_specs)
-    targets = tuple(targets)
-    if not targets:
+    linear = [name for name in known if name not in UNUSUAL]
+    wanted = [name for target in targets for name in (linear if target == ALL_LINEAR else [target])]
+    if not wanted:
         raise UserError(f"targets is empty: name at least one of {', '.join(known)}")
-    found = {}
-    wanted = [
-        t
-        for target in targets
-        for t in ([n for n in known if n not in UNUSUAL] if target == ALL_LINEAR else [target])
-    ]
-    for target in wanted:
-        if target not in known:
-            raise UserError(
-                f"target {target!r} is not a projection of this base; choose from {ALL_LINEAR},"
-                f" {', '.join(known)}"
-            )
-        for path in known[target]:
-            found[path] = _projection_at(base_specs, path)
-    return found
+    if unknown := [name for name in wanted if name not in known]:
+        raise UserError(
+            f"target {unknown[0]!r} is not a projection of this base; choose from {ALL_LINEAR},"
+            f" {', '.join(known)}"
+        )
+    return {path: _projection_at(base_specs, path) for name in wanted for path in known[name]}
 
 
 def spelled_out(config: AdapterConfig, base_specs: Any) -> AdapterConfig:
@@ -106,25 +97,17 @@ def spelled_out(config: AdapterConfig, base_specs: Any) -> AdapterConfig:
     Raises:
         UserError: a target that the base does not have.
     """
-    chosen = projections(base_specs, config.targets)
-    targets = (
-        name
-        for name, paths in target_paths(base_specs).items()
-        if any(path in chosen for path in paths)
-    )
-    return dataclasses.replace(config, targets=tuple(targets))
+    chosen, known = projections(base_specs, config.targets), target_paths(base_specs)
+    targets = tuple(name for name, paths in known.items() if not chosen.keys().isdisjoint(paths))
+    return dataclasses.replace(config, targets=targets)
 
 
 def _projection_at(base_specs: Any, path: str) -> Projection:
     if path in TABLES:
-        vocab, width = (
-            base_specs["unembed"]
-            if path == "unembed" and "unembed" in base_specs
-            else base_specs["embed"]
-        )["w"].shape
-        ends = (vocab, width), ("vocab", "embed")
-        (d_in, d_out), axes = ends if path == "embed" else (ends[0][::-1], ends[1][::-1])
-        return Projection((1,), d_in, d_out, ("layers", *axes))
+        vocab, width = base_specs["embed"]["w"].shape
+        if path == "embed":
+            return Projection((1,), vocab, width, ("layers", "vocab", "embed"))
+        return Projection((1,), width, vocab, ("layers", "embed", "vocab"))
     node = base_specs
     for name in path.split("/"):
         node = node[name]
@@ -134,16 +117,13 @@ def _projection_at(base_specs: Any, path: str) -> Projection:
 
 def adapter_specs(base_specs: Any, config: AdapterConfig) -> Any:
     """Returns one policy's factors as ``ParamSpec`` leaves, at the true rank."""
-    return _factors(base_specs, config.targets, config.rank, ())
+    return stack_specs(base_specs, config.targets, config.rank)
 
 
-def stack_specs(base_specs: Any, targets: Iterable[str], rank: int, slots: int) -> Any:
-    """Returns the factors of a stack of ``slots`` policies as ``ParamSpec`` leaves."""
-    return _factors(base_specs, targets, rank, (slots,))
-
-
-def _factors(base_specs: Any, targets: Iterable[str], rank: int, slots: tuple[int, ...]) -> Any:
-    """Returns specs of A and B; in, out, layer and expert axes are sharded as the base's."""
+def stack_specs(base_specs: Any, targets: Iterable[str], rank: int, *slots: int) -> Any:
+    """Returns the factors of a stack of ``slots`` policies as ``ParamSpec`` leaves; in, out, layer
+    and expert axes are sharded as the base's.
+    """
     flat = {}
     for path, p in projections(base_specs, targets).items():
         shape = (p.stack[0], *slots, *p.stack[1:], rank)
@@ -209,7 +189,6 @@ class AdapterStack:
     Attributes:
         factors: a tree of ``[L, S, R, D]`` and ``[L, S, R, F]`` float32.
         scale: ``[S]`` float32.
-        rank: R of the bucket.
     """
 
     factors: Any
@@ -232,12 +211,6 @@ def empty_stack(base_specs: Any, targets: Iterable[str], rank: int, slots: int) 
     )
 
 
-def _pad_rank(leaf: jax.Array, rank: int) -> jax.Array:
-    pad = [(0, 0)] * leaf.ndim
-    pad[-2] = (0, rank - leaf.shape[-2])
-    return jnp.pad(leaf, pad)
-
-
 def write_slot(
     stack: AdapterStack, slot: jax.Array | int, adapter: Any, scale: jax.Array | float
 ) -> AdapterStack:
@@ -257,7 +230,9 @@ def write_slot(
     def put(path: str, leaf: jax.Array) -> jax.Array:
         if path not in new:
             return leaf.at[:, slot].set(0.0)
-        return leaf.at[:, slot].set(_pad_rank(jnp.asarray(new[path], leaf.dtype), stack.rank))
+        own = jnp.asarray(new[path], leaf.dtype)
+        rank = stack.rank - own.shape[-2]
+        return leaf.at[:, slot].set(jnp.pad(own, [(0, 0)] * (own.ndim - 2) + [(0, rank), (0, 0)]))
 
     return dataclasses.replace(
         stack,
@@ -272,46 +247,34 @@ def read_slot(
     """Returns one slot's adapter at its true rank, restricted to ``targets`` (an adapter's spec
     tree) if given.
     """
-    rank = stack.rank if rank is None else rank
     adapter = jax.tree.map(lambda x: x[:, slot, ..., :rank, :], stack.factors)
-    return adapter if targets is None else _restrict(adapter, targets)
-
-
-def _restrict(tree: Any, like: Any) -> Any:
-    return (
-        {name: _restrict(tree[name], child) for name, child in like.items()}
-        if isinstance(like, dict)
-        else tree
-    )
+    if targets is None:
+        return adapter
+    flat = dict(params_lib.leaves_with_path(adapter))
+    return params_lib.map_with_path(lambda path, _: flat[path], targets)
 
 
 def stack_adapters(
     base_specs: Any, adapters: Mapping[str, tuple[AdapterConfig, Any]]
 ) -> tuple[Stacks, dict[str, Slot]]:
     """Builds stacks with one slot for each adapter; returns them and the slot of each name."""
-    targets: dict[int, list[str]] = {}
-    slots: dict[str, Slot] = {}
-    counts: dict[int, int] = {}
+    buckets: dict[int, list[str]] = {}
     for name, (config, _) in adapters.items():
-        bucket = config.bucket
-        targets.setdefault(bucket, []).extend(
-            t for t in config.targets if t not in targets.get(bucket, [])
-        )
-        slots[name] = Slot(bucket, counts.get(bucket, 0))
-        counts[bucket] = slots[name].index + 1
-    stacks = {b: empty_stack(base_specs, targets[b], b, counts[b]) for b in sorted(counts)}
-    for name, (config, adapter) in adapters.items():
-        slot = slots[name]
-        stacks[slot.bucket] = write_slot(stacks[slot.bucket], slot.index, adapter, config.scale)
-    return stacks, slots
+        buckets.setdefault(config.bucket, []).append(name)
+    stacks, slots = {}, {}
+    for bucket, names in sorted(buckets.items()):
+        targets = dict.fromkeys(t for name in names for t in adapters[name][0].targets)
+        stack = empty_stack(base_specs, targets, bucket, len(names))
+        for index, name in enumerate(names):
+            config, adapter = adapters[name]
+            stack = write_slot(stack, index, adapter, config.scale)
+            slots[name] = Slot(bucket, index)
+        stacks[bucket] = stack
+    return stacks, {name: slots[name] for name in adapters}
 
 
 def check_resident(slot: Slot | None, stacks: Stacks) -> None:
-    """Raises if no stack has the slot.
-
-    Raises:
-        UserError: names the slot.
-    """
+    """Raises ``UserError`` if no stack has the slot."""
     if slot is not None and (
         slot.bucket not in stacks or not 0 <= slot.index < stacks[slot.bucket].slots
     ):
@@ -327,36 +290,28 @@ def check_fits(
     adapter: Any, config: AdapterConfig, base_specs: Any, what: str, finite: bool = True
 ) -> int:
     """Checks that an adapter has the projections, rank and shapes that its config needs on this
-    base.
-
-    Args:
-        finite: also reject NaN and infinite values, which reads every number.
-
-    Returns:
-        Number of modules that bind, one per projection, layer and expert.
+    base; with ``finite`` also that all values are finite. Returns the number of modules that bind,
+    one per projection, layer and expert.
 
     Raises:
         UserError: names the first mismatch, or says that nothing binds.
     """
-    wanted = {
-        path: spec.shape
-        for path, spec in params_lib.leaves_with_path(adapter_specs(base_specs, config))
-    }
+    specs = dict(params_lib.leaves_with_path(adapter_specs(base_specs, config)))
     found = {path: tuple(np.shape(leaf)) for path, leaf in params_lib.leaves_with_path(adapter)}
     if not found:
         raise UserError(f"{what}: no module binds; the adapter is empty")
-    if strange := sorted(set(found) - set(wanted)):
+    if strange := sorted(found.keys() - specs.keys()):
         raise UserError(
             f"{what}: {strange[0]} is not among the targets {', '.join(config.targets)} of this"
             " base"
         )
-    if lacking := sorted(set(wanted) - set(found)):
+    if lacking := sorted(specs.keys() - found.keys()):
         raise UserError(f"{what}: {lacking[0]} is missing, though its config targets it")
     for path, shape in found.items():
-        if shape != wanted[path]:
+        if shape != specs[path].shape:
             raise UserError(
                 f"{what}: {path} has shape {shape}; this base and rank {config.rank} need"
-                f" {wanted[path]}"
+                f" {specs[path].shape}"
             )
     if finite:
         check_finite(adapter, what)
@@ -364,11 +319,7 @@ def check_fits(
 
 
 def check_finite(adapter: Any, what: str) -> None:
-    """Raises if an adapter has NaN or infinite weights.
-
-    Raises:
-        UserError: names the tensor.
-    """
+    """Raises ``UserError``, with the tensor's name, if an adapter has NaN or infinite weights."""
     for path, leaf in params_lib.leaves_with_path(adapter):
         if not all_finite(np.asarray(leaf)):
             raise UserError(

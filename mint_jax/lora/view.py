@@ -81,7 +81,7 @@ class RankBucket:
         return dataclasses.replace(self, factors=factors, taps=taps)
 
     def of_blocks(self, layer: jax.Array, taps: Any, dtype: Any) -> "RankBucket":
-        """Returns the factors of each block in one layer."""
+        """Gathers the factors of each block in one layer."""
         scale = self.scale.at[self.slots].get(mode="clip")
 
         def take(path: Any, stack: jax.Array, *tap: jax.Array) -> jax.Array:
@@ -121,7 +121,6 @@ class AdapterView:
     """Adapters bound to a batch, for all projections or those below one name.
 
     Attributes:
-        buckets: one for each rank bucket.
         layer: index of the layer, for named rows inside the layers.
         blocks: number of blocks of each bucket; for named rows of distinct adapters.
         base_blocks: number of blocks without an adapter; for named rows 1, whatever their number.
@@ -217,11 +216,8 @@ class AdapterView:
         if not self.targeted:
             return None
         if self.by_rows:
-            parts = [
-                self.of_rows(bucket, fn, x, d_out, dtype, fan)
-                for bucket in self.buckets
-                if bucket.factors
-            ]
+            used = [bucket for bucket in self.buckets if bucket.factors]
+            parts = [self.of_rows(bucket, fn, x, d_out, dtype, fan) for bucket in used]
             return sum(parts[1:], parts[0])
         rows, T = self._rows_of_block(x.shape[0]), x.shape[1]
         parts, start = [], 0
@@ -284,9 +280,7 @@ class AdapterView:
         return jax.tree.map(deal, self._take(bucket, bucket.distinct, dtype))
 
     def _take(self, bucket: RankBucket, slots: jax.Array, dtype: Any) -> Any:
-        """Returns the factors of slots, ``[P, R, D]`` and ``[P, R, F]``, the latter scaled; rank 1
-        is padded to 2.
-        """
+        """Gathers the factors of slots, B scaled; rank 1 is padded to 2."""
         layer = 0 if self.layer is None else self.layer
         a, b = bucket.factors["a"][layer, slots], bucket.factors["b"][layer, slots]
         b = b * bucket.scale[slots][:, None, None]
@@ -307,7 +301,6 @@ def attach_blocks(
         slots: by bucket ``[P]`` int32, the slot of each block.
         taps: see ``taps_of``: zeros with respect to which gradients are taken.
         base_blocks: number of blocks at the end without an adapter.
-        dtype: compute dtype.
     """
     buckets = []
     for rank in sorted(slots):
@@ -316,24 +309,20 @@ def attach_blocks(
             scale = own.scale.at[own.slots].get(mode="clip")
 
             def of_product(path: Any, tap: jax.Array, scale: jax.Array = scale) -> jax.Array:
-                """Converts a tap to ``dtype``: its gradient becomes that of the matmul's factor, of
-                B including the scale.
-                """
-                return (tap * _wide(scale, tap[0])[None] if path[-1].key == "b" else tap).astype(
-                    dtype
-                )
+                # The gradient of a tap becomes that of the matmul's factor, of B with the scale.
+                wide = tap * _wide(scale, tap[0])[None] if path[-1].key == "b" else tap
+                return wide.astype(dtype)
 
-            made = jax.tree_util.tree_map_with_path(of_product, taps[rank])
-            own = dataclasses.replace(own, taps=made)
+            own = dataclasses.replace(
+                own, taps=jax.tree_util.tree_map_with_path(of_product, taps[rank])
+            )
         buckets.append(own)
     blocks = tuple(bucket.slots.shape[0] for bucket in buckets)
     return AdapterView(tuple(buckets), None, blocks, base_blocks, dtype=jnp.dtype(dtype))
 
 
 def taps_of(stacks: Stacks, slots: Mapping[int, jax.Array]) -> dict[int, Any]:
-    """Returns float32 zeros ``[L, P, ...]`` for each bucket, whose gradient is that of the blocks'
-    factors: see ``RankBucket.taps``.
-    """
+    """Returns float32 zeros ``[L, P, ...]`` for each bucket, see ``RankBucket.taps``."""
 
     def zeros(P: int) -> Any:
         return lambda x: jnp.zeros((x.shape[0], P, *x.shape[2:]), x.dtype)
@@ -380,8 +369,6 @@ def lora_delta(x_MD: jax.Array, a_RD: jax.Array, b_RF: jax.Array) -> jax.Array:
     """Returns ``(x A^T) B`` of one adapter, ``[M, F]`` in the dtype of ``x``; both matmuls
     accumulate in float32.
     """
-    chex.assert_rank([x_MD, a_RD, b_RF], 2)
-    chex.assert_equal_shape([a_RD, b_RF], dims=0)
     # Always through the rank, R (D + F) numbers per row. B A as a matrix would be D F numbers per
     # adapter.
     return product("MR,RF->MF", product("MD,RD->MR", x_MD, a_RD), b_RF)
@@ -405,9 +392,7 @@ def add_deltas(
     """Returns the base's results of projections of the same rows plus each one's deltas.
 
     Args:
-        x: ``[B, T, D]``.
-        ys: ``[B, T, F]`` each.
-        loras: the adapters of each projection.
+        x, ys: ``[B, T, D]`` and ``[B, T, F]`` each.
         ends: logical axes of each projection's D and F.
     """
     out, first = list(ys), loras[0]

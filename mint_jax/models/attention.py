@@ -166,12 +166,8 @@ def slice_count(n: int, nbytes: int) -> int:
 
 def _scores(q, k, own_q, parent_q, own_k, chosen, start, scale):
     B, K, G, t, H = q.shape
-    s = (
-        jnp.einsum(
-            "BKMH,BKSH->BKMS", q.reshape(B, K, G * t, H), k, preferred_element_type=jnp.float32
-        )
-        * scale
-    )
+    q = q.reshape(B, K, G * t, H)
+    s = jnp.einsum("BKMH,BKSH->BKMS", q, k, preferred_element_type=jnp.float32) * scale
     allowed = segment_mask(own_q, parent_q, own_k, start)
     if chosen is not None:
         allowed &= unpack_keys(chosen, k.shape[2])
@@ -180,35 +176,30 @@ def _scores(q, k, own_q, parent_q, own_k, chosen, start, scale):
 
 def _slice_forward(q, k, v, own_q, parent_q, own_k, chosen, start, scale):
     s = _scores(q, k, own_q, parent_q, own_k, chosen, start, scale)
-    top, total, value = partial_softmax(
-        s,
-        lambda p: jnp.einsum(
+
+    def weighted(p):
+        return jnp.einsum(
             "BKMS,BKSV->BKMV", p.astype(v.dtype), v, preferred_element_type=jnp.float32
-        ),
-    )
-    return (value / total).reshape(*q.shape[:-1], -1).astype(q.dtype), (
-        top + jnp.log(total)
-    ).reshape(*q.shape[:-1], 1)
+        )
+
+    top, total, value = partial_softmax(s, weighted)
+    o = (value / total).reshape(*q.shape[:-1], -1).astype(q.dtype)
+    return o, (top + jnp.log(total)).reshape(*q.shape[:-1], 1)
 
 
 def _slice_backward(q, k, v, own_q, parent_q, own_k, chosen, start, scale, o, lse, g):
     # P = exp(S - lse), dV = P^T dO, dP = dO V^T, dS = P (dP - rowsum(dO O)), dQ = dS K, dK = dS^T Q
     B, K, G, t, H = q.shape
-    p = jnp.exp(
-        _scores(q, k, own_q, parent_q, own_k, chosen, start, scale) - lse.reshape(B, K, G * t, 1)
-    )
-    g_flat, o_flat = (x.reshape(B, K, G * t, -1) for x in (g, o))
-    dv = jnp.einsum(
-        "BKMS,BKMV->BKSV", p.astype(v.dtype), g_flat, preferred_element_type=jnp.float32
-    )
-    dp = jnp.einsum("BKMV,BKSV->BKMS", g_flat, v, preferred_element_type=jnp.float32)
+    s = _scores(q, k, own_q, parent_q, own_k, chosen, start, scale)
+    p = jnp.exp(s - lse.reshape(B, K, G * t, 1))
+    q_flat, g_flat, o_flat = (x.reshape(B, K, G * t, -1) for x in (q, g, o))
+    product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    dv = product("BKMS,BKMV->BKSV", p.astype(v.dtype), g_flat)
+    dp = product("BKMV,BKSV->BKMS", g_flat, v)
     along = jnp.sum(g_flat.astype(jnp.float32) * o_flat.astype(jnp.float32), axis=-1, keepdims=True)
     ds = (p * (dp - along) * scale).astype(k.dtype)
-    dq = jnp.einsum("BKMS,BKSH->BKMH", ds, k, preferred_element_type=jnp.float32).reshape(q.shape)
-    dk = jnp.einsum(
-        "BKMS,BKMH->BKSH", ds, q.reshape(B, K, G * t, H), preferred_element_type=jnp.float32
-    )
-    return dq.astype(q.dtype), dk, dv
+    dq = product("BKMS,BKSH->BKMH", ds, k).reshape(q.shape)
+    return dq.astype(q.dtype), product("BKMS,BKMH->BKSH", ds, q_flat), dv
 
 
 def split(x, n, axis):
@@ -245,29 +236,18 @@ def _blocks(q, own, parent, chosen):
 def _forward_by_xla(q, k, v, own, parent, chosen, *, scale):
     out = []
     for start, stop, own_q, parent_q, bits in _blocks(q, own, parent, chosen):
-        q_block, k_block, v_block, own_k = (
-            q[:, :, :, start:stop],
-            k[:, :, :stop],
-            v[:, :, :stop],
-            own[:, :stop],
-        )
-        n = _slices(q_block, stop)
-        if n == 1:
-            out.append(
-                _slice_forward(
-                    q_block, k_block, v_block, own_q, parent_q, own_k, bits, start, scale
-                )
-            )
-            continue
+        q_block, own_k = q[:, :, :, start:stop], own[:, :stop]
 
-        def one(slices, k=k_block, v=v_block, own_k=own_k):
+        def one(slices, k=k[:, :, :stop], v=v[:, :, :stop], own_k=own_k):
             q, (own, parent, bits, at) = slices
             return _slice_forward(q, k, v, own, parent, own_k, bits, at, scale)
 
-        parts = jax.lax.map(
-            one, (split(q_block, n, 3), _split_queries(own_q, parent_q, bits, start, n))
-        )
-        out.append(tuple(unsplit(x, 3) for x in parts))
+        n = _slices(q_block, stop)
+        if n == 1:
+            out.append(one((q_block, (own_q, parent_q, bits, start))))
+            continue
+        slices = split(q_block, n, 3), _split_queries(own_q, parent_q, bits, start, n)
+        out.append(tuple(unsplit(x, 3) for x in jax.lax.map(one, slices)))
     o, lse = out[0] if len(out) == 1 else (jnp.concatenate(parts, axis=3) for parts in zip(*out))
     return o, lse[..., 0]
 
@@ -277,71 +257,59 @@ def _backward_by_xla(q, k, v, own, parent, chosen, o, lse, g, *, scale):
     for start, stop, own_q, parent_q, bits in _blocks(q, own, parent, chosen):
         k_block, v_block, own_k = k[:, :, :stop], v[:, :, :stop], own[:, :stop]
         rows = [x[:, :, :, start:stop] for x in (q, o, lse[..., None], g)]
+
+        def one(slices, k=k_block, v=v_block, own_k=own_k):
+            q, o, lse, g, (own, parent, bits, at) = slices
+            return _slice_backward(q, k, v, own, parent, own_k, bits, at, scale, o, lse, g)
+
         n = _slices(rows[0], stop)
         if n == 1:
-            q_block, *kept = rows
-            one, dk_block, dv_block = _slice_backward(
-                q_block, k_block, v_block, own_q, parent_q, own_k, bits, start, scale, *kept
-            )
+            dq_block, dk_block, dv_block = one((*rows, (own_q, parent_q, bits, start)))
         else:
 
-            def add(sums, slices, k=k_block, v=v_block, own_k=own_k):
-                q, o, lse, g, (own, parent, bits, at) = slices
-                dq, dk, dv = _slice_backward(
-                    q, k, v, own, parent, own_k, bits, at, scale, o, lse, g
-                )
-                return (sums[0] + dk, sums[1] + dv), dq
+            def add(sums, slices, one=one):
+                dq, *parts = one(slices)
+                return jax.tree.map(jnp.add, sums, tuple(parts)), dq
 
-            slices = (
-                *(split(x, n, 3) for x in rows),
-                _split_queries(own_q, parent_q, bits, start, n),
-            )
+            of_queries = _split_queries(own_q, parent_q, bits, start, n)
             none = jnp.zeros(k_block.shape, jnp.float32), jnp.zeros(v_block.shape, jnp.float32)
-            (dk_block, dv_block), one = jax.lax.scan(add, none, slices)
-            one = unsplit(one, 3)
-        dq.append(one)
+            slices = *(split(x, n, 3) for x in rows), of_queries
+            (dk_block, dv_block), dq_block = jax.lax.scan(add, none, slices)
+            dq_block = unsplit(dq_block, 3)
+        dq.append(dq_block)
         dk, dv = dk.at[:, :, :stop].add(dk_block), dv.at[:, :, :stop].add(dv_block)
-    return (
-        dq[0] if len(dq) == 1 else jnp.concatenate(dq, axis=3),
-        dk.astype(k.dtype),
-        dv.astype(v.dtype),
-    )
+    dq = dq[0] if len(dq) == 1 else jnp.concatenate(dq, axis=3)
+    return dq, dk.astype(k.dtype), dv.astype(v.dtype)
 
 
 # Kernels.
 
 
-def _forward_by_kernel(q, k, v, own, parent, chosen, *, scale, kernel, interpret=False):
+def _by_kernel(q, k, v, own, parent, chosen, *rest, scale, call, outputs, interpret=False):
+    """Runs ``forward`` of a kernel, or ``backward`` given its results and their cotangent."""
     rows, heads = sharding.fitting(k.shape[:2], "batch", "kv_heads")
-    specs = *((rows, heads),) * 3, (rows,), (rows,)
-    local = functools.partial(kernel.forward, scale=scale, interpret=interpret)
-    return sharding.over_devices(local, (q, k, v, own, parent), specs, ((rows, heads),) * 2)
+    specs = *((rows, heads),) * 3, (rows,), (rows,), *((rows, heads),) * len(rest)
+    local = functools.partial(call, scale=scale, interpret=interpret)
+    out = ((rows, heads),) * outputs
+    return sharding.over_devices(local, (q, k, v, own, parent, *rest), specs, out)
 
 
-def _backward_by_kernel(q, k, v, own, parent, chosen, o, lse, g, *, scale, kernel, interpret=False):
-    rows, heads = sharding.fitting(k.shape[:2], "batch", "kv_heads")
-    specs = *((rows, heads),) * 3, (rows,), (rows,), *((rows, heads),) * 3
-    local = functools.partial(kernel.backward, scale=scale, interpret=interpret)
-    return sharding.over_devices(
-        local, (q, k, v, own, parent, o, lse, g), specs, ((rows, heads),) * 3
-    )
-
-
-def _by(name: str, platform: str, call, kernel) -> Implementation:
+def _by(name: str, platform: str, kernel, call, outputs: int) -> Implementation:
     def require(q, k, v, own, parent, chosen, *rest):
         if chosen is not None:
             raise NotImplementedError("an indexer chooses the keys")
         kernel.require(q, k, v)
 
-    return Implementation(name, platform, functools.partial(call, kernel=kernel), require)
+    of_kernel = functools.partial(_by_kernel, call=call, outputs=outputs)
+    return Implementation(name, platform, of_kernel, require)
 
 
 KERNELS = (("pallas_tpu", "tpu", kernels.pallas_tpu), ("pallas_gpu", "cuda", kernels.pallas_gpu))
 FORWARD = (
-    *(_by(name, on, _forward_by_kernel, kernel) for name, on, kernel in KERNELS),
+    *(_by(name, on, kernel, kernel.forward, 2) for name, on, kernel in KERNELS),
     Implementation("xla", None, _forward_by_xla, anything),
 )
 BACKWARD = (
-    *(_by(name, on, _backward_by_kernel, kernel) for name, on, kernel in KERNELS),
+    *(_by(name, on, kernel, kernel.backward, 3) for name, on, kernel in KERNELS),
     Implementation("xla", None, _backward_by_xla, anything),
 )

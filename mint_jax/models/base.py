@@ -19,7 +19,7 @@ from mint_jax.files import new_directory
 from mint_jax.models import gguf, hf, made, quantised, stored, transformer
 from mint_jax.models import names as base_names
 from mint_jax.models.config import Kernels, ModelConfig, from_hf
-from mint_jax.models.names import PACKAGED, RANDOM, UPSTREAM, cache_dir
+from mint_jax.models.names import PACKAGED, RANDOM, cache_dir
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
@@ -29,11 +29,7 @@ class Base:
     """One frozen base model, resident on a mesh.
 
     Attributes:
-        name: name given by the user.
-        directory: checkpoint directory.
-        cfg: its dimensions.
         params: the frozen tree; never written.
-        mesh: mesh of the parameters.
         tokenizer: None for a directory without one (token ids only).
         fingerprint: hex digest that names this base in revisions.
     """
@@ -106,14 +102,17 @@ def public_name(name: str) -> str:
     """Returns the name by which other programs open a base: an absolute directory, or its name on
     the hub.
 
-    For the packaged base this is the hub's name. The hub has its full weights, the package those of
-    a 4-bit GGUF file.
+    The hub has the packaged base's full weights, the package those of a 4-bit GGUF file.
     """
     if Path(name).is_dir():
         return str(Path(name).resolve())
-    made.refuse_peers(name)
-    if name.lower() in UPSTREAM:
-        return UPSTREAM[name.lower()]
+    if base_names.is_random(name):
+        raise UserError(
+            f"base {name!r} is made on the devices and is in no file that another program could"
+            " read: use a checkpoint"
+        )
+    if name.lower() in PACKAGED:
+        return PACKAGED[name.lower()][3]
     return str(resolve(name)) if name.lower() in RANDOM else name
 
 

@@ -7,7 +7,6 @@ below and in the name table of ``models/hf.py``.
 import dataclasses
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,16 +42,12 @@ class Experts:
     """Routed experts in place of an MLP (Shazeer et al. 2017, arXiv 1701.06538).
 
     Attributes:
-        count: E routed experts of a layer.
-        per_token: X experts visited by each token.
-        width: F of one expert.
+        count, per_token, width: E experts of a layer, X of each token, F of one expert.
         shared: experts visited by every token, stored as one MLP of ``shared * width``.
         scores: ``softmax`` over all experts, or ``sigmoid`` of each with a bias that only affects
             the choice (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
-        normalise: divide the chosen weights by their sum.
-        scale: factor on the weights after that.
-        groups, groups_chosen: experts come from the best ``groups_chosen`` of ``groups`` equal
-            groups.
+        normalise, scale: divide the chosen weights by their sum, then multiply them.
+        groups, groups_chosen: experts come from the best of equal groups.
     """
 
     count: int
@@ -71,8 +66,7 @@ class Latent:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
     Attributes:
-        q_latent: width of the query's latent; 0 if queries come directly from the residual stream.
-        kv_latent: C, width of the latent of keys and values.
+        q_latent, kv_latent: widths of the latents; 0 if queries have none.
         nope, rope: dimensions of a head's key without and with rotary position; the rotary part is
             shared by the heads.
         value: dimensions of a head's value.
@@ -90,7 +84,6 @@ class Indexer:
     """The lightning indexer of sparse attention (DeepSeek-V3.2, section 2.1).
 
     Attributes:
-        heads, width: I heads of this many dimensions.
         topk: number of keys that a query attends to.
         interleaved: rotary pairs are neighbours; otherwise the halves of the head.
         full: per layer, True if it has an indexer; other layers reuse the choice of the last layer
@@ -109,8 +102,7 @@ class ModelConfig:
     """Dimensions and switches of a decoder, with the axis letters D, F, N, K, H, V, L.
 
     ``latent`` replaces grouped-query attention, ``experts`` the MLP of all but the first
-    ``dense_layers`` layers. ``directory`` is the source checkpoint, used to look up its files; it
-    is not part of equality.
+    ``dense_layers`` layers. ``directory`` is the source checkpoint.
     """
 
     family: str
@@ -167,99 +159,46 @@ class ModelConfig:
 
 
 # Every field of config.json that is read -> default of the transformers class.
-_GROUPED = {
-    "vocab_size": 151936,
-    "hidden_size": 4096,
-    "intermediate_size": 22016,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "head_dim": None,
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "rope_parameters": None,
-}
-_LATENT = _GROUPED | {
-    "vocab_size": 129280,
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
-    "num_hidden_layers": 61,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 128,
-    "n_shared_experts": 1,
-    "n_routed_experts": 256,
-    "routed_scaling_factor": 2.5,
-    "kv_lora_rank": 512,
-    "q_lora_rank": 1536,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "qk_nope_head_dim": 128,
-    "n_group": 8,
-    "topk_group": 4,
-    "num_experts_per_tok": 8,
-    "first_k_dense_replace": 3,
-    "norm_topk_prob": True,
-    "max_position_embeddings": 4096,
-}
-_INDEXED = _LATENT | {
-    "max_position_embeddings": 163840,
-    "mlp_layer_types": None,
-    "index_topk": 2048,
-    "index_head_dim": 128,
-    "index_n_heads": 64,
-}
+_GROUPED = {"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016}
+_GROUPED |= {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32}
+_GROUPED |= {"head_dim": None, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6}
+_GROUPED |= {"tie_word_embeddings": False, "rope_parameters": None}
+_LLAMA = {"vocab_size": 32000, "intermediate_size": 11008, "num_key_value_heads": None}
+_LLAMA |= {"max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False}
+_QWEN3_MOE = {"hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768}
+_QWEN3_MOE |= {"num_hidden_layers": 24, "num_key_value_heads": 4, "num_experts": 128}
+_QWEN3_MOE |= {"num_experts_per_tok": 8, "norm_topk_prob": False, "attention_bias": False}
+_LATENT = _GROUPED | {"vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432}
+_LATENT |= {"moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_attention_heads": 128}
+_LATENT |= {"num_key_value_heads": 128, "n_shared_experts": 1, "n_routed_experts": 256}
+_LATENT |= {"routed_scaling_factor": 2.5, "kv_lora_rank": 512, "q_lora_rank": 1536}
+_LATENT |= {"qk_rope_head_dim": 64, "v_head_dim": 128, "qk_nope_head_dim": 128, "n_group": 8}
+_LATENT |= {"topk_group": 4, "num_experts_per_tok": 8, "first_k_dense_replace": 3}
+_LATENT |= {"norm_topk_prob": True, "max_position_embeddings": 4096}
+_INDEXED = _LATENT | {"max_position_embeddings": 163840, "mlp_layer_types": None}
+_INDEXED |= {"index_topk": 2048, "index_head_dim": 128, "index_n_heads": 64}
+_GLM = {"vocab_size": 154880, "hidden_size": 6144, "intermediate_size": 12288}
+_GLM |= {"num_hidden_layers": 78, "num_attention_heads": 64, "num_key_value_heads": 64}
+_GLM |= {"q_lora_rank": 2048, "v_head_dim": 256, "qk_nope_head_dim": 192, "n_group": 1}
+_GLM |= {"topk_group": 1, "max_position_embeddings": 202752, "rms_norm_eps": 1e-5}
+_GLM |= {"index_n_heads": 32, "indexer_types": None}
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": (
-        _GROUPED
-        | {
-            "vocab_size": 32000,
-            "intermediate_size": 11008,
-            "num_key_value_heads": None,
-            "max_position_embeddings": 2048,
-            "attention_bias": False,
-            "mlp_bias": False,
-        }
-    ),
+    "llama": _GROUPED | _LLAMA,
     "qwen2": _GROUPED,
     "qwen3": _GROUPED | {"head_dim": 128, "attention_bias": False},
-    "qwen3_moe": (
-        _GROUPED
-        | {
-            "hidden_size": 2048,
-            "intermediate_size": 6144,
-            "moe_intermediate_size": 768,
-            "num_hidden_layers": 24,
-            "num_key_value_heads": 4,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "norm_topk_prob": False,
-            "attention_bias": False,
-        }
-    ),
+    "qwen3_moe": _GROUPED | _QWEN3_MOE,
     "deepseek_v3": _LATENT,
     "deepseek_v32": _INDEXED,
-    "glm_moe_dsa": (
-        _INDEXED
-        | {
-            "vocab_size": 154880,
-            "hidden_size": 6144,
-            "intermediate_size": 12288,
-            "num_hidden_layers": 78,
-            "num_attention_heads": 64,
-            "num_key_value_heads": 64,
-            "q_lora_rank": 2048,
-            "v_head_dim": 256,
-            "qk_nope_head_dim": 192,
-            "n_group": 1,
-            "topk_group": 1,
-            "max_position_embeddings": 202752,
-            "rms_norm_eps": 1e-5,
-            "index_n_heads": 32,
-            "indexer_types": None,
-        }
-    ),
+    "glm_moe_dsa": _INDEXED | _GLM,
+}
+FAMILIES = {  # `architectures` entry -> model_type
+    "LlamaForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "DeepseekV3ForCausalLM": "deepseek_v3",  # also Kimi-K2 and Moonlight
+    "DeepseekV32ForCausalLM": "deepseek_v32",
+    "GlmMoeDsaForCausalLM": "glm_moe_dsa",
 }
 _OFF, _ONE = (None, False), (None, 1)
 # Fields that change the forward pass, in the transformers class or in the model's original code ->
@@ -304,7 +243,37 @@ _ROPE_NEEDS = {  # rope_type -> keys that its formula needs
 }
 
 
-def _rope(fields: dict[str, Any], context: int) -> tuple[float, RopeScaling | None]:
+class _Fields(dict[str, Any]):
+    """The contents of a ``config.json`` over the defaults of its class."""
+
+    def number(self, name: str, cast: type = int) -> Any:
+        """Returns a finite number, which must be integral for ``int``."""
+        value = self[name]
+        numeric = isinstance(value, int | float) and not isinstance(value, bool)
+        if not numeric or not math.isfinite(value) or cast(value) != value:
+            wanted = "an integer" if cast is int else "a number"
+            raise UserError(
+                f"config.json: {name} is {value!r}; expected {wanted}: take a complete checkpoint"
+                " directory"
+            )
+        return cast(value)
+
+    def one_of(self, given: dict[str, Any], *names: str) -> int:
+        """Returns a number that has several names; the default is that of the first."""
+        found = {name: given[name] for name in names if given.get(name) is not None}
+        if len(set(map(repr, found.values()))) > 1:
+            raise UserError(
+                f"config.json gives one number under several names, and they differ: {found}"
+            )
+        return self.number(next(iter(found), names[0]))
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise UserError(f"{message}: config.json is damaged or of another model")
+
+
+def _rope(fields: _Fields) -> tuple[float, RopeScaling | None]:
     """Returns base and scaling of the rotary embedding, from any spelling that transformers 5
     reads.
 
@@ -317,8 +286,9 @@ def _rope(fields: dict[str, Any], context: int) -> tuple[float, RopeScaling | No
             f"config.json: the rope parameters are {raw!r}; expected one object of numbers for all"
             " layers: rotary embeddings that differ by layer are not supported"
         )
-    theta = _number(float, {"rope_theta": fields.get("rope_theta", 10000.0)} | raw, "rope_theta")
-    kind = raw.get("rope_type", raw.get("type", "default"))
+    context, length = fields.number("max_position_embeddings"), "original_max_position_embeddings"
+    rope = _Fields({"rope_theta": fields.get("rope_theta", 10000.0), length: context} | raw)
+    theta, kind = rope.number("rope_theta", float), raw.get("rope_type", raw.get("type", "default"))
     if kind not in _ROPE_NEEDS:
         raise UserError(
             f"rope scaling {kind!r} is not supported; expected {', '.join(_ROPE_NEEDS)}: take a"
@@ -335,233 +305,94 @@ def _rope(fields: dict[str, Any], context: int) -> tuple[float, RopeScaling | No
         )
     if kind == "default":
         return theta, None
-    lengths = {"original_max_position_embeddings": context} | raw
-    if "original_max_position_embeddings" in fields:
-        lengths["original_max_position_embeddings"] = fields["original_max_position_embeddings"]
-    original = _number(int, lengths, "original_max_position_embeddings")
-    numbers = {
-        key: _number(float, raw, key)
-        for key in (
-            "low_freq_factor",
-            "high_freq_factor",
-            "attention_factor",
-            "mscale",
-            "mscale_all_dim",
-        )
-        if raw.get(key) is not None
-    }
-    numbers |= {key: _number(float, raw, key) for key in ("beta_fast", "beta_slow") if raw.get(key)}
+    if length in fields:
+        rope[length] = fields[length]
+    original = rope.number(length)
+    names = ["low_freq_factor", "high_freq_factor", "attention_factor", "mscale", "mscale_all_dim"]
+    numbers = {key: rope.number(key, float) for key in names if raw.get(key) is not None}
+    numbers |= {key: rope.number(key, float) for key in ("beta_fast", "beta_slow") if raw.get(key)}
     whole = kind == "yarn" and raw["factor"] is None  # then the context lengths define it
-    factor = context / original if whole else _number(float, raw, "factor")
+    factor = context / original if whole else rope.number("factor", float)
     truncate = bool(raw.get("truncate", True))
     return theta, RopeScaling(kind, factor, original, truncate=truncate, **numbers)
 
 
-def _number(cast: type, fields: dict[str, Any], name: str) -> Any:
-    """Returns a numeric field."""
-    value = fields[name]
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not math.isfinite(value)
-        or cast(value) != value
-    ):
-        wanted = "an integer" if cast is int else "a number"
-        raise UserError(
-            f"config.json: {name} is {value!r}; expected {wanted}: take a complete checkpoint"
-            " directory"
-        )
-    return cast(value)
-
-
-def _decoder_fields(fields: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields that every supported family spells the same way."""
-    context = _number(int, fields, "max_position_embeddings")
-    width, heads = _number(int, fields, "hidden_size"), _number(int, fields, "num_attention_heads")
-    if fields["num_key_value_heads"] is None:
-        fields = fields | {"num_key_value_heads": heads}
-    kv_heads = _number(int, fields, "num_key_value_heads")
-    if heads < 1 or kv_heads < 1 or heads % kv_heads:
-        raise UserError(
-            f"num_attention_heads is {heads}, which num_key_value_heads {kv_heads} does not divide:"
-            " config.json is damaged"
-        )
-    if fields["head_dim"] is None:
-        fields = fields | {"head_dim": width // heads}
-    theta, scaling = _rope(fields, context)
-    return {
-        "vocab_size": _number(int, fields, "vocab_size"),
-        "d_model": width,
-        "num_layers": _number(int, fields, "num_hidden_layers"),
-        "num_heads": heads,
-        "num_kv_heads": kv_heads,
-        "head_dim": _number(int, fields, "head_dim"),
-        "d_ff": _number(int, fields, "intermediate_size"),
-        "rope_theta": theta,
-        "rope_scaling": scaling,
-        "norm_eps": _number(float, fields, "rms_norm_eps"),
-        "tie_embeddings": bool(fields["tie_word_embeddings"]),
-        "context": context,
-    }
-
-
-def _one_of(given: dict[str, Any], fields: dict[str, Any], *names: str) -> int:
-    """Returns a number that has several names; the default is that of the first."""
-    found = {name: given[name] for name in names if given.get(name) is not None}
-    if len(set(map(repr, found.values()))) > 1:
-        raise UserError(
-            f"config.json gives one number under several names, and they differ: {found}"
-        )
-    return _number(int, {names[0]: next(iter(found.values()), fields[names[0]])}, names[0])
-
-
-def _llama(given: dict[str, Any], fields: dict[str, Any]) -> ModelConfig:
-    bias = bool(fields["attention_bias"])
-    return ModelConfig(
-        "llama",
-        **_decoder_fields(fields),
-        qkv_bias=bias,
-        o_bias=bias,
-        mlp_bias=bool(fields["mlp_bias"]),
-    )
-
-
-def _qwen2(given: dict[str, Any], fields: dict[str, Any]) -> ModelConfig:
-    return ModelConfig("qwen2", **_decoder_fields(fields), qkv_bias=True)
-
-
-def _qwen3(given: dict[str, Any], fields: dict[str, Any]) -> ModelConfig:
-    bias = bool(fields["attention_bias"])
-    return ModelConfig("qwen3", **_decoder_fields(fields), qkv_bias=bias, o_bias=bias, qk_norm=True)
-
-
-def _qwen3_moe(given: dict[str, Any], fields: dict[str, Any]) -> ModelConfig:
+def _experts(given: dict[str, Any], fields: _Fields) -> Experts:
+    number = fields.number
+    names = ["n_routed_experts", "num_local_experts", "num_experts"]
+    if "num_experts" in fields and "n_routed_experts" not in fields:
+        names = ["num_experts", "num_local_experts"]
     experts = Experts(
-        count=_one_of(given, fields, "num_experts", "num_local_experts"),
-        per_token=_number(int, fields, "num_experts_per_tok"),
-        width=_number(int, fields, "moe_intermediate_size"),
+        fields.one_of(given, *names),
+        number("num_experts_per_tok"),
+        number("moe_intermediate_size"),
         normalise=bool(fields["norm_topk_prob"]),
     )
-    cfg = _qwen3(given, fields)
-    return cfg.replace(family="qwen3_moe", experts=_checked(experts))
-
-
-def _checked(experts: Experts) -> Experts:
-    if not 1 <= experts.per_token <= experts.count:
-        raise UserError(
-            f"num_experts_per_tok is {experts.per_token}, of {experts.count} experts: config.json"
-            " is damaged"
+    if "n_routed_experts" in fields:  # DeepSeek
+        experts = dataclasses.replace(
+            experts,
+            shared=0 if fields["n_shared_experts"] is None else number("n_shared_experts"),
+            scores="sigmoid",
+            scale=number("routed_scaling_factor", float),
+            groups=number("n_group"),
+            groups_chosen=number("topk_group"),
         )
-    if experts.count % experts.groups or not 1 <= experts.groups_chosen <= experts.groups:
-        raise UserError(
-            f"{experts.count} experts in {experts.groups} groups of which {experts.groups_chosen}"
-            " are chosen: the groups must be equal, config.json is damaged"
-        )
+    _require(
+        1 <= experts.per_token <= experts.count,
+        f"num_experts_per_tok is {experts.per_token}, of {experts.count} experts",
+    )
+    _require(
+        experts.count % experts.groups == 0 and 1 <= experts.groups_chosen <= experts.groups,
+        f"{experts.count} experts in {experts.groups} groups of which {experts.groups_chosen} are"
+        " chosen; expected equal groups",
+    )
     return experts
 
 
-def _deepseek(
-    given: dict[str, Any], fields: dict[str, Any], family: str, *more_names: str
-) -> ModelConfig:
-    """Maps DeepSeek-V3 and relatives (Kimi-K2, Moonlight): latent attention, sigmoid routing,
-    shared experts, dense first layers.
-    """
-    if fields["n_shared_experts"] is None:
-        fields = fields | {"n_shared_experts": 0}
-    experts = Experts(
-        count=_one_of(given, fields, "n_routed_experts", "num_local_experts", *more_names),
-        per_token=_number(int, fields, "num_experts_per_tok"),
-        width=_number(int, fields, "moe_intermediate_size"),
-        shared=_number(int, fields, "n_shared_experts"),
-        scores="sigmoid",
-        normalise=bool(fields["norm_topk_prob"]),
-        scale=_number(float, fields, "routed_scaling_factor"),
-        groups=_number(int, fields, "n_group"),
-        groups_chosen=_number(int, fields, "topk_group"),
-    )
-    latent = Latent(
-        q_latent=0 if fields["q_lora_rank"] is None else _number(int, fields, "q_lora_rank"),
-        kv_latent=_number(int, fields, "kv_lora_rank"),
-        nope=_number(int, fields, "qk_nope_head_dim"),
-        rope=_number(int, fields, "qk_rope_head_dim"),
-        value=_number(int, fields, "v_head_dim"),
-    )
-    decoder = _decoder_fields(fields | {"head_dim": latent.nope + latent.rope})
+def _dense_layers(fields: _Fields, layers: int) -> int:
+    """Returns the number of layers without experts, which must be the first ones."""
     types = fields.get("mlp_layer_types")
-    dense = types.count("dense") if types else _number(int, fields, "first_k_dense_replace")
-    if types and types != ["dense"] * dense + ["sparse"] * (decoder["num_layers"] - dense):
-        raise UserError(
-            f"mlp_layer_types is {types}; expected {decoder['num_layers']} entries, 'dense' and"
-            " then 'sparse': only a dense prefix is supported"
-        )
-    dense = min(dense, decoder["num_layers"])
-    return ModelConfig(
-        family, **decoder, experts=_checked(experts), dense_layers=dense, latent=latent
+    dense = types.count("dense") if types else fields.number("first_k_dense_replace")
+    _require(
+        not types or types == ["dense"] * dense + ["sparse"] * (layers - dense),
+        f"mlp_layer_types is {types}; expected {layers} entries, 'dense' and then 'sparse'",
     )
+    return min(dense, layers)
 
 
-def _deepseek_v3(given: dict[str, Any], fields: dict[str, Any]) -> ModelConfig:
-    if (head := fields["head_dim"]) is not None and head != fields["qk_rope_head_dim"]:
-        raise UserError(
-            f"config.json: head_dim is {head}; expected none, or qk_rope_head_dim, which is"
-            f" {fields['qk_rope_head_dim']}"
-        )
-    return _deepseek(given, fields, "deepseek_v3")
-
-
-def _with_indexer(
-    cfg: ModelConfig, fields: dict[str, Any], interleaved: bool, full: tuple[bool, ...]
-) -> ModelConfig:
-    if not cfg.latent or not cfg.latent.q_latent:
-        raise UserError(
-            "q_lora_rank is null: the indexer reads the query's latent, which this checkpoint does"
-            " not have"
-        )
-    if len(full) != cfg.num_layers or not full[0]:
-        raise UserError(
-            f"indexer_types has {len(full)} entries for {cfg.num_layers} layers, of which the first"
-            " must be 'full'"
-        )
-    heads, width = (_number(int, fields, name) for name in ("index_n_heads", "index_head_dim"))
-    return cfg.replace(
-        indexer=Indexer(heads, width, _number(int, fields, "index_topk"), interleaved, full)
-    )
-
-
-def _deepseek_v32(given: dict[str, Any], fields: dict[str, Any]) -> ModelConfig:
-    cfg = _deepseek(given, fields, "deepseek_v32", "num_experts")
-    return _with_indexer(cfg, fields, False, (True,) * cfg.num_layers)
-
-
-def _glm_moe_dsa(given: dict[str, Any], fields: dict[str, Any]) -> ModelConfig:
-    cfg = _deepseek(given, fields, "glm_moe_dsa", "num_experts")
-    types = fields["indexer_types"]
-    if types is None and (pattern := given.get("index_topk_pattern")) is not None:
+def _indexer(given: dict[str, Any], fields: _Fields, layers: int, glm: bool) -> Indexer:
+    """Returns the indexer, which some layers of GLM share with the one before."""
+    types = ["full"] * layers
+    if glm and fields["indexer_types"] is not None:
+        types = fields["indexer_types"]
+    elif glm and (pattern := given.get("index_topk_pattern")) is not None:
         types = [{"F": "full", "S": "shared"}.get(c, c) for c in pattern]
-    if types is None:
-        every = max(_number(int, {"index_topk_freq": 1} | given, "index_topk_freq"), 1)
-        offset = _number(int, {"index_skip_topk_offset": 2} | given, "index_skip_topk_offset")
-        types = [
-            "full" if max(i - offset + 1, 0) % every == 0 else "shared"
-            for i in range(cfg.num_layers)
-        ]
-    if unknown := sorted(set(map(str, types)) - {"full", "shared"}):
-        raise UserError(
-            f"indexer_types has {unknown[0]!r}; expected 'full' or 'shared' for each layer"
-        )
-    return _with_indexer(cfg, fields, True, tuple(kind == "full" for kind in types))
+    elif glm:
+        own = _Fields({"index_topk_freq": 1, "index_skip_topk_offset": 2} | given)
+        every, offset = max(own.number("index_topk_freq"), 1), own.number("index_skip_topk_offset")
+        types = ["shared" if max(i - offset + 1, 0) % every else "full" for i in range(layers)]
+    _require(
+        set(types) <= {"full", "shared"} and len(types) == layers and types[0] == "full",
+        f"indexer_types is {types}; expected 'full' or 'shared' for each of {layers} layers, the"
+        " first 'full'",
+    )
+    return Indexer(
+        fields.number("index_n_heads"),
+        fields.number("index_head_dim"),
+        fields.number("index_topk"),
+        glm,
+        tuple(kind == "full" for kind in types),
+    )
 
 
-# `architectures` entry -> model_type and mapping
-FAMILIES: dict[str, tuple[str, Callable[..., ModelConfig]]] = {
-    "LlamaForCausalLM": ("llama", _llama),
-    "Qwen2ForCausalLM": ("qwen2", _qwen2),
-    "Qwen3ForCausalLM": ("qwen3", _qwen3),
-    "Qwen3MoeForCausalLM": ("qwen3_moe", _qwen3_moe),
-    "DeepseekV3ForCausalLM": ("deepseek_v3", _deepseek_v3),  # also Kimi-K2 and Moonlight
-    "DeepseekV32ForCausalLM": ("deepseek_v32", _deepseek_v32),
-    "GlmMoeDsaForCausalLM": ("glm_moe_dsa", _glm_moe_dsa),
-}
+def _latent(fields: _Fields) -> Latent:
+    return Latent(
+        q_latent=0 if fields["q_lora_rank"] is None else fields.number("q_lora_rank"),
+        kv_latent=fields.number("kv_lora_rank"),
+        nope=fields.number("qk_nope_head_dim"),
+        rope=fields.number("qk_rope_head_dim"),
+        value=fields.number("v_head_dim"),
+    )
 
 
 def from_hf(given: dict[str, Any]) -> ModelConfig:
@@ -573,14 +404,69 @@ def from_hf(given: dict[str, Any]) -> ModelConfig:
     Raises:
         UserError: an unsupported architecture, activation, rotary embedding or attention option.
     """
+    family = _checked_family(given)
+    fields, experts, latent, indexer = _Fields(DEFAULTS[family] | given), None, None, None
+    heads, layers = fields.number("num_attention_heads"), fields.number("num_hidden_layers")
+    if fields["num_key_value_heads"] is None:
+        fields["num_key_value_heads"] = heads
+    kv_heads = fields.number("num_key_value_heads")
+    _require(
+        heads > 0 and kv_heads > 0 and heads % kv_heads == 0,
+        f"num_attention_heads is {heads}, which num_key_value_heads {kv_heads} does not divide",
+    )
+    known, dense = DEFAULTS[family], 0
+    if "num_experts_per_tok" in known:
+        experts = _experts(given, fields)
+    if "kv_lora_rank" in known:
+        latent, dense = _latent(fields), _dense_layers(fields, layers)
+        fields["head_dim"] = latent.nope + latent.rope
+    elif fields["head_dim"] is None:
+        fields["head_dim"] = fields.number("hidden_size") // heads
+    if "index_topk" in known:
+        _require(latent is not None and latent.q_latent > 0, "the indexer needs q_lora_rank")
+        indexer = _indexer(given, fields, layers, family == "glm_moe_dsa")
+    theta, scaling = _rope(fields)
+    bias = bool(known.get("attention_bias") is False and fields["attention_bias"])
+    cfg = ModelConfig(
+        family,
+        fields.number("vocab_size"),
+        fields.number("hidden_size"),
+        layers,
+        heads,
+        kv_heads,
+        fields.number("head_dim"),
+        fields.number("intermediate_size"),
+        theta,
+        scaling,
+        fields.number("rms_norm_eps", float),
+        qk_norm=family in ("qwen3", "qwen3_moe"),
+        qkv_bias=bias or family == "qwen2",
+        o_bias=bias,
+        mlp_bias="mlp_bias" in known and bool(fields["mlp_bias"]),
+        tie_embeddings=bool(fields["tie_word_embeddings"]),
+        context=fields.number("max_position_embeddings"),
+        experts=experts,
+        dense_layers=dense,
+        latent=latent,
+        indexer=indexer,
+    )
+    if cfg.rope_dim % 2:
+        raise UserError(
+            f"config.json: {cfg.rope_dim} dimensions of a head rotate; expected an even number"
+        )
+    return cfg
+
+
+def _checked_family(given: dict[str, Any]) -> str:
+    """Returns the model_type; raises ``UserError`` for what no model here computes."""
     names = given.get("architectures") or [
-        name for name, (kind, _) in FAMILIES.items() if kind == given.get("model_type")
+        name for name, kind in FAMILIES.items() if kind == given.get("model_type")
     ]
     if not names or names[0] not in FAMILIES:
         raise UserError(
             f"architectures is {names or ['(none)']!r}; supported: {', '.join(FAMILIES)}"
         )
-    family, mapping = FAMILIES[names[0]]
+    family = FAMILIES[names[0]]
     if given.get("model_type") in set(DEFAULTS) - {family}:
         raise UserError(
             f"config.json: architectures is {names!r} but model_type is {given['model_type']!r};"
@@ -606,12 +492,7 @@ def from_hf(given: dict[str, Any]) -> ModelConfig:
             f"config.json: layer_types is {given['layer_types']!r}; only full_attention is"
             " supported: sliding-window attention is not"
         )
-    cfg = mapping(given, DEFAULTS[family] | given)
-    if cfg.rope_dim % 2:
-        raise UserError(
-            f"config.json: {cfg.rope_dim} dimensions of a head rotate; expected an even number"
-        )
-    return cfg
+    return family
 
 
 def read_config(directory: str | Path) -> ModelConfig:
@@ -655,13 +536,10 @@ def rope_frequencies(
         smooth = np.clip(smooth, 0.0, 1.0)
         return (1 - smooth) * inv / scaling.factor + smooth * inv, 1.0
 
-    # The dimension that makes this many rotations over the original context.
     def turns_at(rotations: float) -> float:
-        return (
-            dim
-            * math.log(scaling.original_context / (rotations * 2 * math.pi))
-            / (2 * math.log(theta))
-        )
+        """Returns the dimension that makes this many rotations over the original context."""
+        wavelength = scaling.original_context / (rotations * 2 * math.pi)
+        return dim * math.log(wavelength) / (2 * math.log(theta))
 
     low, high = turns_at(scaling.beta_fast), turns_at(scaling.beta_slow)
     if scaling.truncate:
@@ -672,9 +550,8 @@ def rope_frequencies(
     if scaling.attention_factor is not None:
         return inv, scaling.attention_factor
     if scaling.mscale and scaling.mscale_all_dim:
-        return inv, yarn_mscale(scaling.factor, scaling.mscale) / yarn_mscale(
-            scaling.factor, scaling.mscale_all_dim
-        )
+        own, all_ = scaling.mscale, scaling.mscale_all_dim
+        return inv, yarn_mscale(scaling.factor, own) / yarn_mscale(scaling.factor, all_)
     return inv, yarn_mscale(scaling.factor, 1.0)
 
 

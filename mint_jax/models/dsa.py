@@ -78,10 +78,9 @@ def specs(cfg: ModelConfig, kind: str, dtype: Any) -> dict[str, Any]:
         "scale": ParamSpec((L, ix.width), ("layers", "norm"), dtype, "ones"),
         "bias": ParamSpec((L, ix.width), ("layers", "norm"), dtype, "zeros"),
     }
+    latent = cfg.latent.q_latent, ix.heads * ix.width
     leaves = {
-        "q": ParamSpec(
-            (L, cfg.latent.q_latent, ix.heads * ix.width), ("layers", "latent", "q_heads"), dtype
-        ),
+        "q": ParamSpec((L, *latent), ("layers", "latent", "q_heads"), dtype),
         "k": ParamSpec((L, cfg.d_model, ix.width), ("layers", "embed", None), dtype),
         "k_norm": norm,
         "weights": ParamSpec((L, cfg.d_model, ix.heads), ("layers", "embed", None), dtype),
@@ -152,11 +151,8 @@ def select(
         # nothing; with a select every layer would score all keys.
         if stack is None:
             return otherwise()
-        return (
-            decide()
-            if layer.position.full is None
-            else jax.lax.cond(layer.position.full, decide, otherwise)
-        )
+        full = layer.position.full
+        return decide() if full is None else jax.lax.cond(full, decide, otherwise)
 
     with jax.named_scope("indexer"):
         k_BTH = where_full(keys, no_keys)
@@ -188,10 +184,12 @@ def _write(cache: paged.Cache, k_BTH: jax.Array) -> jax.Array:
     )
 
 
+def _product(subscripts: str, x: jax.Array, w: jax.Array) -> jax.Array:
+    return jnp.einsum(subscripts, x, w, preferred_element_type=jnp.float32).astype(x.dtype)
+
+
 def _keys(h_BTD, p, ctx: Context, ix: Indexer, cfg: ModelConfig) -> jax.Array:
-    k = jnp.einsum("BTD,DH->BTH", h_BTD, p["k"], preferred_element_type=jnp.float32).astype(
-        h_BTD.dtype
-    )
+    k = _product("BTD,DH->BTH", h_BTD, p["k"])
     k = _layer_norm(k, p["k_norm"])
     return _with_position(k[:, :, None], ctx, ix, cfg)[:, :, 0]
 
@@ -203,12 +201,8 @@ def _queries(
     constant factors.
     """
     B, T, _ = h_BTD.shape
-    q = jnp.einsum("BTC,CF->BTF", q_latent_BTC, p["q"], preferred_element_type=jnp.float32).astype(
-        h_BTD.dtype
-    )
-    w = jnp.einsum("BTD,DI->BTI", h_BTD, p["weights"], preferred_element_type=jnp.float32).astype(
-        h_BTD.dtype
-    )
+    q = _product("BTC,CF->BTF", q_latent_BTC, p["q"])
+    w = _product("BTD,DI->BTI", h_BTD, p["weights"])
     q_BTIH = _with_position(q.reshape(B, T, ix.heads, ix.width), ctx, ix, cfg)
     return q_BTIH, w.astype(jnp.float32) * (ix.heads * ix.width) ** -0.5
 
@@ -237,9 +231,8 @@ def _scores(q_QWTIH: jax.Array, w_QWTI: jax.Array, k_QSH: jax.Array) -> jax.Arra
     n = slice_count(heads, 4 * w_QWTI.size * S // sharding.parts_here(len(w_QWTI), "batch"))
 
     def group(q, w):
-        s = jax.nn.relu(
-            jnp.einsum("QWTIH,QSH->QWTIS", q, k_QSH, preferred_element_type=jnp.float32)
-        )
+        s = jnp.einsum("QWTIH,QSH->QWTIS", q, k_QSH, preferred_element_type=jnp.float32)
+        s = jax.nn.relu(s)
         return jnp.einsum("QWTIS,QWTI->QWTS", s, w, preferred_element_type=jnp.float32)
 
     if n == 1:
@@ -304,13 +297,7 @@ def _choose_cached(q_BTIH, w_BTI, k_BTH, cache: paged.Cache, topk: int) -> Chose
         return _best([past, own], topk)
 
     rows, _ = sharding.cache_axes(None)
-    specs = (
-        (rows, None, None, None),
-        (rows, None, None),
-        (rows, None, None),
-        (None, rows, None, None),
-        (),
-        (rows, None),
-    )
+    of_rows, of_pages = (rows, None, None), (None, rows, None, None)
+    specs = (rows, None, None, None), of_rows, of_rows, of_pages, (), (rows, None)
     args = q_BTIH, w_BTI, k_BTH, cache.pool["index"], cache.layer, cache.view
-    return sharding.over_devices(local, args, specs, ((rows, None, None),) * 2)
+    return sharding.over_devices(local, args, specs, (of_rows,) * 2)

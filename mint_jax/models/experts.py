@@ -84,7 +84,7 @@ def sort_rows(expert_M: jax.Array, block_M: jax.Array, E: int, blocks: int) -> O
 
 def expert_mlp(
     x_ND: jax.Array,
-    token_M: jax.Array | int,
+    each: int,
     expert_M: jax.Array,
     block_M: jax.Array,
     p: Any,
@@ -96,7 +96,7 @@ def expert_mlp(
 
     Args:
         x_ND: tokens.
-        token_M: token of each row; or the number of consecutive rows of every token.
+        each: number of consecutive rows of every token.
         expert_M: expert of each row, 0 to E - 1; other values are no expert.
         block_M: block of each row, see ``block_of_rows``.
         p: ``{"gate": {"w": [E, D, F]}, "up": ..., "down": {"w": [E, F, D]}}``. With ``"layer"`` in
@@ -105,23 +105,14 @@ def expert_mlp(
         kernels: see ``packed_lora.project``.
     """
     chex.assert_rank([x_ND, expert_M], [2, 1])
-    chex.assert_equal_shape(
-        [expert_M, block_M] if isinstance(token_M, int) else [token_M, expert_M, block_M]
-    )
+    chex.assert_equal_shape([expert_M, block_M])
     blocks = 1 if lora is None else lora.total_blocks
     order = sort_rows(expert_M, block_M, p["gate"]["w"].shape[-3], blocks)
-    x: Any = (
-        _rows_of(x_ND, order.order, order.inverse, token_M)
-        if isinstance(token_M, int)
-        else x_ND[token_M[order.order]]
-    )
+    x: Any = _rows_of(x_ND, order.order, order.inverse, each)
     gate, up = _project(x, p, lora, ("gate", "up"), order, kernels)
     gate, up = checkpoint_name(gate, "expert_gate"), checkpoint_name(up, "expert_up")
-    return _put_back(
-        _project(swiglu(gate, up), p, lora, ("down",), order, kernels)[0],
-        order.order,
-        order.inverse,
-    )
+    (y,) = _project(swiglu(gate, up), p, lora, ("down",), order, kernels)
+    return _put_back(y, order.order, order.inverse)
 
 
 # Gradients of permutations are gathers: a scatter is slower, and on a GPU it adds a token's rows in
@@ -137,13 +128,8 @@ def _rows_of(x_ND: jax.Array, order_M: jax.Array, inverse_M: jax.Array, each: in
 def _rows_backward(
     each: int, inverse_M: jax.Array, g_MD: jax.Array
 ) -> tuple[jax.Array, None, None]:
-    return (
-        jnp.sum(g_MD[inverse_M].reshape(-1, each, g_MD.shape[1]), axis=1, dtype=jnp.float32).astype(
-            g_MD.dtype
-        ),
-        None,
-        None,
-    )
+    rows = g_MD[inverse_M].reshape(-1, each, g_MD.shape[1])
+    return jnp.sum(rows, axis=1, dtype=jnp.float32).astype(g_MD.dtype), None, None
 
 
 _rows_of.defvjp(lambda x, order, inverse, each: (x[order // each], inverse), _rows_backward)
@@ -173,32 +159,22 @@ def _project(
     lora = AdapterView(()) if lora is None else lora
     for bucket, blocks in zip(lora.buckets, lora.blocks):
         tree, place, scale_P = lora.packed(bucket, blocks)
-        pairs = [
-            tree.get(name)
-            and tuple(tree[name][f].reshape(-1, *tree[name][f].shape[-2:]) for f in "ab")
+        pairs = tuple(
+            tuple(tree[name][f].reshape(-1, *tree[name][f].shape[-2:]) for f in "ab")
+            if tree.get(name)
+            else None
             for name in names
-        ]
+        )
         if any(pairs):
-            index = jnp.clip(order.block - first, 0, blocks - 1)
-            scale_M = (
-                None
-                if scale_P is None
-                else jnp.where(order.block < first + blocks, scale_P[index], 1.0)
-            )
-            adapters.append(
-                Adapters(
-                    groups_of(order, first, place), tuple(pair or None for pair in pairs), scale_M
-                )
-            )
+            scale_M = None
+            if scale_P is not None:
+                index = jnp.clip(order.block - first, 0, blocks - 1)
+                scale_M = jnp.where(order.block < first + blocks, scale_P[index], 1.0)
+            adapters.append(Adapters(groups_of(order, first, place), pairs, scale_M))
         first += blocks
     with jax.named_scope("_".join(names)):
-        return packed_lora.project(
-            x_MD,
-            [_of_layer(p[name]) for name in names],
-            jnp.sum(order.counts, axis=1),
-            adapters,
-            kernels,
-        )
+        bases, sizes = [_of_layer(p[name]) for name in names], jnp.sum(order.counts, axis=1)
+        return packed_lora.project(x_MD, bases, sizes, adapters, kernels)
 
 
 def groups_of(order: Order, first: int, place_P: jax.Array) -> Groups:

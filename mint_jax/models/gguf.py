@@ -6,6 +6,7 @@ permutes the rows of q and k for its interleaved rotary embedding; this is undon
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,10 @@ from mint_jax.files import new_directory
 from mint_jax.models import hf, stored
 from pallas_kernels.layer_matmul.blocks import KINDS
 
-_LAYER_NAMES = {
+_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -30,23 +34,10 @@ _LAYER_NAMES = {
 }
 # Fields of llama.* that are read or checked. Others may change the forward pass (scaled rope,
 # experts, windows).
-_READ = {
-    *(
-        "block_count",
-        "context_length",
-        "embedding_length",
-        "feed_forward_length",
-        "vocab_size",
-        "rope.freq_base",
-    ),
-    *(
-        "rope.dimension_count",
-        "attention.head_count",
-        "attention.head_count_kv",
-        "attention.key_length",
-    ),
-    *("attention.value_length", "attention.layer_norm_rms_epsilon"),
-}
+_READ = {"block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size"}
+_READ |= {"rope.freq_base", "rope.dimension_count", "attention.head_count"}
+_READ |= {"attention.head_count_kv", "attention.key_length", "attention.value_length"}
+_READ |= {"attention.layer_norm_rms_epsilon"}
 _SPECIAL_TOKEN = 3  # gguf token_type of control tokens
 
 
@@ -58,6 +49,7 @@ def convert(file: str | Path, directory: str | Path) -> Path:
         UserError: not a GGUF file, or an unsupported architecture or tokenizer.
     """
     import gguf
+    from gguf.quants import dequantize
 
     directory = Path(directory)
     try:
@@ -72,22 +64,28 @@ def convert(file: str | Path, directory: str | Path) -> Path:
             " is covered: use the safetensors checkpoint instead"
         )
     _check_fields(fields)
-    _check_names(reader)
+    names = {tensor.name: _hf_name(tensor.name) for tensor in reader.tensors}
     tokenizer = _tokenizer(fields)
     with new_directory(directory, stored.FILE) as staging:
         tokenizer.save(str(staging / "tokenizer.json"))
         (staging / "tokenizer_config.json").write_text(
             json.dumps(_tokenizer_config(fields), indent=1)
         )
-        save_file(
-            _tensors(reader, fields), staging / "model.safetensors", metadata={"format": "pt"}
-        )
-        (staging / "config.json").write_text(json.dumps(_config(fields, reader), indent=1))
-        stored.save(_blocks(reader, fields), hf.fingerprint(staging), staging)
+        tensors, blocks = {}, {}
+        for tensor in reader.tensors:
+            rows = np.array(dequantize(tensor.data, tensor.tensor_type), np.float32)
+            tensors[names[tensor.name]] = _rows_in_order(rows, tensor.name, fields)
+            if (kind := tensor.tensor_type.name) in KINDS:
+                rows = _rows_in_order(np.asarray(tensor.data), tensor.name, fields)
+                blocks[names[tensor.name]] = kind, rows
+        save_file(tensors, staging / "model.safetensors", metadata={"format": "pt"})
+        config = _config(fields, tied="output.weight" not in names)
+        (staging / "config.json").write_text(json.dumps(config, indent=1))
+        stored.save(blocks, hf.fingerprint(staging), staging)
     return directory
 
 
-def _config(fields: dict[str, Any], reader: Any) -> dict[str, Any]:
+def _config(fields: dict[str, Any], tied: bool) -> dict[str, Any]:
     heads, width = fields["llama.attention.head_count"], fields["llama.embedding_length"]
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -103,7 +101,7 @@ def _config(fields: dict[str, Any], reader: Any) -> dict[str, Any]:
         "rope_theta": float(fields.get("llama.rope.freq_base", 10000.0)),
         "rms_norm_eps": float(fields["llama.attention.layer_norm_rms_epsilon"]),
         "max_position_embeddings": fields["llama.context_length"],
-        "tie_word_embeddings": not any(t.name == "output.weight" for t in reader.tensors),
+        "tie_word_embeddings": tied,
         "bos_token_id": fields.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": fields.get("tokenizer.ggml.eos_token_id"),
         "attention_bias": False,
@@ -111,51 +109,32 @@ def _config(fields: dict[str, Any], reader: Any) -> dict[str, Any]:
     }
 
 
-def _tensors(reader: Any, fields: dict[str, Any]) -> dict[str, np.ndarray]:
-    from gguf.quants import dequantize
-
-    return {
-        _hf_name(tensor.name): _rows_in_order(
-            np.array(dequantize(tensor.data, tensor.tensor_type), np.float32), tensor.name, fields
-        )
-        for tensor in reader.tensors
-    }
-
-
-def _blocks(reader: Any, fields: dict[str, Any]) -> dict[str, tuple[str, np.ndarray]]:
-    """Returns kind and rows of bytes of the tensors in supported blocks."""
-    return {
-        _hf_name(tensor.name): (
-            tensor.tensor_type.name,
-            _rows_in_order(np.asarray(tensor.data), tensor.name, fields),
-        )
-        for tensor in reader.tensors
-        if tensor.tensor_type.name in KINDS
-    }
-
-
 def _rows_in_order(rows: np.ndarray, name: str, fields: dict[str, Any]) -> np.ndarray:
-    """Returns a tensor's rows, of numbers or of bytes, in transformers' order."""
+    """Returns a tensor's rows, of numbers or of bytes, in transformers' order: each head of q and k
+    from interleaved pairs (0, H/2, 1, ...) to two halves.
+    """
     heads = fields["llama.attention.head_count"]
-    if ".attn_q." in name:
-        rows = _undo_rope_permutation(rows, heads)
-    elif ".attn_k." in name:
-        rows = _undo_rope_permutation(rows, fields.get("llama.attention.head_count_kv", heads))
+    if ".attn_k." in name:
+        heads = fields.get("llama.attention.head_count_kv", heads)
+    if ".attn_q." in name or ".attn_k." in name:
+        pairs = rows.reshape(heads, rows.shape[0] // heads // 2, 2, -1)
+        rows = pairs.swapaxes(1, 2).reshape(rows.shape)
     return np.ascontiguousarray(rows)
 
 
 def _hf_name(name: str) -> str:
-    stem = name.removesuffix(".weight")
-    if stem == name:
-        raise ValueError(name)
-    if stem in ("token_embd", "output_norm", "output"):
-        return {
-            "token_embd": "model.embed_tokens",
-            "output_norm": "model.norm",
-            "output": "lm_head",
-        }[stem] + ".weight"
-    _, layer, kind = stem.split(".")  # blk.{i}.{kind}
-    return f"model.layers.{layer}.{_LAYER_NAMES[kind]}.weight"
+    """Returns a tensor's name in transformers.
+
+    Raises:
+        UserError: a tensor that no llama has.
+    """
+    found = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.weight", name)
+    if found is None or found[2] not in _NAMES:
+        raise UserError(
+            f"GGUF tensor {name!r} is not covered: use the safetensors checkpoint instead"
+        )
+    layer, own = found.groups()
+    return f"{'' if layer is None else f'model.layers.{layer}.'}{_NAMES[own]}.weight"
 
 
 def _check_fields(fields: dict[str, Any]) -> None:
@@ -173,24 +152,6 @@ def _check_fields(fields: dict[str, Any]) -> None:
                 f"GGUF field {name!r} is {value!r}, which is not covered: use the safetensors"
                 " checkpoint instead"
             )
-
-
-def _check_names(reader: Any) -> None:
-    for tensor in reader.tensors:
-        try:
-            _hf_name(tensor.name)
-        except (KeyError, ValueError):
-            raise UserError(
-                f"GGUF tensor {tensor.name!r} is not covered: use the safetensors checkpoint"
-                " instead"
-            ) from None
-
-
-def _undo_rope_permutation(w: np.ndarray, heads: int) -> np.ndarray:
-    """Reorders the rows of each head from interleaved pairs (0, H/2, 1, ...) to two halves."""
-    rows, d_in = w.shape
-    head_dim = rows // heads
-    return w.reshape(heads, head_dim // 2, 2, d_in).swapaxes(1, 2).reshape(rows, d_in)
 
 
 def _tokenizer(fields: dict[str, Any]) -> Any:

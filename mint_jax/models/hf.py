@@ -95,11 +95,8 @@ PREFIXES = {  # prefix of the decoder's names in a file -> prefix of the head's
     "language_model.model.": "language_model.",  # the text part of an image and text model
     "model.language_model.": "",
 }
-GLOBAL_NAMES = {
-    "embed/w": "model.embed_tokens.weight",
-    "unembed/w": "lm_head.weight",
-    "final_norm": "model.norm.weight",
-}
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+GLOBAL_NAMES = {"embed/w": EMBED, "unembed/w": HEAD, "final_norm": "model.norm.weight"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,10 +147,9 @@ def module_names(cfg: ModelConfig, paths: Iterable[str]) -> BaseNames:
     specs = dict(params_lib.leaves_with_path(transformer.abstract(cfg)))
     out = BaseNames(functools.partial(_holds, cfg))
     for path in paths:
-        if path == "unembed":  # also a tied head, which has no tensor
-            names: tuple[str, ...] = (GLOBAL_NAMES["unembed/w"],)
-        else:
-            names = source_of(f"{path}/w", specs[f"{path}/w"], cfg).names
+        leaf = f"{path}/w"
+        # A tied head has no tensor.
+        names = (HEAD,) if path == "unembed" else source_of(leaf, specs[leaf], cfg).names
         out[path] = [name.removesuffix(".weight") for name in names]
     return out
 
@@ -169,51 +165,47 @@ class Checkpoint:
 
     Raises:
         UserError: no weights, a missing or damaged file, an index that contradicts its files, or
-            two files with different tensors of one name.
+            one name in two files.
     """
 
     def __init__(self, directory: str | Path, tied: bool = False):
         self.directory = Path(directory)
-        single, index = self.directory / SINGLE, self.directory / INDEX
+        index = self.directory / INDEX
         claimed: dict[str, str] = {}
-        if single.is_file():
-            paths = [single]
+        if (self.directory / SINGLE).is_file():
+            files = [SINGLE]
         elif index.is_file():
             claimed = _weight_map(index)
-            paths = [self.directory / file for file in sorted(set(claimed.values()))]
+            files = sorted(set(claimed.values()))
         else:
-            paths = [
-                p
-                for p in sorted(self.directory.glob("*.safetensors"))
-                if p.name != "adapter_model.safetensors"
-            ]
-        if not paths:
-            pickles = sorted(p.name for p in self.directory.glob("*.bin"))[:1]
+            found = {path.name for path in self.directory.glob("*.safetensors")}
+            files = sorted(found - {"adapter_model.safetensors"})
+        if not files:
             raise UserError(
-                f"{self.directory} has no"
-                f" *.safetensors{f', only {pickles[0]}, which is not read' if pickles else ''}:"
-                " convert the checkpoint with save_pretrained(safe_serialization=True)"
+                f"{self.directory} has no *.safetensors: convert the checkpoint with"
+                " save_pretrained(safe_serialization=True)"
             )
         self.stored: dict[str, str] = {}  # name in the file -> file
-        for path in paths:
-            for name in self._open(path.name).keys():  # noqa: SIM118 (not a dict)
+        for file in files:
+            for name in self._open(file).keys():  # noqa: SIM118 (not a dict)
                 if name in self.stored:
-                    self._check_same(name, self.stored[name], path.name)
-                self.stored.setdefault(name, path.name)
+                    raise UserError(
+                        f"{self.directory / self.stored[name]} and {file} both hold {name!r}:"
+                        " remove the file that is not part of the checkpoint"
+                    )
+                self.stored[name] = file
         for name, file in claimed.items():
-            if name not in self._open(file).keys():  # noqa: SIM118
-                found = f"; it is in {self.stored[name]}" if name in self.stored else ""
+            if self.stored.get(name) != file:
                 raise UserError(
-                    f"{index} says that {file} holds {name!r}, which it does not{found}: fetch the"
+                    f"{index} says that {file} holds {name!r}, which it does not: fetch the"
                     " checkpoint again"
                 )
         prefix = next(
             (p for p in PREFIXES if f"{p}layers.0.input_layernorm.weight" in self.stored), "model."
         )
         self._names = {_plain_name(name, prefix): name for name in self.stored}
-        embed, head = GLOBAL_NAMES["embed/w"], GLOBAL_NAMES["unembed/w"]
-        if tied and embed not in self._names and head in self._names:
-            self._names[embed] = self._names.pop(head)
+        if tied and EMBED not in self._names and HEAD in self._names:
+            self._names[EMBED] = self._names.pop(HEAD)
         self.files = {name: self.stored[stored] for name, stored in self._names.items()}
 
     def _open(self, file: str) -> Any:
@@ -228,13 +220,6 @@ class Checkpoint:
             raise UserError(
                 f"{path} is not a readable safetensors file ({error}): fetch the checkpoint again"
             ) from None
-
-    def _check_same(self, name: str, one: str, other: str) -> None:
-        if not same_values(*(self._open(file).get_slice(name) for file in (one, other))):
-            raise UserError(
-                f"{self.directory / one} and {other} both hold {name!r}, and the two differ: remove"
-                " the file that is not part of the checkpoint"
-            )
 
     def tensor(self, name: str) -> Any:
         """Returns a lazy slice object with ``get_shape()`` and indexing.
@@ -267,8 +252,8 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 def _plain_name(stored: str, prefix: str) -> str:
     """Returns a tensor's name in transformers, given the decoder's ``prefix`` in the file."""
-    if stored == PREFIXES[prefix] + GLOBAL_NAMES["unembed/w"]:
-        return GLOBAL_NAMES["unembed/w"]
+    if stored == PREFIXES[prefix] + HEAD:
+        return HEAD
     return f"model.{stored.removeprefix(prefix)}" if stored.startswith(prefix) else stored
 
 
@@ -281,11 +266,8 @@ def same_values(one: Any, other: Any) -> bool:
         return False
     # Read in pieces, because an embedding can be gigabytes.
     rows = max(1, (8 << 20) // max(1, math.prod(shapes[0][1:])))
-    count = shapes[0][0] if shapes[0] else 0
-    parts = (
-        [slice(at, min(at + rows, count)) for at in range(0, count, rows)] if shapes[0] else [()]
-    )
-    for part in parts:
+    starts = range(0, shapes[0][0], rows) if shapes[0] else ()
+    for part in [slice(at, min(at + rows, shapes[0][0])) for at in starts] or [()]:
         a, b = np.asarray(one[part]), np.asarray(other[part])
         coarse = min((a.dtype, b.dtype), key=lambda dtype: dtype.itemsize)
         if not np.array_equal(*(x.astype(coarse) for x in (a, b)), equal_nan=True):
@@ -304,13 +286,12 @@ def read_model(directory: str | Path) -> ModelConfig:
     if not cfg.tie_embeddings or not any(Path(directory).glob("*.safetensors")):
         return cfg
     ckpt = Checkpoint(directory)
-    embed, head = GLOBAL_NAMES["embed/w"], GLOBAL_NAMES["unembed/w"]
-    if not {embed, head} <= ckpt.files.keys() or same_values(ckpt.tensor(embed), ckpt.tensor(head)):
+    if not {EMBED, HEAD} <= ckpt.files.keys() or same_values(ckpt.tensor(EMBED), ckpt.tensor(HEAD)):
         return cfg
     _log.warning(
         "%s: tie_word_embeddings is true, but %s differs from the embedding and is used",
         directory,
-        head,
+        HEAD,
     )
     return cfg.replace(tie_embeddings=False)
 
@@ -375,13 +356,6 @@ def _read_quantised(
     return _stack(source, index, one)
 
 
-def _read_blocks(
-    block_file: stored.BlockFile, source: LeafSource, index: tuple[slice, ...]
-) -> np.ndarray:
-    """Returns the blocks of a leaf; one device has all of it."""
-    return _stack(source, index, lambda name, index: block_file.tensor(name)[index])
-
-
 def _check_tensors(ckpt: Checkpoint, specs: Any, cfg: ModelConfig) -> None:
     """Raises unless every tensor of the model is present, with its shape and a supported dtype, and
     all others are harmless.
@@ -412,12 +386,6 @@ def _check_tensors(ckpt: Checkpoint, specs: Any, cfg: ModelConfig) -> None:
             f" {min(unread)!r}: config.json and weights do not match, or the checkpoint has an"
             " unsupported part; remove the tensors if the model runs without them"
         )
-    if beyond := sum(_layer_beyond(name, ckpt, cfg) for name in ckpt.files):
-        _log.warning(
-            "%s: %d tensors of layers after the last (multi-token prediction) are not read",
-            ckpt.directory,
-            beyond,
-        )
 
 
 def _layer_beyond(name: str, ckpt: Checkpoint, cfg: ModelConfig) -> bool:
@@ -434,14 +402,11 @@ def _layer_beyond(name: str, ckpt: Checkpoint, cfg: ModelConfig) -> bool:
 
 def _harmless(name: str, ckpt: Checkpoint, cfg: ModelConfig) -> bool:
     """Returns True if logits do not depend on a tensor."""
-    # Derived from config.json; old releases of transformers saved it.
-    if name.endswith(".rotary_emb.inv_freq"):
+    # Frequencies are derived from config.json. The value head of TRL's PPO returns no logits.
+    if name.endswith(".rotary_emb.inv_freq") or name.startswith("v_head."):
         return True
-    # The value head of TRL's PPO reads the last hidden state and returns no logits.
-    if name.startswith("v_head."):
-        return True
-    if name == GLOBAL_NAMES["unembed/w"] and cfg.tie_embeddings:
-        return same_values(ckpt.tensor(name), ckpt.tensor(GLOBAL_NAMES["embed/w"]))
+    if name == HEAD and cfg.tie_embeddings:
+        return same_values(ckpt.tensor(name), ckpt.tensor(EMBED))
     if cfg.indexer is not None and (
         found := re.match(r"model\.layers\.(\d+)\.self_attn\.indexer\.", name)
     ):
@@ -479,19 +444,23 @@ def load(
         _log.warning("%s is read; the files of %s are not", ckpt.directory / SINGLE, index.name)
     total, done = params_lib.nbytes(specs), 0
 
+    def reader(path: str, spec: ParamSpec) -> Callable[[tuple[slice, ...]], np.ndarray]:
+        owner, _, part = path.rpartition("/")
+        in_bits = quantise and (path not in plain or plain[path].dtype != spec.dtype)
+        matrix = f"{owner}/w" if in_bits else path
+        source = source_of(matrix, plain[matrix], cfg)
+        if in_bits:
+            return functools.partial(_read_quantised, ckpt, source, quantise, part)
+        if block_file is not None and spec.dtype == np.uint8:  # one device has all of it
+            blocks = block_file.tensor
+            return lambda index: _stack(source, index, lambda name, part: blocks(name)[part])
+        return lambda index: _read(ckpt, source, index, spec.dtype)
+
     def leaf(path: str, spec: ParamSpec) -> jax.Array:
         nonlocal done
-        target = sharding_lib.sharding_of(spec, mesh)
-        if block_file is not None and spec.dtype == np.uint8:
-            read = functools.partial(_read_blocks, block_file, source_of(path, plain[path], cfg))
-        elif path in plain and (plain[path].dtype == spec.dtype or not quantise):
-            read = functools.partial(_read, ckpt, source_of(path, spec, cfg), dtype=spec.dtype)
-        else:
-            owner, _, part = path.rpartition("/")
-            source = source_of(f"{owner}/w", plain[f"{owner}/w"], cfg)
-            read = functools.partial(_read_quantised, ckpt, source, quantise, part)
+        read = reader(path, spec)
         array = jax.make_array_from_callback(
-            spec.shape, target, lambda index, read=read: read(index=index or ())
+            spec.shape, sharding_lib.sharding_of(spec, mesh), lambda index: read(index or ())
         )
         array.block_until_ready()  # one leaf's host copy at a time
         done += spec.nbytes
@@ -514,19 +483,17 @@ def resident_specs(
     directory, specs = Path(directory), transformer.abstract(cfg, dtype, quantise)
     if not as_stored:
         return specs, None
-    if (directory / stored.FILE).is_file():
-        block_file = stored.BlockFile(directory, fingerprint(directory))
-
-        def kinds(path: str, spec: ParamSpec) -> set[str]:
-            return {block_file.kinds.get(name, "") for name in source_of(path, spec, cfg).names}
-
-        return stored.specs_in_blocks(specs, kinds), block_file
+    in_blocks = (directory / stored.FILE).is_file()
+    block_file = stored.BlockFile(directory, fingerprint(directory)) if in_blocks else None
     ckpt = Checkpoint(directory, cfg.tie_embeddings)
 
-    def dtypes(path: str, spec: ParamSpec) -> set[str]:
-        return {ckpt.tensor(name).get_dtype() for name in source_of(path, spec, cfg).names}
+    def kinds(path: str, spec: ParamSpec) -> set[str]:
+        names = source_of(path, spec, cfg).names
+        if block_file is not None:
+            return {block_file.kinds.get(name, "") for name in names}
+        return {ckpt.tensor(name).get_dtype() for name in names}
 
-    return stored.specs(specs, dtypes), None
+    return stored.specs(specs, kinds), block_file
 
 
 def tensors(params: Any, cfg: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
@@ -545,8 +512,8 @@ def _holds(cfg: ModelConfig, name: str, value: np.ndarray) -> bool | None:
     if cfg.directory is None or not any(Path(cfg.directory).glob("*.safetensors")):
         return None
     ckpt = Checkpoint(cfg.directory, cfg.tie_embeddings)
-    if cfg.tie_embeddings and name == GLOBAL_NAMES["unembed/w"]:
-        name = GLOBAL_NAMES["embed/w"]
+    if cfg.tie_embeddings and name == HEAD:
+        name = EMBED
     return same_values(ckpt.tensor(name), value) if name in ckpt.files else None
 
 

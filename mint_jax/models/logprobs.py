@@ -2,10 +2,8 @@
 of rollouts.
 
 The unembedding is frozen, so with ``p = softmax(W h / T)`` the gradient of ``log p[y]`` with
-respect to ``h`` is ``(W[y] - p W) / T``, which needs nothing from later in the loss. The forward
-pass of a training step computes it while a slice's logits are in memory, and the backward pass is
-one
-multiplication: logits are neither kept nor recomputed.
+respect to ``h`` is ``(W[y] - p W) / T``. The forward pass of a training step computes ``p W`` while
+a slice's logits are in memory: logits are neither kept nor recomputed.
 
 Axes: B rows, M target positions of a row, V vocab, D model width, C positions of a slice, N = B C,
 K targets of a position.
@@ -20,7 +18,7 @@ import jax.numpy as jnp
 from mint_jax import sharding
 from mint_jax.lora.view import AdapterView, batch_delta
 from mint_jax.models import stored
-from mint_jax.models.transformer import stored_unembed, unembed_shape, unembed_table
+from mint_jax.models.transformer import stored_unembed
 from pallas_kernels import dispatch
 from pallas_kernels.products import product_f32
 
@@ -54,13 +52,12 @@ def target_logprobs(
             temperature``; None is 1 everywhere.
     """
     chex.assert_rank(targets_BM, {2, 3})
-    chex.assert_shape(h_BMD, (*targets_BM.shape[:2], unembed_shape(params)[1]))
-    if lora is not None and lora.at("unembed").targeted:
-        return _with_adapters(params, lora, h_BMD, targets_BM, inverse_temperature_BM)
-    of = _frozen if targets_BM.ndim == 2 else _frozen_many
     weights = stored_unembed(params)
+    chex.assert_shape(h_BMD, (*targets_BM.shape[:2], stored.table_shape(weights)[1]))
+    if lora is not None and lora.at("unembed").targeted:
+        return _with_adapters(weights, lora, h_BMD, targets_BM, inverse_temperature_BM)
     table = weights if _in_parts(weights, h_BMD) else stored.table(weights, h_BMD.dtype)
-    return of(h_BMD, jax.lax.stop_gradient(table), targets_BM, inverse_temperature_BM)
+    return _frozen(h_BMD, jax.lax.stop_gradient(table), targets_BM, inverse_temperature_BM)
 
 
 def _part_rows(table: jax.Array) -> int:
@@ -225,44 +222,19 @@ def _log_probs_and_mean(h_BCD, table, y_BC, sharp_BC):
     return logp_BC, (mean_ND / total_N1).reshape(h_BCD.shape)
 
 
-def _frozen_forward(h_BMD, table, targets_BM, sharp_BM):
+def _frozen_forward(h_BMD, table, targets, sharp_BM):
     def one(slice_):
-        h_BCD, y_BC, sharp_BC = slice_
-        logp_BC, mean_BCD = _log_probs_and_mean(h_BCD, table, y_BC, sharp_BC)
-        dh_BCD = stored.rows(table, y_BC, jnp.float32) - mean_BCD
-        return logp_BC, (dh_BCD if sharp_BC is None else dh_BCD * sharp_BC[..., None]).astype(
-            h_BCD.dtype
-        )
+        logp, mean_BCD = _log_probs_and_mean(slice_[0], table, *slice_[1:])
+        return logp, mean_BCD.astype(h_BMD.dtype)
 
-    return _over_slices(one, (h_BMD, targets_BM, sharp_BM), _logits_width(table, h_BMD))
+    logp, mean_BMD = _over_slices(one, (h_BMD, targets, sharp_BM), _logits_width(table, h_BMD))
+    return logp, (mean_BMD, table, targets, sharp_BM)
 
 
-def _frozen_backward(dh_BMD, g_BM):
-    return (dh_BMD * g_BM[..., None]).astype(dh_BMD.dtype), None, None, None
-
-
-_frozen.defvjp(_frozen_forward, _frozen_backward)
-
-
-@jax.custom_vjp
-def _frozen_many(h_BMD, table, targets_BMK, sharp_BM):
-    return _frozen(h_BMD, table, targets_BMK, sharp_BM)
-
-
-def _many_forward(h_BMD, table, targets_BMK, sharp_BM):
-    def one(slice_):
-        h_BCD, y_BCK, sharp_BC = slice_
-        logp_BCK, mean_BCD = _log_probs_and_mean(h_BCD, table, y_BCK, sharp_BC)
-        return logp_BCK, mean_BCD.astype(h_BCD.dtype)
-
-    logp_BMK, mean_BMD = _over_slices(
-        one, (h_BMD, targets_BMK, sharp_BM), _logits_width(table, h_BMD)
-    )
-    return logp_BMK, (mean_BMD, table, targets_BMK, sharp_BM)
-
-
-def _many_backward(kept, g_BMK):
-    mean_BMD, table, targets_BMK, sharp_BM = kept
+def _frozen_backward(kept, g):
+    mean_BMD, table, targets, sharp_BM = kept
+    B, M, D = mean_BMD.shape
+    targets_BMK, g_BMK = targets.reshape(B, M, -1), g.reshape(B, M, -1)
 
     def one(slice_):
         mean_BCD, y_BCK, g_BCK, sharp_BC = slice_
@@ -270,24 +242,22 @@ def _many_backward(kept, g_BMK):
         dh_BCD = rows_BCD - jnp.sum(g_BCK, axis=-1, keepdims=True) * mean_BCD
         return (dh_BCD if sharp_BC is None else dh_BCD * sharp_BC[..., None]).astype(mean_BCD.dtype)
 
-    K, D = targets_BMK.shape[-1], mean_BMD.shape[-1]
     inputs = mean_BMD, targets_BMK, g_BMK, sharp_BM
     # Slices of the table's rows at the targets.
-    n = _slice_count(targets_BMK.shape[0], targets_BMK.shape[1], K * D)
+    n = _slice_count(B, M, targets_BMK.shape[-1] * D)
     return (one(inputs) if n == 1 else _mapped(one, inputs, n)), None, None, None
 
 
-_frozen_many.defvjp(_many_forward, _many_backward)
+_frozen.defvjp(_frozen_forward, _frozen_backward)
 
 
-def _with_adapters(params, lora, h_BMD, targets_BM, sharp_BM):
+def _with_adapters(weights, lora, h_BMD, targets_BM, sharp_BM):
     """Handles adapters on the unembedding, which need the logits' own gradient: slices over
     positions, recomputed in the backward pass.
     """
-    n = _slice_count(h_BMD.shape[0], h_BMD.shape[1], unembed_shape(params)[0])
-
+    n = _slice_count(h_BMD.shape[0], h_BMD.shape[1], stored.table_shape(weights)[0])
     # Unpacked and gathered once, not for every slice.
-    table, own = unembed_table(params, h_BMD.dtype), lora.at("unembed")
+    table, own = stored.table(weights, h_BMD.dtype), lora.at("unembed")
 
     @jax.checkpoint
     def one(slice_):

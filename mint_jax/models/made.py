@@ -15,10 +15,8 @@ from jax.sharding import Mesh
 
 from mint_jax import params as params_lib
 from mint_jax import sharding
-from mint_jax.errors import UserError
 from mint_jax.models import quantised, transformer
 from mint_jax.models.config import ModelConfig
-from mint_jax.models.names import is_random
 from mint_jax.params import ParamSpec
 
 
@@ -43,8 +41,7 @@ def params(
     a scale that keeps their spread, so the full matrix never exists.
 
     Args:
-        quantise: as in ``base.load``.
-        progress: called with (bytes done, total bytes) after each leaf.
+        quantise, progress: as in ``hf.load``.
     """
     specs = transformer.abstract(cfg, dtype, quantise)
     plain = dict(params_lib.leaves_with_path(transformer.abstract(cfg, dtype)))
@@ -80,16 +77,3 @@ def _in_8_bits(plain: ParamSpec, spec: ParamSpec, kind: str, key: jax.Array) -> 
     return (jnp.round(drawn) if jnp.issubdtype(spec.dtype, jnp.integer) else drawn).astype(
         spec.dtype
     )
-
-
-def refuse_peers(name: str) -> None:
-    """Raises for bases that other programs would have to open.
-
-    Raises:
-        UserError: random weights are in no file.
-    """
-    if is_random(name):
-        raise UserError(
-            f"base {name!r} is made on the devices and is in no file that another program could"
-            " read: use a checkpoint"
-        )

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from mint_jax import sharding
-from mint_jax.lora.view import AdapterView
+from mint_jax.lora.view import AdapterView, Apply
 from mint_jax.models import dsa, paged
 from mint_jax.models.attention import Context, causal, packed_attention, unpack_keys
 from mint_jax.models.config import Latent, ModelConfig, yarn_mscale
@@ -121,17 +121,7 @@ def latent_attention(
     return project(out_BTNV.reshape(B, T, -1), p, lora, "o"), pool, chosen
 
 
-def _expanded(
-    q_BTNH,
-    q_BTNJ,
-    latent_BTC,
-    rope_BTJ,
-    p,
-    lora,
-    ctx: Context,
-    cfg: ModelConfig,
-    chosen: dsa.Chosen,
-):
+def _expanded(q_BTNH, q_BTNJ, latent_BTC, rope_BTJ, p, lora, ctx, cfg, chosen):
     """Attends within packed rows, over every head's own keys and values."""
     B, T, N, _ = q_BTNH.shape
     m = _latent(cfg)
@@ -139,10 +129,8 @@ def _expanded(
     kv = project(latent_BTC, p, lora, "kv_b").reshape(B, T, N, m.nope + m.value)
     k_BTNH, v_BTNV = jnp.split(kv, [m.nope], axis=-1)
     shared_BTNJ = jnp.broadcast_to(rope_BTJ[:, :, None], (B, T, N, m.rope))
-    q, k = (
-        jnp.concatenate([q_BTNH, q_BTNJ], axis=-1),
-        jnp.concatenate([k_BTNH, shared_BTNJ], axis=-1),
-    )
+    q = jnp.concatenate([q_BTNH, q_BTNJ], axis=-1)
+    k = jnp.concatenate([k_BTNH, shared_BTNJ], axis=-1)
     bits = None if chosen is None else chosen[0]
     # No kernel supports chosen keys.
     kernel = cfg.kernels.packed_attention if chosen is None else "auto"
@@ -187,15 +175,8 @@ def _absorbed(
 
     rows, _ = sharding.cache_axes(None)
     of_rows, of_pages = (rows, None, None, None), (None, rows, None, None)
-    args = (
-        q_BTNC,
-        q_BTNJ,
-        new,
-        {name: cache.pool[name] for name in new},
-        cache.layer,
-        cache.view,
-        chosen,
-    )
+    own_pool = {name: cache.pool[name] for name in new}
+    args = q_BTNC, q_BTNJ, new, own_pool, cache.layer, cache.view, chosen
     specs = of_rows, of_rows, (rows, None, None), of_pages, (), (rows, None), (rows, None, None)
     o_BTNC, pool = sharding.over_devices(
         local, args, specs, (of_rows, dict.fromkeys(new, of_pages))
@@ -204,49 +185,36 @@ def _absorbed(
     return _absorb_value(o_BTNC, w_CNF[..., m.nope :], adapters, m), cache.pool | pool
 
 
+def _einsum(subscripts: str, x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
+    return jnp.einsum(subscripts, x, w, preferred_element_type=jnp.float32).astype(dtype)
+
+
 def _absorb_key(q_BTNH, w_CNH, adapters: AdapterView | None, m: Latent):
     """Returns ``W_k^T q`` with its adapters' part, ``[B, T, N, C]``, to multiply latents by."""
-    B, T, N, _ = q_BTNH.shape
-    out = jnp.einsum("BTNH,CNH->BTNC", q_BTNH, w_CNH, preferred_element_type=jnp.float32).astype(
-        q_BTNH.dtype
-    )
+    N, dtype = q_BTNH.shape[2], q_BTNH.dtype
 
     def delta(factors, q_PWTNH):
         b_PRNH = _heads(factors["b"], N)[..., : m.nope]
-        z = jnp.einsum(
-            "PWTNH,PRNH->PWTNR", q_PWTNH, b_PRNH, preferred_element_type=jnp.float32
-        ).astype(out.dtype)
-        return jnp.einsum(
-            "PWTNR,PRC->PWTNC", z, factors["a"], preferred_element_type=jnp.float32
-        ).astype(out.dtype)
+        z = _einsum("PWTNH,PRNH->PWTNR", q_PWTNH, b_PRNH, dtype)
+        return _einsum("PWTNR,PRC->PWTNC", z, factors["a"], dtype)
 
-    return _add(
-        out,
-        None if adapters is None else adapters.over(delta, q_BTNH, N * m.kv_latent, out.dtype, N),
-    )
+    out = _einsum("BTNH,CNH->BTNC", q_BTNH, w_CNH, dtype)
+    return _plus(out, delta, q_BTNH, adapters)
 
 
 def _absorb_value(o_BTNC, w_CNV, adapters: AdapterView | None, m: Latent):
     """Returns ``W_v o`` with its adapters' part, ``[B, T, N, V]``: values from weighted sums of
     latents.
     """
-    B, T, N, _ = o_BTNC.shape
-    out = jnp.einsum("BTNC,CNV->BTNV", o_BTNC, w_CNV, preferred_element_type=jnp.float32).astype(
-        o_BTNC.dtype
-    )
+    N, dtype = o_BTNC.shape[2], o_BTNC.dtype
 
     def delta(factors, o_PWTNC):
         b_PRNV = _heads(factors["b"], N)[..., m.nope :]
-        z = jnp.einsum(
-            "PWTNC,PRC->PWTNR", o_PWTNC, factors["a"], preferred_element_type=jnp.float32
-        ).astype(out.dtype)
-        return jnp.einsum(
-            "PWTNR,PRNV->PWTNV", z, b_PRNV, preferred_element_type=jnp.float32
-        ).astype(out.dtype)
+        z = _einsum("PWTNC,PRC->PWTNR", o_PWTNC, factors["a"], dtype)
+        return _einsum("PWTNR,PRNV->PWTNV", z, b_PRNV, dtype)
 
-    return _add(
-        out, None if adapters is None else adapters.over(delta, o_BTNC, N * m.value, out.dtype, N)
-    )
+    out = _einsum("BTNC,CNV->BTNV", o_BTNC, w_CNV, dtype)
+    return _plus(out, delta, o_BTNC, adapters)
 
 
 def _heads(b_PRF: jax.Array, N: int) -> jax.Array:
@@ -254,5 +222,8 @@ def _heads(b_PRF: jax.Array, N: int) -> jax.Array:
     return b_PRF.reshape(*b_PRF.shape[:2], N, -1)
 
 
-def _add(out: jax.Array, delta: jax.Array | None) -> jax.Array:
-    return out if delta is None else out + delta.reshape(out.shape)
+def _plus(out: jax.Array, delta: Apply, x: jax.Array, adapters: AdapterView | None) -> jax.Array:
+    """Adds ``delta`` of the rows of each adapter, head by head."""
+    N, width = out.shape[2:]
+    added = None if adapters is None else adapters.over(delta, x, N * width, out.dtype, N)
+    return out if added is None else out + added.reshape(out.shape)

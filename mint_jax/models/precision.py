@@ -1,11 +1,8 @@
-"""Products as exact as the base is stored: what is float32 is multiplied as float32 on every
-device.
+"""Matmul precision of a program: float32 weights are multiplied as float32 on every device.
 
-Unless a product asks for more, a TPU multiplies float32 operands in one pass of bfloat16, eight
-bits of each, and recent NVIDIA GPUs in TF32, eleven; the CPU is exact as it is. A float32 base asks
-for ``highest``: on a TPU six passes of bfloat16 instead of one. A bfloat16 base asks for nothing,
-for one pass is exact there. A user who sets ``jax_default_matmul_precision`` (``bfloat16_3x``, say:
-half the passes) has chosen already and is left alone.
+By default a TPU multiplies float32 in one pass of bfloat16, and recent NVIDIA GPUs in TF32. A
+float32 base sets ``highest``, on a TPU six passes of bfloat16; a bfloat16 base is exact in one. A
+``jax_default_matmul_precision`` of the user has priority.
 """
 
 import contextlib
@@ -20,10 +17,8 @@ Program = TypeVar("Program", bound=Callable[..., Any])
 
 
 def as_stored(program: Program) -> Program:
-    """``program(params, ...)`` whose products, backward ones too, are as exact as ``params`` are
-    stored.
-
-    For whole programs, below ``jax.jit``: a backward pass that is traced outside would not know.
+    """Wraps a whole program ``program(params, ...)``, below ``jax.jit``: a backward pass that is
+    traced outside would have the default precision.
     """
 
     @functools.wraps(program)

@@ -2,9 +2,8 @@
 channel.
 
 ``w[:, f] ~ q[:, f] * scale[f]`` with ``scale[f] = max |w[:, f]| / top``, rounded to nearest. The
-base is never trained, so the scale multiplies the matmul's result, and gradients pass through as
-for any constant matrix. The router, whose choices are discrete, and the expansion of latents, which
-attention absorbs, are not quantised.
+router, whose choices are discrete, and the expansion of latents, which attention absorbs, are not
+quantised.
 
 Axes: D in, F out. Source of the scheme: LLM.int8() (arXiv 2208.07339) section 2.1, without its
 outlier path.

@@ -26,15 +26,13 @@ def rotate(x_BTNH: jax.Array, cos_BTH: jax.Array, sin_BTH: jax.Array) -> jax.Arr
     """Rotates each head; tables are ``[B, T, H / 2]``; returns the dtype of ``x``."""
     cos, sin = cos_BTH[:, :, None], sin_BTH[:, :, None]
     first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate(
-        [first * cos - second * sin, second * cos + first * sin], axis=-1
-    ).astype(x_BTNH.dtype)
+    rotated = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate(rotated, axis=-1).astype(x_BTNH.dtype)
 
 
 def rotate_pairs(x_BTNH: jax.Array, cos_BTH: jax.Array, sin_BTH: jax.Array) -> jax.Array:
     """Rotates pairs (0, 1), (2, 3), ...; the result holds all first members, then all second
     ones.
     """
-    return rotate(
-        jnp.concatenate([x_BTNH[..., 0::2], x_BTNH[..., 1::2]], axis=-1), cos_BTH, sin_BTH
-    )
+    halves = jnp.concatenate([x_BTNH[..., 0::2], x_BTNH[..., 1::2]], axis=-1)
+    return rotate(halves, cos_BTH, sin_BTH)

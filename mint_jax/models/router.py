@@ -28,13 +28,8 @@ def specs(L: int, D: int, experts: Experts, dtype: Any) -> dict[str, ParamSpec]:
 
 
 class Route(NamedTuple):
-    """Experts and weights of tokens.
-
-    Attributes:
-        ids: int32 ``[B, T, X]``.
-        weights: float32 ``[B, T, X]``.
-        missed: float32 ``[B, T]``, share of the router's own choice that a replayed record lacks; 0
-            without a record.
+    """Experts, int32, and weights, float32, of tokens, ``[B, T, X]``; and ``missed``, float32 ``[B,
+    T]``: share of the router's own choice that a replayed record lacks, 0 without a record.
     """
 
     ids: jax.Array
@@ -61,19 +56,15 @@ def route(
         # In float32 whatever the base's dtype: rounding to 8 bits of mantissa makes ties of
         # different scores, which sampler and trainer may break differently.
         logits = project(h_BTD.astype(jnp.float32), p, lora, "router")
-        scores = (
-            jax.nn.sigmoid(logits)
-            if experts.scores == "sigmoid"
-            else jax.nn.softmax(logits, axis=-1)
-        )
+        score = jax.nn.sigmoid if experts.scores == "sigmoid" else jax.nn.softmax
+        scores = score(logits)
         ids = choose(jax.lax.stop_gradient(scores), p["router"].get("choice_bias"), experts)
         missed = jnp.zeros(ids.shape[:-1], jnp.float32)
         if replay_BTX is not None:
             recorded = replay_BTX.astype(jnp.int32)
-            unrecorded = ~jnp.any(ids[..., None] == recorded[..., None, :], axis=-1) & (
-                recorded[..., :1] >= 0
-            )
-            missed = jnp.mean(unrecorded.astype(jnp.float32), axis=-1)
+            kept = jnp.any(ids[..., None] == recorded[..., None, :], axis=-1)
+            lacking = ~kept & (recorded[..., :1] >= 0)
+            missed = jnp.mean(lacking.astype(jnp.float32), axis=-1)
             ids = jnp.where(recorded >= 0, recorded, ids)
         weights = jnp.take_along_axis(scores, ids, axis=-1)
         if experts.normalise:
@@ -95,13 +86,8 @@ def choose(scores_BTE: jax.Array, bias_E: jax.Array | None, experts: Experts) ->
 
 
 def perturb(params: Any, std: float, key: jax.Array) -> Any:
-    """Returns the base with normal noise on its routers' weights, for studies of replay. Noise
-    changes the choice of experts and their weights.
-
-    Replay undoes the first and not the second (R3, arXiv 2510.11370, replays the choice only).
-
-    Args:
-        std: of the noise, relative to that of the weights.
+    """Returns the base with normal noise on its routers' weights, of ``std`` relative to theirs:
+    for studies of replay (R3, arXiv 2510.11370), which undoes only a changed choice of experts.
     """
     moe = params["moe"]["moe"]
     w = moe["router"]["w"]

@@ -25,8 +25,6 @@ class LayerOf(NamedTuple):
 
     Attributes:
         stack: ``[L, D, F]``, or blocks ``[L, P, N, bytes]``, see ``stored.py``.
-        layer: int32.
-        kernel: implementation of ``layer_matmul``, see ``config.Kernels``.
         used: int32, number of tokens of the batch in use, at the front; None: all.
     """
 

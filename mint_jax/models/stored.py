@@ -1,12 +1,10 @@
-"""A float32 base whose weights keep the bits of the checkpoint: a half or a sixth of the bytes, and
-bit for bit the same numbers.
+"""A float32 base whose weights stay in the bits of the checkpoint: a half or a sixth of the bytes,
+and the same numbers.
 
-Most checkpoints have bfloat16. One converted from 4 bits (``gguf.py``) has float32 weights for all
-readers, and ``model.blocks`` with the original blocks. One CPU with the kernels of
-``pallas_kernels.layer_matmul`` keeps the blocks in memory, since the bytes of the weights bound
-decoding. Matmuls are float32, and so are norms, the router, the expansion of latents and routed
-experts. A training step unpacks each layer when it runs, where it would otherwise copy it out of
-the stack.
+A checkpoint converted from 4 bits (``gguf.py``) has float32 weights for all readers, and
+``model.blocks`` with the original blocks, which one CPU keeps in memory, since the bytes of the
+weights bound decoding. Matmuls are float32, and so are norms, the router, the expansion of latents
+and routed experts. A training step unpacks each layer when it runs.
 
 Axes: B rows, T tokens, L layers, D in, F out, V vocab, P and N panels and blocks, see
 ``pallas_kernels.layer_matmul.blocks``.
@@ -97,58 +95,40 @@ def reason_against(dtype: Any, quantise: str, devices: Sequence[Any], kernel: st
     return ""
 
 
-def _matrices(flat: Mapping[str, ParamSpec]) -> set[str]:
-    """Returns the paths of the layers' dense matrices."""
-    return {
+def specs(tree: Any, kinds_of: Callable[[str, ParamSpec], set[str]]) -> Any:
+    """Returns the specs of a base in blocks or in 16 bits: all matrices of the layers if the
+    checkpoint has all of them so and they fit, and each such table.
+
+    Args:
+        tree: the specs in float32.
+        kinds_of: maps path and spec to the kinds of blocks or dtypes of its tensors.
+    """
+    flat = dict(params_lib.leaves_with_path(tree))
+    matrices = {
         path
         for path, spec in flat.items()
         if path.endswith("/w") and len(spec.shape) == 3 and path.split("/")[-2] not in KEPT
     }
+    kept = {
+        path: own
+        for path in (*matrices, *(path for path in TABLES if path in flat))
+        if (own := _as_stored(flat[path], kinds_of(path, flat[path]), path in TABLES)) is not None
+    }
+    whole = {kept[path].dtype for path in matrices if path in kept}
+    if not matrices <= kept.keys() or len(whole) > 1:
+        kept = {path: spec for path, spec in kept.items() if path in TABLES}
+    return params_lib.nest(flat | kept)
 
 
-def specs(tree: Any, kind_of: Callable[[str, ParamSpec], set[str]]) -> Any:
-    """Returns the specs of a base in 16 bits: all matrices of the layers if the checkpoint has all
-    of them in 16 bits, and each such table.
-
-    Args:
-        tree: the specs in float32.
-        kind_of: maps path and spec to the dtypes of its tensors, as named by safetensors.
-    """
-    flat = dict(params_lib.leaves_with_path(tree))
-    matrices = _matrices(flat)
-    if not all(kind_of(path, flat[path]) == {"BF16"} for path in matrices):
-        matrices = set()
-    for path, spec in flat.items():
-        if path in matrices or (path in TABLES and kind_of(path, spec) == {"BF16"}):
-            flat[path] = dataclasses.replace(spec, dtype=jnp.bfloat16)
-    return params_lib.nest(flat)
-
-
-def specs_in_blocks(tree: Any, kind_of: Callable[[str, ParamSpec], set[str]]) -> Any:
-    """Returns the specs of a base in blocks: all matrices of the layers if the checkpoint has all
-    of them in blocks that fit, and each such table.
-
-    Args:
-        tree: the specs in float32.
-        kind_of: maps path and spec to the kinds of its tensors, ``""`` for no blocks.
-    """
-    flat = dict(params_lib.leaves_with_path(tree))
-    matrices = _matrices(flat)
-    if not all(
-        kind_of(path, flat[path]) == {MATRIX} and blocks.fit(*flat[path].shape[1:])
-        for path in matrices
-    ):
-        matrices = set()
-    for path, spec in flat.items():
-        if path in matrices:
-            L, D, F = spec.shape
-            flat[path] = ParamSpec(
-                (L, *blocks.blocks_shape(D, F, MATRIX)), ("layers", None, None, None), np.uint8
-            )
-        elif path in TABLES and kind_of(path, spec) == {TABLE} and blocks.fit(*spec.shape[::-1]):
-            V, D = spec.shape
-            flat[path] = ParamSpec(blocks.blocks_shape(D, V, TABLE), (None, None, None), np.uint8)
-    return params_lib.nest(flat)
+def _as_stored(spec: ParamSpec, kinds: set[str], is_table: bool) -> ParamSpec | None:
+    if kinds == {"BF16"}:
+        return dataclasses.replace(spec, dtype=jnp.bfloat16)
+    *layers, D, F = spec.shape[::-1] if is_table else spec.shape
+    kind = TABLE if is_table else MATRIX
+    if kinds != {kind} or not blocks.fit(D, F):
+        return None
+    axes = ("layers", None, None, None)[1 - len(layers) :]
+    return ParamSpec((*layers, *blocks.blocks_shape(D, F, kind)), axes, np.uint8)
 
 
 def narrower(w: jax.Array, x: jax.Array) -> bool:

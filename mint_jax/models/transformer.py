@@ -56,27 +56,20 @@ def abstract(cfg: ModelConfig, dtype: Any = jnp.float32, quantise: str = "") -> 
     ``quantise``: a key of ``quantised.KINDS`` for 8-bit matrices in the layers.
     """
     D = cfg.d_model
-    specs: dict[str, Any] = {
-        "embed": {"w": ParamSpec((cfg.vocab_size, D), ("vocab", "embed"), dtype, fan_in=D)}
-    }
+    table = {"w": ParamSpec((cfg.vocab_size, D), ("vocab", "embed"), dtype, fan_in=D)}
+    specs: dict[str, Any] = {"embed": table}
     for kind, L in cfg.stacks.items():
-        attn = (
-            attention_specs(cfg, L, dtype)
-            if cfg.latent is None
-            else mla.specs(cfg, L, dtype) | dsa.specs(cfg, kind, dtype)
-        )
-        sparse = kind == "moe"
-        ffw = (
-            {"moe": moe.specs(cfg, L, dtype)}
-            if sparse
-            else {"mlp": mlp.specs(L, D, cfg.d_ff, dtype, cfg.mlp_bias)}
-        )
-        specs[kind] = {"attn": attn} | ffw
+        if cfg.latent is None:
+            attn = attention_specs(cfg, L, dtype)
+        else:
+            attn = mla.specs(cfg, L, dtype) | dsa.specs(cfg, kind, dtype)
+        if kind == "moe":
+            specs[kind] = {"attn": attn, "moe": moe.specs(cfg, L, dtype)}
+        else:
+            specs[kind] = {"attn": attn, "mlp": mlp.specs(L, D, cfg.d_ff, dtype, cfg.mlp_bias)}
     specs["final_norm"] = ParamSpec((D,), ("norm",), dtype, "ones")
     if not cfg.tie_embeddings:
-        specs["unembed"] = {
-            "w": ParamSpec((cfg.vocab_size, D), ("vocab", "embed"), dtype, fan_in=D)
-        }
+        specs["unembed"] = table
     return quantised.specs(specs, quantise) if quantise else specs
 
 
@@ -91,27 +84,13 @@ def attention_specs(cfg: ModelConfig, L: int, dtype: Any) -> dict[str, Any]:
         "o": matrix("o", L, cfg.num_heads * H, D, dtype, cfg.o_bias),
     }
     if cfg.qk_norm:
-        attn |= {
-            name: ParamSpec((L, H), ("layers", "norm"), dtype, "ones")
-            for name in ("q_norm", "k_norm")
-        }
+        norm = ParamSpec((L, H), ("layers", "norm"), dtype, "ones")
+        attn |= {"q_norm": norm, "k_norm": norm}
     return attn
 
 
-def unembed_table(params: Any, dtype: Any) -> jax.Array:
-    """Returns the output matrix ``[V, D]`` in ``dtype`` or a wider one; it is the embedding if they
-    are tied.
-    """
-    return stored.table(stored_unembed(params), dtype)
-
-
-def unembed_shape(params: Any) -> tuple[int, int]:
-    """Returns V and D."""
-    return stored.table_shape(stored_unembed(params))
-
-
 def stored_unembed(params: Any) -> jax.Array:
-    """Returns the output matrix as stored, see ``stored.py``."""
+    """Returns the output matrix as stored, see ``stored.py``: the embedding if they are tied."""
     return (params["unembed"] if "unembed" in params else params["embed"])["w"]
 
 
@@ -137,10 +116,8 @@ def cache_specs(
         return lambda L: jax.ShapeDtypeStruct((L, pages, *heads, paged.PAGE, width), dtype)
 
     if cfg.latent is None:
-        names = {
-            "k": entry(cfg.head_dim, cfg.num_kv_heads),
-            "v": entry(cfg.head_dim, cfg.num_kv_heads),
-        }
+        of_heads = entry(cfg.head_dim, cfg.num_kv_heads)
+        names = {"k": of_heads, "v": of_heads}
     else:
         names = {"latent": entry(cfg.latent.kv_latent), "rope": entry(cfg.latent.rope)}
         names |= {} if cfg.indexer is None else {"index": entry(cfg.indexer.width)}
@@ -195,13 +172,8 @@ def hidden_states(
         MoE layers with ``keep_routes``: ``"routes"``, int32 ``[L, B, T, X]``, and ``"missed"``, see
         ``router.Route``.
     """
-    tokens_BT, positions_BT, segments, view, replay = (
-        inputs.tokens_BT,
-        inputs.positions_BT,
-        inputs.segments,
-        inputs.view,
-        inputs.replay,
-    )
+    tokens_BT, positions_BT, segments = inputs.tokens_BT, inputs.positions_BT, inputs.segments
+    view, replay = inputs.view, inputs.replay
     chex.assert_rank([tokens_BT, positions_BT], 2)
     chex.assert_equal_shape([tokens_BT, positions_BT, *(segments or ())])
     chex.assert_rank([] if replay is None else [replay], 4)
@@ -263,14 +235,8 @@ def _layer(
 ):
     x = constrain(checkpoint_name(x, "residual"), "batch", "tokens", "act_embed")
     with jax.named_scope("attn"):
-        inputs = (
-            rms_norm(x, p["attn"]["norm"], cfg.norm_eps),
-            p["attn"],
-            _below(lora, "attn"),
-            cache,
-            ctx,
-            cfg,
-        )
+        h = rms_norm(x, p["attn"]["norm"], cfg.norm_eps)
+        inputs = h, p["attn"], _below(lora, "attn"), cache, ctx, cfg
         if cfg.latent is None:
             out, pool = _attention(*inputs)
         else:
@@ -278,17 +244,11 @@ def _layer(
         x = constrain(checkpoint_name(x + out, "residual"), "batch", "tokens", "act_embed")
     if "moe" in p:
         with jax.named_scope("moe"):
-            out, route = moe.moe(
-                rms_norm(x, p["moe"]["norm"], cfg.norm_eps),
-                p["moe"],
-                _below(lora, "moe"),
-                cfg,
-                replay,
-            )
+            h = rms_norm(x, p["moe"]["norm"], cfg.norm_eps)
+            out, route = moe.moe(h, p["moe"], _below(lora, "moe"), cfg, replay)
             if cache is not None and pool is not None and "routes" in pool:
-                pool = pool | {
-                    "routes": paged.record(pool["routes"], route.ids, cache, cache_heads(cfg))
-                }
+                recorded = paged.record(pool["routes"], route.ids, cache, cache_heads(cfg))
+                pool = pool | {"routes": recorded}
             return x + out, chosen, pool, route
     with jax.named_scope("mlp"):
         out = mlp.mlp(rms_norm(x, p["mlp"]["norm"], cfg.norm_eps), p["mlp"], _below(lora, "mlp"))
@@ -353,16 +313,14 @@ def logits(
     """
     table = stored_unembed(params)
     chex.assert_shape(h_BTD, (None, None, stored.table_shape(table)[1]))
+    few = h_BTD.shape[0] * h_BTD.shape[1] <= FEW_ROWS and sharding.one_device()
+    packed = blocks.is_packed(table)
     with jax.named_scope("unembed"):
-        if kernel != "xla" and blocks.is_packed(table):
-            (out,) = layer_matmul(h_BTD, (table[None],), jnp.int32(0), used, implementation=kernel)
-        elif (
-            kernel != "xla"
-            and h_BTD.shape[0] * h_BTD.shape[1] <= FEW_ROWS
-            and sharding.one_device()
-        ):
+        if kernel != "xla" and (packed or few):
             (out,) = layer_matmul(
-                h_BTD, (table[None],), jnp.int32(0), used, transposed=True, implementation=kernel
+                *(h_BTD, (table[None],), jnp.int32(0), used),
+                transposed=not packed,
+                implementation=kernel,
             )
         else:
             out = product_f32("BTD,VD->BTV", h_BTD, stored.table(table, h_BTD.dtype))

@@ -38,8 +38,8 @@ def grouped_matmul(
     """Returns ``x[m] @ w[index[group of m]]``, ``[M, N]`` in the dtype of ``x``, accumulated in
     float32.
 
-    Has no rule for ``grad``; ``mint_jax/models/grouped.py`` has it. The gradient of x is the same
-    product with ``transposed`` flipped.
+    Has no rule for ``grad``; ``mint_jax/models/packed_lora.py`` has it. The gradient of x is the
+    same product with ``transposed`` flipped.
 
     Args:
         x: ``[M, K]``, rows of group 0 first.

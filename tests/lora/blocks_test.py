@@ -45,14 +45,5 @@ def test_every_row_is_placed_once_in_a_block_of_its_adapter(adapters, row_multip
         assert real <= len(plan.slots[bucket]) <= max(8, real + -(-real // 8))
 
 
-def test_equal_policies_make_one_block_each_and_the_base_comes_last():
-    a, b, c = Slot(8, 0), Slot(1, 1), Slot(8, 2)
-    plan = plan_blocks([None, c, a, b, a, c, b, None])
-    assert plan.order == [3, 6, 2, 4, 1, 5, 0, 7]
-    assert plan.size == 2
-    assert plan.base_blocks == 1
-    assert {bucket: list(slots) for bucket, slots in plan.slots.items()} == {1: [1], 8: [0, 2]}
-
-
 def test_rows_of_the_bare_base_bind_nothing():
     assert bind_blocks(plan_blocks([None, None]), {}, jnp.float32) is None

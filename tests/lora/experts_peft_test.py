@@ -2,8 +2,6 @@
 gradients.
 """
 
-import json
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,8 +10,8 @@ import torch
 
 from mint_jax import params as params_lib
 from mint_jax.errors import UserError
-from mint_jax.lora.peft import CONFIG, WEIGHTS, read_peft, write_peft
-from mint_jax.lora.tree import ALL_LINEAR, LINEAR_TARGETS, AdapterConfig
+from mint_jax.lora.peft import WEIGHTS, read_peft, write_peft
+from mint_jax.lora.tree import ALL_LINEAR, AdapterConfig
 from mint_jax.models import transformer
 from tests import oracles
 from tests.exchange import (
@@ -26,8 +24,6 @@ from tests.exchange import (
     tables,
 )
 from tests.views import view_of
-
-E, F = 8, 40  # experts and their width in the tiny Qwen3-MoE
 
 
 @pytest.mark.parametrize(
@@ -90,18 +86,6 @@ def test_two_adapters_in_one_batch_have_the_logits_and_gradients_that_peft_gives
             )
 
 
-def test_experts_alone_are_named_as_modules(rng, tiny_base, tmp_path):
-    """What older PEFT and other servers look for; parameters are named only where PEFT needs
-    them.
-    """
-    base, config = tiny_base("qwen3_moe"), AdapterConfig(2)
-    write_peft(tmp_path / "out", random_adapter(rng, base, config), config, tables(base)[0])
-    fields = json.loads((tmp_path / "out" / CONFIG).read_text())
-    assert fields["target_modules"] == sorted(f"{name}_proj" for name in LINEAR_TARGETS)
-    assert "target_parameters" not in fields
-    assert "rank_pattern" not in fields
-
-
 EXPERT3 = "base_model.model.model.layers.1.mlp.experts.3.up_proj"
 SPOILT = {
     "an expert is missing": (
@@ -109,19 +93,6 @@ SPOILT = {
         (
             r"layers\.1\.mlp\.experts\.3\.up_proj is missing, but 7 of the 8 experts of its"
             r" layer are present: write all of them"
-        ),
-    ),
-    "only A": (
-        lambda t: t.pop(f"{EXPERT3}.lora_B.weight"),
-        r"experts\.3\.up_proj has only one of lora_A and lora_B; the file is incomplete",
-    ),
-    "an expert too many": (
-        lambda t: t.update(
-            {f"{EXPERT3.replace('.3.', '.8.')}.lora_A.weight": t[f"{EXPERT3}.lora_A.weight"]}
-        ),
-        (
-            r"experts\.8\.up_proj\.lora_A\.weight' is not a LoRA factor of this base: the adapter"
-            r" was trained on another model"
         ),
     ),
     "another width": (

@@ -99,8 +99,22 @@ def logits_and_gradients(params, stacks, tokens_BT, pull_BTV, cfg, blocks, base_
     return out, grads
 
 
-@pytest.mark.parametrize("configs", [ALL_LINEAR, MIXED], ids=["all_linear", "mixed_targets"])
-@pytest.mark.parametrize("family", ["llama_bias", "qwen3"])
+LATENT = (
+    AdapterConfig(1, 2.0, ("kv_b",)),
+    AdapterConfig(3, 5.0, ("q_a", "q_b", "kv_a", "kv_b", "o"), rslora=True),
+)
+NO_Q_LATENT = (AdapterConfig(3, 5.0, ("q", "kv_a", "kv_b", "o")), AdapterConfig(2, 4.0, ("q", "o")))
+
+
+@pytest.mark.parametrize(
+    ("family", "configs"),
+    [
+        ("llama_bias", ALL_LINEAR),
+        ("qwen3", MIXED),
+        pytest.param("deepseek_v3_dense", LATENT, marks=pytest.mark.long),
+        ("moonlight_dense", NO_Q_LATENT),
+    ],
+)
 def test_logits_and_gradients_of_a_mixed_batch_match_peft_policy_by_policy(
     family, configs, rng, tiny_base, hf_dirs
 ):

@@ -5,24 +5,21 @@ Axes: B rows, T tokens, L layers, S slots, R rank, D in, F out, V vocab, N heads
 C latent, E experts, Q rank buckets.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mint_jax import params as params_lib
 from mint_jax import sharding
 from mint_jax.lora import tree
 from mint_jax.lora.tree import AdapterConfig, AdapterStack
 from mint_jax.lora.view import attach_blocks, attach_rows, batch_delta, embedding_delta
 from mint_jax.mesh import make_mesh
 from mint_jax.models import mla, transformer
-from mint_jax.models.config import Latent, ModelConfig
+from mint_jax.models.config import Latent
 from mint_jax.models.experts import expert_mlp
+from tests.exchange import decoder_logits
 from tests.lora.peft_oracle_test import random_adapter
-from tests.marks import first
 
 L, S, D, F, V = 2, 5, 12, 10, 17
 LAYER = 1
@@ -142,12 +139,10 @@ def test_every_mixture_is_right_and_all_are_one_program(T, rng):
 
 @pytest.mark.parametrize("sizes", [{"data": 2, "fsdp": 2, "tensor": 2}, {"tensor": 8}], ids=str)
 def test_eight_devices_give_every_mixture_too(sizes, rng):
-    stacks, x, tokens, mesh = (
-        _stacks(rng),
-        _normal(rng, 8, 1, D),
-        rng.integers(V, size=(8, 1)),
-        make_mesh(sizes),
-    )
+    stacks = _stacks(rng)
+    x = _normal(rng, 8, 1, D)
+    tokens = rng.integers(V, size=(8, 1))
+    mesh = make_mesh(sizes)
     run = _program(_deltas)
     with jax.set_mesh(mesh):
         rows = jax.NamedSharding(mesh, sharding.partition(("batch", None, None), mesh))
@@ -161,14 +156,6 @@ def test_eight_devices_give_every_mixture_too(sizes, rng):
                     delta, want[projection], rtol=0, atol=1e-4, err_msg=f"{name}: {projection}"
                 )
     assert run._cache_size() == 1
-
-
-def _deltas_of_q(stacks, slots, x_BTD):
-    return batch_delta(
-        x_BTD,
-        attach_rows(stacks, slots).at("dense").in_layer(jnp.int32(LAYER)).at("attn").at("q"),
-        F,
-    )
 
 
 @pytest.mark.parametrize("T", [1, 3])
@@ -213,11 +200,9 @@ def _neighbours(rng, B, slots):
     """What rows may name so that row 0 and some more name slot 0: all do; nobody else does; others
     name any slot.
     """
-    alone, mixed, few = (
-        np.full(B, -1, np.int32),
-        rng.integers(-1, slots, B).astype(np.int32),
-        np.full(B, 0, np.int32),
-    )
+    alone = np.full(B, -1, np.int32)
+    mixed = rng.integers(-1, slots, B).astype(np.int32)
+    few = np.full(B, 0, np.int32)
     alone[[0, B // 2]], mixed[[0, B // 2, B - 1]] = 0, 0
     mixed[1] = 1
     few[1] = 1
@@ -247,7 +232,7 @@ def _assert_row_bits(run, mixtures):
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize(("B", "rank"), [(8, 1), (8, 8), (32, 2), (32, 64), (37, 16), (64, 2)])
+@pytest.mark.parametrize(("B", "rank"), [(8, 1), (32, 64), (37, 16)])
 def test_a_row_s_bits_are_the_same_whatever_the_others_name(B, rank, rng):
     """One slot in one product, or factors gathered row by row; of a prime number of rows, and of
     several blocks too.
@@ -267,24 +252,6 @@ def test_a_row_s_bits_are_the_same_whatever_the_others_name(B, rank, rng):
 
     _assert_row_bits(lambda slots: run(slots, stacks, x), _neighbours(rng, B, 4))
     assert run._cache_size() == 1
-
-
-@pytest.mark.bits
-def test_a_row_s_bits_are_its_own_over_eight_devices(rng):
-    """Each has two rows."""
-    B, rank, mesh = 16, 8, make_mesh({"data": 8})
-    stacks = {
-        rank: AdapterStack(
-            _factors(rng, ("q",), rank), rng.uniform(0.5, 3, S).astype(np.float32), rank
-        )
-    }
-    run = _program(_deltas_of_q)
-    with jax.set_mesh(mesh):
-        x = jax.device_put(
-            _normal(rng, B, 1, D),
-            jax.NamedSharding(mesh, sharding.partition(("batch", None, None), mesh)),
-        )
-        _assert_row_bits(lambda slots: run(stacks, {rank: slots}, x), _neighbours(rng, B, S))
 
 
 N, H, C = 3, 12, 20
@@ -312,7 +279,7 @@ def _absorbed_case(rng, rank, B):
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize(("rank", "B"), [(1, 8), (64, 8), (8, 32), (2, 37)])
+@pytest.mark.parametrize(("rank", "B"), [(1, 8), (8, 32), (2, 37)])
 def test_absorbed_factors_of_latent_attention_are_right_and_a_row_s_bits_its_own(rank, B, rng):
     stack, q, o, w = _absorbed_case(rng, rank, B)
     run = _program(_absorbed)
@@ -358,12 +325,10 @@ def _spoilt(stack, slot, rng):
 @pytest.mark.parametrize("T", [1, 3])
 @pytest.mark.parametrize("mixture", ["one slot, and the base", "several of two, one of the last"])
 def test_a_slot_that_is_not_finite_changes_no_bit_of_other_rows(mixture, T, rng):
-    stacks, x, tokens, slots = (
-        _stacks(rng),
-        _normal(rng, 8, T, D),
-        rng.integers(V, size=(8, T)),
-        _named(MIXTURES[mixture]),
-    )
+    stacks = _stacks(rng)
+    x = _normal(rng, 8, T, D)
+    tokens = rng.integers(V, size=(8, T))
+    slots = _named(MIXTURES[mixture])
     run = _program(_deltas)
     clean = jax.device_get(run(stacks, slots, x, tokens))
     for rank, stack in stacks.items():
@@ -403,29 +368,11 @@ def _experts(stacks, slots, p, x_BTD, ids):
     """What each row's experts make of its tokens, ``[B, T, X, D]``."""
     lora = attach_rows(stacks, slots)
     B, T, _ = x_BTD.shape
-    token = jnp.arange(B * T * X, dtype=jnp.int32) // X
     block = jnp.repeat(lora.block_of_rows(B), T * X)
     y = expert_mlp(
-        x_BTD.reshape(B * T, -1), token, ids.reshape(-1), block, p, lora.in_layer(jnp.int32(LAYER))
+        x_BTD.reshape(B * T, -1), X, ids.reshape(-1), block, p, lora.in_layer(jnp.int32(LAYER))
     )
     return y.reshape(B, T, X, D)
-
-
-def _experts_in_float64(stacks, slots, p, x_BTD, ids):
-    def project(h, name, e, b):
-        y = h @ p[name]["w"][e].astype(np.float64)
-        for rank, stack in stacks.items():
-            if (s := slots[rank][b]) >= 0 and name in stack.factors:
-                a, f = (stack.factors[name][n][LAYER, s, e].astype(np.float64) for n in "ab")
-                y = y + h @ a.T @ f * stack.scale[s]
-        return y
-
-    out = np.zeros((*ids.shape, D))
-    for b, t, k in np.argwhere(ids >= 0):
-        h, e = x_BTD[b, t].astype(np.float64), ids[b, t, k]
-        gate = project(h, "gate", e, b)
-        out[b, t, k] = project(gate / (1 + np.exp(-gate)) * project(h, "up", e, b), "down", e, b)
-    return out
 
 
 def _expert_mixtures(rng, ranks, B):
@@ -445,22 +392,8 @@ def _expert_mixtures(rng, ranks, B):
     ]
 
 
-@pytest.mark.parametrize("ranks", [(1, 4), (2, 32)])
-def test_experts_of_every_mixture_are_right_and_all_are_one_program(ranks, rng):
-    """Both forms of a sum over the rank; also more rows than slots."""
-    stacks, p, x, ids = _expert_case(rng, ranks, 8, 2)
-    run = _program(_experts)
-    for slots in _expert_mixtures(rng, ranks, 8):
-        want = _experts_in_float64(stacks, slots, p, x, ids)
-        # float32: three products of at most 32 terms one after the other
-        np.testing.assert_allclose(
-            run(stacks, slots, p, x, ids), want, atol=2e-5 * max(1.0, np.abs(want).max())
-        )
-    assert run._cache_size() == 1
-
-
 @pytest.mark.bits
-@pytest.mark.parametrize("ranks", [(1, 4), (2, 32)])
+@pytest.mark.parametrize("ranks", [(1, 32)])
 def test_another_slot_of_the_experts_changes_no_bit(ranks, rng):
     """Neither by what it holds, be it NaN, nor by which rows name it."""
     run, (stacks, p, x, ids) = _program(_experts), _expert_case(rng, ranks, 8, 2)
@@ -492,17 +425,6 @@ DECODERS = {
 }
 
 
-@functools.partial(jax.jit, static_argnames="cfg")
-def _logits(params, lora, tokens_BT, *, cfg):
-    positions = jnp.broadcast_to(
-        jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None], tokens_BT.shape
-    )
-    h, _ = transformer.hidden_states(
-        params, lora, transformer.DecoderInputs(tokens_BT, positions), cfg
-    )
-    return transformer.logits(params, lora, h)
-
-
 def _resident(rng, specs, configs):
     return tree.stack_adapters(
         specs, {str(i): (c, random_adapter(rng, specs, c)) for i, c in enumerate(configs)}
@@ -529,56 +451,20 @@ def _blocks_and_rows(rng, stacks, slots):
     )
 
 
-@pytest.mark.parametrize("T", [1, 5])
-@pytest.mark.parametrize("family", first(1, DECODERS))
+@pytest.mark.parametrize(("family", "T"), [("llama", 5), ("deepseek_v3", 1)])
 def test_a_decoder_s_rows_equal_its_blocks(family, T, rng, tiny_base):
     base = tiny_base(family)
     stacks, slots = _resident(rng, transformer.abstract(base.cfg), DECODERS[family])
     blocks, order, named = _blocks_and_rows(rng, stacks, slots)
     tokens = rng.integers(97, size=(len(order), T)).astype(np.int32)
-    want = np.asarray(_logits(base.params, blocks, tokens, cfg=base.cfg))
+    want = np.asarray(decoder_logits(base.params, blocks, tokens, cfg=base.cfg))
     got = np.zeros_like(want)
-    got[order] = _logits(base.params, attach_rows(stacks, named), tokens[order], cfg=base.cfg)
+    got[order] = decoder_logits(
+        base.params, attach_rows(stacks, named), tokens[order], cfg=base.cfg
+    )
     # float32 sums in another order
     np.testing.assert_allclose(got, want, rtol=0, atol=5e-6 * np.abs(want).max())
-    bare = np.asarray(_logits(base.params, None, tokens, cfg=base.cfg))
+    bare = np.asarray(decoder_logits(base.params, None, tokens, cfg=base.cfg))
     assert np.abs(want - bare)[:-2].max(axis=(1, 2)).min() > 1e-3, (
         "an adapter that does nothing says nothing"
     )
-
-
-EVEN = ModelConfig(
-    "qwen3",
-    vocab_size=96,
-    d_model=48,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    d_ff=80,
-    qk_norm=True,
-)
-
-
-@pytest.mark.long
-def test_a_decoder_s_rows_over_eight_devices_equal_one(rng, mesh8):
-    """The base and the adapters' stacks split as they are in use."""
-    specs = transformer.abstract(EVEN)
-    base = jax.device_get(params_lib.init(specs, jax.random.key(int(rng.integers(2**31)))))
-    configs = [
-        AdapterConfig(rank, 4.0, ("q", "v", "o", "down", "embed", "unembed")) for rank in (2, 2, 3)
-    ]
-    stacks, slots = _resident(rng, specs, configs)
-    _, order, named = _blocks_and_rows(rng, stacks, slots)
-    tokens = rng.integers(96, size=(len(order), 1)).astype(np.int32)
-    want = np.asarray(_logits(base, attach_rows(stacks, named), tokens, cfg=EVEN))
-    params = jax.device_put(base, sharding.shardings(specs, mesh8))
-    for b, stack in stacks.items():
-        placed = sharding.shardings(
-            tree.stack_specs(specs, configs[0].targets, b, stack.slots), mesh8
-        )
-        stacks[b] = AdapterStack(jax.device_put(stack.factors, placed), stack.scale, b)
-    with jax.set_mesh(mesh8):
-        got = jax.device_get(_logits(params, attach_rows(stacks, named), tokens, cfg=EVEN))
-    # float32 sums, split over devices
-    np.testing.assert_allclose(got, want, atol=1e-4 * max(1.0, np.abs(want).max()))

@@ -6,7 +6,6 @@ Axes: B rows, T tokens, S keys, N query heads, K kv heads, G query heads per kv 
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -80,11 +79,9 @@ def _normal(rng, *shape, dtype=np.float32):
 @pytest.mark.parametrize(
     ("B", "T", "N", "K", "score_bytes", "kernel"),
     [
-        (2, 5, 4, 4, None, "xla"),  # shorter than a block, one query head per kv head
         (2, 150, 6, 2, None, "xla"),  # three blocks, the last one short
         (1, 600, 2, 1, None, "xla"),  # eight blocks, no longer of the least size
         (2, 100, 4, 2, 40_000, "xla"),  # every block's scores in slices
-        (2, 5, 4, 4, None, "pallas_tpu"),  # one block, most of it padding
         (1, 600, 4, 2, None, "pallas_tpu"),  # 640 positions in five blocks
         (1, 100, 4, 2, None, "pallas_gpu"),
     ],
@@ -100,12 +97,10 @@ def test_packed_values_and_gradients_equal_a_plain_softmax(
             for start in range(0, T, 64)
         ]
         assert min(counts) > 1
-    q, k, v, g = (
-        _normal(rng, B, T, N, H) * 2,
-        _normal(rng, B, T, K, H),
-        _normal(rng, B, T, K, H),
-        _normal(rng, B, T, N, H),
-    )
+    q = _normal(rng, B, T, N, H) * 2
+    k = _normal(rng, B, T, K, H)
+    v = _normal(rng, B, T, K, H)
+    g = _normal(rng, B, T, N, H)
     segments = _segments(rng, B, T)
     for ours, theirs in zip(
         _ours(q, k, v, g, segments, kernel=kernel), _torch(q, k, v, _allowed(*segments), SCALE, g)
@@ -119,12 +114,10 @@ def test_values_of_another_width_and_chosen_keys(score_bytes, rng, monkeypatch):
     B, T, N, K, H, V = 2, 100, 4, 2, 8, 5
     if score_bytes is not None:
         monkeypatch.setattr(attention, "SCORE_BYTES", score_bytes)
-    q, k, v, g = (
-        _normal(rng, B, T, N, H) * 2,
-        _normal(rng, B, T, K, H),
-        _normal(rng, B, T, K, V),
-        _normal(rng, B, T, N, V),
-    )
+    q = _normal(rng, B, T, N, H) * 2
+    k = _normal(rng, B, T, K, H)
+    v = _normal(rng, B, T, K, V)
+    g = _normal(rng, B, T, N, V)
     segments = _segments(rng, B, T)
     chosen_BTT = rng.random((B, T, T)) < 0.5
     chosen_BTT[:, range(T), range(T)] = True  # a token sees something
@@ -133,33 +126,3 @@ def test_values_of_another_width_and_chosen_keys(score_bytes, rng, monkeypatch):
     theirs = _torch(q, k, v, _allowed(*segments) & chosen_BTT, SCALE, g)
     for ours, want in zip(_ours(q, k, v, g, segments, bits), theirs):
         np.testing.assert_allclose(ours, want, atol=2e-5)  # as above
-
-
-def test_bfloat16_rounds_weights_and_scores_only(rng):
-    B, T, N, K, H = 2, 40, 4, 2, 16
-    q, k, v, g = (_normal(rng, B, T, heads, H, dtype=ml_dtypes.bfloat16) for heads in (N, K, K, N))
-    segments = _segments(rng, B, T)
-    for ours, theirs in zip(
-        _ours(q, k, v, g, segments), _torch(q, k, v, _allowed(*segments), SCALE, g)
-    ):
-        assert ours.dtype == jnp.bfloat16
-        # weights (or dS), the stored o and the result are each rounded to 2**-8, relative to the
-        # largest entries
-        np.testing.assert_allclose(
-            np.asarray(ours, np.float64), theirs, atol=3 * 2**-8 * np.abs(theirs).max()
-        )
-
-
-def test_other_segments_and_later_tokens_cannot_be_seen(rng):
-    T, segments = (
-        12,
-        Segments(
-            *(np.array([row], np.int32) for row in ([0] * 4 + [1] * 4 + [2] * 4, [0] * 8 + [0] * 4))
-        ),
-    )
-    q, k, v = _normal(rng, 1, T, 2, 4), _normal(rng, 1, T, 1, 4), _normal(rng, 1, T, 1, 4)
-    attend = jax.jit(packed_attention, static_argnums=4)
-    out = attend(q, k, v, segments, 0.5)
-    hidden = np.r_[4:8, 10:12]  # what token 9, of segment 2 with parent 0, must not see
-    k[:, hidden], v[:, hidden] = 1e4, 1e4
-    np.testing.assert_array_equal(attend(q, k, v, segments, 0.5)[:, 9], out[:, 9])

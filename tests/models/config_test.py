@@ -3,7 +3,6 @@ is refused.
 """
 
 import dataclasses
-import itertools
 import json
 
 import numpy as np
@@ -44,63 +43,6 @@ def _message(call, *args) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("name", oracles.TINY)
-def test_fields_equal_those_transformers_reads(name, hf_dirs):
-    cfg, hf = read_config(hf_dirs(name)), transformers.AutoConfig.from_pretrained(hf_dirs(name))
-    ours = (
-        cfg.vocab_size,
-        cfg.d_model,
-        cfg.num_layers,
-        cfg.num_heads,
-        cfg.num_kv_heads,
-        cfg.head_dim,
-        cfg.d_ff,
-    )
-    theirs = (
-        hf.vocab_size,
-        hf.hidden_size,
-        hf.num_hidden_layers,
-        hf.num_attention_heads,
-        hf.num_key_value_heads,
-    )
-    assert ours == (*theirs, getattr(hf, "qk_head_dim", hf.head_dim), hf.intermediate_size)
-    assert cfg.rope_dim == hf.head_dim
-    if cfg.latent is not None:
-        ranks = (
-            hf.q_lora_rank or 0,
-            hf.kv_lora_rank,
-            hf.qk_nope_head_dim,
-            hf.qk_rope_head_dim,
-            hf.v_head_dim,
-        )
-        assert dataclasses.astuple(cfg.latent) == ranks
-    if cfg.indexer is not None:
-        types = getattr(hf, "indexer_types", ["full"] * 3)
-        assert dataclasses.astuple(cfg.indexer)[:3] == (
-            hf.index_n_heads,
-            hf.index_head_dim,
-            hf.index_topk,
-        )
-        assert cfg.indexer.full == tuple(kind == "full" for kind in types)
-    assert (cfg.norm_eps, cfg.context, cfg.tie_embeddings) == (
-        hf.rms_norm_eps,
-        hf.max_position_embeddings,
-        hf.tie_word_embeddings,
-    )
-    assert cfg.rope_theta == hf.rope_parameters["rope_theta"]
-    modules = {key.split(".", 3)[-1] for key in oracles.torch_model(hf_dirs(name)).state_dict()}
-    assert cfg.qkv_bias == ("self_attn.q_proj.bias" in modules)
-    assert cfg.o_bias == ("self_attn.o_proj.bias" in modules)
-    assert cfg.mlp_bias == ("mlp.up_proj.bias" in modules)
-    assert cfg.qk_norm == ("self_attn.q_norm.weight" in modules)
-    sparse = sum(
-        "mlp.gate.weight" in key for key in oracles.torch_model(hf_dirs(name)).state_dict()
-    )
-    assert cfg.stacks == {
-        kind: layers for kind, layers in (("dense", 3 - sparse), ("moe", sparse)) if layers
-    }
-
-
 _LONG = {"factor": 4.0, "original_max_position_embeddings": 64}
 ROPES = {
     "linear": {"rope_type": "linear", "factor": 3.0},
@@ -126,8 +68,8 @@ ROPES = {
 
 
 @pytest.mark.parametrize("kind", ROPES)
-@pytest.mark.parametrize("head_dim", [16, 64, 128])
-def test_rope_frequencies_equal_transformers(kind, head_dim, rng):
+def test_rope_frequencies_equal_transformers(kind, rng):
+    head_dim = int(rng.choice([16, 64, 128]))
     theta = float(rng.choice([1e4, 5e5, 1e6]))
     raw = ROPES[kind] | {"rope_theta": theta}
     config = transformers.LlamaConfig(
@@ -144,14 +86,12 @@ def test_rope_frequencies_equal_transformers(kind, head_dim, rng):
 
 
 _SCALED = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-_YARN, _LLAMA3 = (
-    {"type": "yarn", **_LONG},
-    {
-        "rope_type": "llama3",
-        **_SCALED,
-        "original_max_position_embeddings": 64,
-    },
-)
+_YARN = {"type": "yarn", **_LONG}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    **_SCALED,
+    "original_max_position_embeddings": 64,
+}
 SPELLINGS = [
     {},
     {"rope_theta": 3e5},
@@ -206,7 +146,7 @@ def test_every_spelling_of_rope_means_what_transformers_reads(spelling):
 
 UNREAD_ROPES = [
     *[({key: {name: kind, "factor": 2.0}}, [f"rope scaling '{kind}' is not supported", "default, linear, llama3, yarn"])  # noqa: E501
-      for kind in ("dynamic", "longrope", "proportional", "su", "axial")
+      for kind in ("dynamic", "longrope")
       for key, name in (("rope_scaling", "type"), ("rope_parameters", "rope_type"))],
     ({"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2.0}}}, ["differ by layer are not supported"]),  # noqa: E501
     ({"rope_parameters": [1.0]}, ["the rope parameters are [1.0]"]),
@@ -254,103 +194,60 @@ TINY = {
     "deepseek_v3": SMALL | SMALL_LATENT,
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), SMALL | SMALL_LATENT | SMALL_INDEXER),
 }
-# field -> why the forward pass does not depend on it, and a value that is not the default
-NO_EFFECT = {
-    "transformers_version": ("the program that wrote the file", "4.0.0"),
-    "architectures": ("read as the family, tested below", None),
-    "output_hidden_states": ("what is returned, not what is computed", True),
-    "output_attentions": ("what is returned, not what is computed", True),
-    "output_router_logits": ("what is returned, not what is computed", True),
-    "return_dict": ("what is returned, not what is computed", False),
-    "dtype": ("the dtype of the base is a setting here", "bfloat16"),
-    "chunk_size_feed_forward": ("how the work is cut", 4),
-    "is_encoder_decoder": ("which class a pipeline takes", True),
-    "id2label": ("classification heads", {0: "a"}),
-    "label2id": ("classification heads", {"a": 0}),
-    "problem_type": ("classification heads", "regression"),
-    "initializer_range": ("weights come from the file", 0.5),
-    "use_cache": ("whether the cache is returned", False),
-    "pad_token_id": ("gets no gradient as an embedding; the base is frozen", 3),
-    "bos_token_id": ("the tokenizer adds it", 3),
-    "eos_token_id": ("ends generation", 3),
-    "pretraining_tp": (
-        "how products were cut in training, which transformers 5 does not repeat",
-        2,
-    ),
-    "attention_dropout": ("training of the model itself; a frozen base runs as in evaluation", 0.5),
-    "router_aux_loss_coef": ("a loss that trains the router, which is frozen", 0.5),
-    "sliding_window": ("off by use_sliding_window", 4),
-    "max_window_layers": ("off by use_sliding_window", 1),
-    "num_mtp_layers": ("layers behind the last, for speculative decoding", 3),
-    "head_dim": ("replaced by qk_rope_head_dim", 6),
-    # what is no field of a class but stands in published files
-    "auto_map": (
-        "code of the makers, which transformers does not run unasked",
-        {"AutoConfig": "x.Y"},
-    ),
-    "ep_size": ("how experts were spread over devices", 4),
-    "aux_loss_alpha": ("a loss that trains the router", 0.1),
-    "seq_aux": ("a loss that trains the router", True),
-    "num_nextn_predict_layers": ("layers behind the last", 3),
-    "qk_head_dim": ("the sum of two other fields", 7),
-    "unsloth_version": ("the program that wrote the file", "1"),
+NO_EFFECT = {  # field that the forward pass does not depend on -> a value that is no default
+    "transformers_version": "4.0.0",
+    "output_hidden_states": True,  # selects what is returned
+    "output_attentions": None,
+    "output_router_logits": True,
+    "return_dict": None,
+    "dtype": None,
+    "chunk_size_feed_forward": 4,
+    "is_encoder_decoder": True,
+    "id2label": None,
+    "label2id": None,
+    "problem_type": None,
+    "initializer_range": 0.5,
+    "use_cache": False,
+    "pad_token_id": 3,
+    "bos_token_id": 3,
+    "eos_token_id": 3,
+    "pretraining_tp": 2,  # only in training, and not in transformers 5
+    "attention_dropout": 0.5,
+    "router_aux_loss_coef": 0.5,
+    "sliding_window": 4,  # disabled by use_sliding_window
+    "max_window_layers": 1,
+    "num_mtp_layers": 3,  # layers after the last one, for speculative decoding
+    "head_dim": 6,  # replaced by qk_rope_head_dim
+    # in published files, but not in a class
+    "auto_map": {"AutoConfig": "x.Y"},
+    "ep_size": 4,
+    "aux_loss_alpha": 0.1,
+    "seq_aux": True,
+    "num_nextn_predict_layers": 3,
+    "qk_head_dim": 7,
+    "unsloth_version": "1",
 }
-OTHER = {  # a value that is not the default, where adding one to the default gives none
-    "hidden_act": "gelu",
-    "rope_parameters": {"rope_type": "linear", "factor": 2.0},
-    "layer_types": ["sliding_attention"] * 2,
-    "mlp_layer_types": ["dense"] * 2,
-    "indexer_types": ["full", "shared"],
-    "mlp_only_layers": [1],
-    "num_key_value_heads": 2,
-    "num_attention_heads": 8,
-    "head_dim": 10,
-    "qk_rope_head_dim": 10,
-    "num_experts": 12,
-    "n_routed_experts": 12,
-    "n_group": 4,
-    "topk_group": 2,
-}  # fmt: skip
-FIELDS = [
-    (family, field.name) for family, cls in CLASSES.items() for field in dataclasses.fields(cls)
-]
-FIELDS += [
-    (family, name) for family in CLASSES for name in itertools.islice(reversed(NO_EFFECT), 7)
-]
+PUBLISHED = list(NO_EFFECT)[-7:]
 
 
 def _given(family):
-    architecture = next(name for name, (kind, _) in FAMILIES.items() if kind == family)
+    architecture = next(name for name, kind in FAMILIES.items() if kind == family)
     return {"architectures": [architecture], "model_type": family} | TINY[family]
 
 
-@pytest.fixture(scope="module")
-def tiny_torch():
-    """``tiny_torch(family, **changes)`` -> logits of the class with those fields, weights by their
-    names, the same in every call.
-    """
-
-    def logits(family, **changes):
-        config = CLASSES[family].from_dict(
-            json.loads(
-                json.dumps(_given(family) | {"bos_token_id": None, "eos_token_id": None} | changes)
-            )
-        )
-        model = (
-            transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-            .float()
-            .eval()
-        )
-        with torch.no_grad():
-            for name, p in [*model.named_parameters(), *model.named_buffers()]:
-                if "inv_freq" not in name:
-                    seed = torch.Generator().manual_seed(
-                        int.from_bytes(name.encode()[-6:], "little")
-                    )
-                    p.copy_(torch.randn(p.shape, generator=seed) * p.shape[-1] ** -0.5)
-            return model(torch.arange(12)[None] * 5 % 64).logits
-
-    return logits
+def _torch_logits(family, **changes):
+    """Logits of the class with those fields; weights depend on their names only."""
+    fields = _given(family) | {"bos_token_id": None, "eos_token_id": None} | changes
+    config = CLASSES[family].from_dict(json.loads(json.dumps(fields)))
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model = model.float().eval()
+    with torch.no_grad():
+        for name, p in [*model.named_parameters(), *model.named_buffers()]:
+            if "inv_freq" not in name:
+                seed = int.from_bytes(name.encode()[-6:], "little")
+                drawn = torch.randn(p.shape, generator=torch.Generator().manual_seed(seed))
+                p.copy_(drawn * p.shape[-1] ** -0.5)
+        return model(torch.arange(12)[None] * 5 % 64).logits
 
 
 @pytest.mark.parametrize("family", DEFAULTS)
@@ -370,48 +267,22 @@ def test_defaults_are_those_of_the_classes_of_transformers(family):
     assert cls().rope_parameters["rope_theta"] == from_hf(_given(family)).rope_theta
 
 
-@pytest.mark.parametrize(
-    ("family", "field"), FIELDS, ids=[f"{family}-{name}" for family, name in FIELDS]
-)
-def test_every_field_is_read_or_refused_or_has_no_effect(family, field, tiny_torch):
+@pytest.mark.parametrize("family", DEFAULTS)
+def test_every_field_is_read_or_refused_or_has_no_effect(family):
     """A field of a new release of transformers fails here until it is decided on."""
     given, refused = _given(family), ONLY | FAMILY_ONLY[family]
-    read = field in DEFAULTS[family] and not (
-        field == "head_dim" and "qk_rope_head_dim" in DEFAULTS[family]
-    )
-    if field in ("architectures", "layer_types"):
-        read = True
-    if not read and field not in refused:
-        _, value = NO_EFFECT[field]
-        assert from_hf(given | {field: value}) == from_hf(given)
-        if field not in (
-            "output_attentions",
-            "dtype",
-            "return_dict",
-            "problem_type",
-            "id2label",
-            "label2id",
-        ):
-            assert torch.equal(tiny_torch(family, **{field: value}), tiny_torch(family))
-        return
-    current = given.get(field, DEFAULTS[family].get(field, refused.get(field, (None,))[-1]))
-    if field in OTHER:
-        value = OTHER[field]
-    elif field == "architectures":
-        value = ["Qwen2ForCausalLM" if family != "qwen2" else "LlamaForCausalLM"]
-    else:
-        value = (
-            not current
-            if isinstance(current, bool)
-            else current + 1
-            if current == int(current)
-            else current * 2
-        )
-    if field in refused or field in ("architectures", "layer_types"):
-        assert f"{field} is {value!r}" in _message(from_hf, given | {field: value})
-        return
-    beside = {"head_dim": None} if field == "qk_rope_head_dim" else {}
-    assert from_hf(given | {field: value} | beside) != from_hf(given)
+    names = {field.name for field in dataclasses.fields(CLASSES[family])}
+    latent = "qk_rope_head_dim" in DEFAULTS[family]
+    read = set(DEFAULTS[family]) - ({"head_dim"} if latent else set())
+    others = names - read - set(refused) - {"architectures", "layer_types"}
+    assert others <= set(NO_EFFECT)
+    changes = {
+        name: NO_EFFECT[name] for name in [*others, *PUBLISHED] if NO_EFFECT[name] is not None
+    }
+    assert from_hf(given | changes) == from_hf(given)
+    assert torch.equal(_torch_logits(family, **changes), _torch_logits(family))
+    for field in refused:
+        assert f"{field} is 'other'" in _message(from_hf, given | {field: "other"})
 
 
 @pytest.mark.parametrize(
@@ -496,12 +367,6 @@ def test_a_field_that_is_no_number_is_named(field, value):
     message = _message(from_hf, GOOD | {field: value})
     assert field in message
     assert repr(value) in message
-
-
-def test_heads_that_kv_heads_do_not_divide_are_refused():
-    message = _message(from_hf, GOOD | {"num_key_value_heads": 3})
-    assert "3" in message
-    assert "4" in message
 
 
 @pytest.mark.parametrize(

@@ -7,22 +7,20 @@ none are.
 Axes: B rows, T tokens, S keys, Q prompts, G rollouts of a prompt.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 
-from mint_jax import multihost, sharding
 from mint_jax.lora import tree
 from mint_jax.lora.tree import AdapterConfig
-from mint_jax.models import attention, dsa, hf, mla, paged, transformer
+from mint_jax.models import dsa, hf, mla, transformer
 from mint_jax.models.attention import Segments, unpack_keys
 from tests import oracles
+from tests.exchange import decoder_logits
 from tests.lora.peft_oracle_test import peft_model, random_adapter
-from tests.models.paged_test import continued, lay_out
+from tests.models.paged_test import continued
 
 FAMILIES = ("deepseek_v32_dense", "glm_dense")
 B, T, TOPK = 2, 24, 8
@@ -49,18 +47,6 @@ def _clear_tokens(rng, model, shape=(B, T), shared=0):
     raise AssertionError("scores are ties throughout")
 
 
-@functools.partial(jax.jit, static_argnames=("cfg", "remat"))
-def _run(params, lora, tokens_BT, positions_BT, segments=None, *, cfg, remat="none"):
-    h, _ = transformer.hidden_states(
-        params, lora, transformer.DecoderInputs(tokens_BT, positions_BT, segments), cfg, remat=remat
-    )
-    return transformer.logits(params, lora, h)
-
-
-def _arange(tokens):
-    return np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_and_choices_equal_transformers(family, rng, tiny_base, hf_dirs, monkeypatch):
     base, made = tiny_base(family), []
@@ -73,8 +59,9 @@ def test_logits_and_choices_equal_transformers(family, rng, tiny_base, hf_dirs, 
         return chosen, cache
 
     monkeypatch.setattr(mla.dsa, "select", watched)
+    positions = np.broadcast_to(np.arange(T, dtype=np.int32), tokens_BT.shape)
     h, _ = jax.jit(transformer.hidden_states, static_argnames="cfg")(
-        base.params, None, transformer.DecoderInputs(tokens_BT, _arange(tokens_BT)), cfg=base.cfg
+        base.params, None, transformer.DecoderInputs(tokens_BT, positions), cfg=base.cfg
     )
     jax.effects_barrier()
     # float32 sums in another order
@@ -94,44 +81,6 @@ def test_logits_and_choices_equal_transformers(family, rng, tiny_base, hf_dirs, 
         assert ours[:, :TOPK][:, np.tri(TOPK, T, dtype=bool)].all()
 
 
-def test_slices_of_queries_and_heads_change_nothing(rng, monkeypatch):
-    q, w, k = (
-        rng.normal(size=s).astype(np.float32) for s in ((B, T, 6, 10), (B, T, 6), (B, T, 10))
-    )
-    segments = Segments(*(np.sort(rng.integers(0, 2, (B, T)), axis=1).astype(np.int32),) * 2)
-    layout = lay_out(rng, range(B), [2, 0], 5)
-    own, pool = (
-        np.array([5, 7], np.int32),
-        np.full((1, layout.pages, paged.PAGE, 10), np.nan, np.float32),
-    )
-    for b in range(B):
-        page, at = layout.where(b, own[b]).T
-        pool[0, page, at] = rng.normal(size=(7, 10))
-    cache = paged.Cache(
-        {"index": jnp.asarray(pool)}, jnp.int32(0), jax.tree.map(jnp.asarray, layout.view(own))
-    )
-
-    def both():
-        packed = dsa._choose_packed(jnp.asarray(q), jnp.asarray(w), jnp.asarray(k), segments, TOPK)
-        return packed, *dsa._choose_cached(
-            jnp.asarray(q), jnp.asarray(w), jnp.asarray(k), cache, TOPK
-        )
-
-    whole = both()
-    monkeypatch.setattr(attention, "SCORE_BYTES", 4 * B * T * T * 2)
-    for ours, want in zip(both(), whole, strict=True):
-        np.testing.assert_array_equal(ours, want)
-    past, new = (
-        np.asarray(unpack_keys(bits, S)) for bits, S in zip(whole[1:], (cache.view.capacity, T))
-    )
-    # where the row's cached keys are in the order of its table
-    places = [np.r_[0:2, 128:133], np.r_[0:7]]
-    counts = np.stack([past[b][:, places[b]].sum(-1) for b in range(B)]) + new.sum(-1)
-    assert (counts[:, 1:] >= TOPK).all()  # 7 cached keys and the token's own
-    # where all heads of several keys score 0, they tie and are all chosen
-    assert np.mean(counts[:, 1:] == TOPK) > 0.9
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_packed_row_equals_its_rows_apart(family, rng, tiny_base, hf_dirs):
     """A prompt, two rollouts that see it, and an unrelated text."""
@@ -144,7 +93,7 @@ def test_a_packed_row_equals_its_rows_apart(family, rng, tiny_base, hf_dirs):
     positions = np.concatenate(
         [np.arange(P), P + np.arange(n), P + np.arange(n), np.arange(other)]
     )[None].astype(np.int32)
-    ours = _run(
+    ours = decoder_logits(
         base.params, None, tokens, positions, Segments(own, np.where(own < 3, 0, own)), cfg=base.cfg
     )
     # float32, other orders
@@ -184,7 +133,7 @@ def test_gradients_equal_torch_and_indexers_get_none(family, remat, rng, tiny_ba
     (model(torch.tensor(tokens_BT, dtype=torch.long)).logits * torch.tensor(g_BTV)).sum().backward()
     theirs = {name: p.grad for name, p in model.named_parameters()}
     loss = lambda params: jnp.sum(  # noqa: E731
-        _run(params, None, tokens_BT, _arange(tokens_BT), cfg=base.cfg, remat=remat) * g_BTV
+        decoder_logits(params, None, tokens_BT, cfg=base.cfg, remat=remat) * g_BTV
     )
     for name, ours in hf.tensors(jax.grad(loss)(base.params), base.cfg):
         if ".indexer." in name:
@@ -201,10 +150,8 @@ def test_decoding_under_an_adapter_equals_peft(rng, tiny_base, hf_dirs):
     """What an adapter does to the residual stream and to the query's latent moves the choice as
     well.
     """
-    base, config = (
-        tiny_base("glm_dense"),
-        AdapterConfig(3, 9.0, ("q_a", "q_b", "kv_a", "kv_b", "o")),
-    )
+    base = tiny_base("glm_dense")
+    config = AdapterConfig(3, 9.0, ("q_a", "q_b", "kv_a", "kv_b", "o"))
     specs = transformer.abstract(base.cfg)
     adapter = random_adapter(rng, specs, config)
     model = peft_model(hf_dirs("glm_dense"), config, adapter)
@@ -223,33 +170,3 @@ def test_decoding_under_an_adapter_equals_peft(rng, tiny_base, hf_dirs):
     )
     got = np.concatenate([np.stack(ours.first), ours.rest], axis=1)
     np.testing.assert_allclose(got, theirs, atol=2e-4)  # float32 sums in another order
-
-
-@pytest.mark.long
-def test_a_mesh_of_eight_equals_one_device(rng, tiny_base, hf_dirs, mesh, mesh8):
-    cfg = tiny_base("glm_dense").cfg.replace(vocab_size=98)
-    specs = transformer.abstract(cfg)
-    tokens_BT, _, _ = _clear_tokens(rng, oracles.torch_model(hf_dirs("glm_dense")), (8, T))
-    host = multihost.to_host(tiny_base("glm_dense").params)
-    for table in ("embed", "unembed"):
-        host[table]["w"] = np.pad(host[table]["w"], ((0, 1), (0, 0)))  # an even vocabulary
-    results, P = [], T - 2
-    for devices, parts in ((mesh, 1), (mesh8, 8)):
-        params = jax.device_put(host, sharding.shardings(specs, devices))
-        with jax.set_mesh(devices):
-            results.append(
-                jax.device_get(_run(params, None, tokens_BT, _arange(tokens_BT), cfg=cfg))
-            )
-            ours = continued(
-                rng,
-                params,
-                cfg,
-                list(tokens_BT[:, :P]),
-                np.arange(8),
-                tokens_BT[:, P:],
-                parts=parts,
-            )
-            results.append(np.concatenate([np.stack(ours.first), ours.rest], axis=1))
-    for y in results[1:]:
-        # float32 sums, split over devices
-        np.testing.assert_allclose(y, results[0], atol=1e-4 * max(1.0, np.abs(results[0]).max()))

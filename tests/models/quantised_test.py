@@ -4,34 +4,25 @@ dequantised weights would.
 
 import dataclasses
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from mint_jax import params as params_lib
-from mint_jax.errors import UserError
 from mint_jax.mesh import make_mesh
 from mint_jax.models import base as base_lib
 from mint_jax.models import quantised, transformer
 from mint_jax.models.config import Kernels, read_config
-from mint_jax.models.transformer import DecoderInputs, hidden_states, logits
-from pallas_kernels import packed_matmul
+from tests.exchange import decoder_logits
 
 # of a channel's largest value; half a step of 8 bits, of a 3-bit mantissa
 STEP = {"int8": 0.5 / 127, "float8": 1 / 16}
 
 
 def run(base, tokens_BT):
-    positions_BT = np.broadcast_to(np.arange(tokens_BT.shape[1], dtype=np.int32), tokens_BT.shape)
     with jax.set_mesh(base.mesh):
-        f = jax.jit(
-            lambda p, t: logits(
-                p, None, hidden_states(p, None, DecoderInputs(t, positions_BT), base.cfg)[0]
-            )
-        )
-        return np.asarray(f(base.params, tokens_BT))
+        return np.asarray(decoder_logits(base.params, None, tokens_BT, cfg=base.cfg))
 
 
 def dequantised(params):
@@ -68,35 +59,6 @@ def test_computes_as_its_dequantised_weights(rng, hf_dirs, mesh, family, kind):
     np.testing.assert_allclose(mine, run(plain, tokens), atol=1e-4 * np.abs(mine).max())
     exact = run(base_lib.load(str(hf_dirs(family)), mesh), tokens)
     assert np.abs(mine - exact).max() > 0, "nothing was quantised"
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("kind", quantised.KINDS)
-@pytest.mark.parametrize("family", ["qwen3_moe_wide", "deepseek_v3_wide"])
-def test_a_tpus_kernel_takes_experts_as_they_are_stored(
-    rng, hf_dirs, mesh, family, kind, monkeypatch
-):
-    """Interpreted, with and without adapters; ``train/kernels_test`` shows its gradients."""
-    taken = []
-
-    def counted(*args, **how):
-        taken.append({one.dtype for one in args[1]})
-        return packed_matmul.pallas_tpu.matmul(*args, **how)
-
-    table = tuple(
-        one._replace(call=counted) if one.platform else one for one in packed_matmul.MATMUL
-    )
-    monkeypatch.setattr(packed_matmul, "MATMUL", table)
-    base = base_lib.load(str(hf_dirs(family)), mesh, quantise=kind)
-    tokens = rng.integers(3, 97, (2, 12)).astype(np.int32)
-    by_xla = run(base, tokens)
-    taken.clear()  # it is traced for other platforms too
-    kernel = Kernels("xla", "xla", packed_attention="xla", packed_matmul="pallas_tpu")
-    mine = run(dataclasses.replace(base, cfg=base.cfg.replace(kernels=kernel)), tokens)
-    assert taken
-    assert all(dtypes == {quantised.KINDS[kind][0]} for dtypes in taken)
-    # float32, summed in another order
-    np.testing.assert_allclose(mine, by_xla, atol=1e-4 * np.abs(by_xla).max())
 
 
 @pytest.mark.long
@@ -137,14 +99,3 @@ def test_matrices_take_a_quarter_of_float32(hf_dirs, mesh):
     assert params_lib.nbytes(
         transformer.abstract(read_config(hf_dirs("qwen3_moe")), jnp.float32, "int8")
     ) == sum(sizes.values())
-
-
-def test_shards_are_parts_of_the_whole(hf_dirs, mesh):
-    one = base_lib.load(str(hf_dirs("llama")), mesh, quantise="int8")
-    split = base_lib.load(str(hf_dirs("llama")), make_mesh({"data": 4, "fsdp": 2}), quantise="int8")
-    chex.assert_trees_all_equal(one.params, split.params)
-
-
-def test_an_unknown_kind_is_refused_before_anything_is_read(mesh):
-    with pytest.raises(UserError, match="int4"):
-        base_lib.load("/does/not/exist", mesh, quantise="int4")

@@ -5,7 +5,6 @@ Axes: B rows, T tokens, V vocab, P prompt tokens, L layers, R rank.
 """
 
 import functools
-import os
 
 import jax
 import jax.numpy as jnp
@@ -13,22 +12,16 @@ import numpy as np
 import pytest
 import torch
 
-from mint_jax import params as params_lib
-from mint_jax import sharding
-from mint_jax.lora.tree import AdapterConfig, adapter_specs, stack_adapters, target_paths
-from mint_jax.mesh import make_mesh
 from mint_jax.models import base as base_lib
 from mint_jax.models import hf, transformer
 from mint_jax.models.attention import Segments
-from mint_jax.models.config import ModelConfig
-from mint_jax.models.logprobs import target_logprobs
-from mint_jax.models.transformer import DecoderInputs, hidden_states, logits
+from mint_jax.models.transformer import DecoderInputs, hidden_states
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Request
 from tests import oracles
+from tests.exchange import decoder_logits
 from tests.marks import first
 from tests.models.paged_test import continued
-from tests.views import view_of
 
 LATENT = [
     ("deepseek_v3_dense", "names"),
@@ -41,14 +34,6 @@ LENGTHS = (150, 37, 1)
 
 def _arange(shape):
     return np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
-
-
-@functools.partial(jax.jit, static_argnames=("cfg", "remat"))
-def _logits(params, tokens_BT, positions_BT, segments=None, *, cfg, remat="none"):
-    h_BTD, _ = hidden_states(
-        params, None, DecoderInputs(tokens_BT, positions_BT, segments=segments), cfg, remat=remat
-    )
-    return logits(params, None, h_BTD)
 
 
 def _padded(rng, vocab, lengths=LENGTHS):
@@ -67,7 +52,7 @@ def _rows(model, tokens_BT, lengths=LENGTHS):
 def test_logits_equal_transformers(name, hf_dirs, tiny_base, rng):
     base = tiny_base(name)
     tokens_BT = _padded(rng, base.cfg.vocab_size)
-    ours_BTV = np.asarray(_logits(base.params, tokens_BT, _arange(tokens_BT.shape), cfg=base.cfg))
+    ours_BTV = np.asarray(decoder_logits(base.params, None, tokens_BT, cfg=base.cfg))
     for ours, theirs in zip(ours_BTV, _rows(oracles.torch_model(hf_dirs(name)), tokens_BT)):
         # float32 sums in another order, logits of size 3
         np.testing.assert_allclose(ours[: len(theirs)], theirs, atol=2e-4)
@@ -92,9 +77,7 @@ def test_smollm2_logits_equal_transformers(smollm2, torch_smollm2):
     rows = [smollm2.tokenizer.encode(text) for text in TEXTS]
     lengths = [len(row) for row in rows]
     tokens_BT = np.array([row + [7] * (max(lengths) - len(row)) for row in rows], np.int32)
-    ours_BTV = np.asarray(
-        _logits(smollm2.params, tokens_BT, _arange(tokens_BT.shape), cfg=smollm2.cfg)
-    )
+    ours_BTV = np.asarray(decoder_logits(smollm2.params, None, tokens_BT, cfg=smollm2.cfg))
     for ours, theirs in zip(ours_BTV, _rows(torch_smollm2, tokens_BT, lengths)):
         # float32, logits up to 25
         np.testing.assert_allclose(ours[: len(theirs)], theirs, atol=2e-4)
@@ -142,7 +125,7 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(name, hf_dirs, mesh, 
     base = base_lib.load(str(hf_dirs(name)), mesh, "bfloat16")
     assert base.dtype == jnp.bfloat16
     tokens_BT = _padded(rng, base.cfg.vocab_size, lengths=(150, 150))
-    ours = np.asarray(_logits(base.params, tokens_BT, _arange(tokens_BT.shape), cfg=base.cfg))
+    ours = np.asarray(decoder_logits(base.params, None, tokens_BT, cfg=base.cfg))
     theirs, exact = (
         oracles.torch_logits(oracles.torch_model(hf_dirs(name), t), tokens_BT)
         for t in (torch.bfloat16, torch.float32)
@@ -164,7 +147,9 @@ def _gradients(params, tokens_BT, positions_BT, segments, g_BTV, *, cfg, remat="
     """Gradient of the sum of ``logits * g`` with respect to every parameter, and the logits."""
 
     def loss(params):
-        out_BTV = _logits(params, tokens_BT, positions_BT, segments, cfg=cfg, remat=remat)
+        out_BTV = decoder_logits(
+            params, None, tokens_BT, positions_BT, segments, cfg=cfg, remat=remat
+        )
         return jnp.sum(out_BTV * g_BTV), out_BTV
 
     return jax.grad(loss, has_aux=True)(params)
@@ -245,10 +230,8 @@ def test_decoding_with_a_cache_equals_the_full_forward(name, hf_dirs, tiny_base,
     """
     base, V = tiny_base(name), tiny_base(name).cfg.vocab_size
     lengths, G, new, routes = (140, 23), 2, 4, base.cfg.experts is not None
-    prompts, new_BT = (
-        [rng.integers(3, V, n).astype(np.int32) for n in lengths],
-        rng.integers(3, V, (2 * G, new)).astype(np.int32),
-    )
+    prompts = [rng.integers(3, V, n).astype(np.int32) for n in lengths]
+    new_BT = rng.integers(3, V, (2 * G, new)).astype(np.int32)
     rows = [np.concatenate([prompts[i // G], new_BT[i]]) for i in range(2 * G)]
     theirs = [
         oracles.torch_logits(oracles.torch_model(hf_dirs(name)), row[None])[0] for row in rows
@@ -284,97 +267,3 @@ def _routes(params, tokens_BT, *, cfg):
     return hidden_states(
         params, None, DecoderInputs(tokens_BT, _arange(tokens_BT.shape)), cfg, keep_routes=True
     )[1]["moe"]["routes"]
-
-
-EVEN = ModelConfig(
-    "qwen3",
-    vocab_size=96,
-    d_model=48,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    d_ff=80,
-    qk_norm=True,
-)
-
-
-@pytest.fixture(scope="module")
-def mesh_case():
-    """Base, adapters (two of rank 2, one of rank 4), tokens and cotangents on the host, and the
-    results on one device.
-    """
-    rng = np.random.default_rng(int(os.environ["MINT_TEST_SEED"]))
-    specs = transformer.abstract(EVEN)
-    base = jax.tree.map(
-        lambda s: rng.normal(
-            size=s.shape, scale=(s.shape[-2] if len(s.shape) > 2 else 4) ** -0.5
-        ).astype(np.float32),
-        specs,
-    )
-    configs = [AdapterConfig(rank, targets=tuple(target_paths(specs))) for rank in (2, 2, 3)]
-    adapters = [
-        jax.tree.map(
-            lambda s: rng.normal(size=s.shape, scale=0.2).astype(np.float32),
-            adapter_specs(specs, c),
-        )
-        for c in configs
-    ]
-    stacks, _ = stack_adapters(
-        specs, {str(i): pair for i, pair in enumerate(zip(configs, adapters))}
-    )
-    factors = jax.tree.map(np.asarray, [(stacks[b].factors, stacks[b].scale) for b in (2, 4)])
-    tokens = rng.integers(96, size=(8, 20)).astype(np.int32)
-    case = (
-        base,
-        factors,
-        tokens,
-        rng.normal(size=(8, 19)).astype(np.float32),
-        rng.normal(size=(8, 20, 48)).astype(np.float32),
-    )
-    return case, _forward_and_gradient(make_mesh({}, jax.devices()[:1]), *case)
-
-
-def _forward_and_gradient(mesh, base, factors, tokens, g_BM, g_BTD):
-    specs = transformer.abstract(EVEN)
-    params = jax.device_put(base, sharding.shardings(specs, mesh))
-    assert len(params["embed"]["w"].devices()) == mesh.size
-
-    with jax.set_mesh(mesh):
-        return jax.device_get(_adapter_gradients(params, factors, tokens, g_BM, g_BTD))
-
-
-@jax.jit
-def _adapter_gradients(params, factors, tokens, g_BM, g_BTD):
-    def loss(adapters):
-        lora = view_of(zip(adapters, (scale for _, scale in factors)), base_blocks=1)
-        h_BTD, _ = hidden_states(params, lora, DecoderInputs(tokens, _arange(tokens.shape)), EVEN)
-        logp_BM = target_logprobs(params, lora, h_BTD[:, :-1], tokens[:, 1:])
-        return jnp.sum(logp_BM * g_BM) + jnp.sum(h_BTD * g_BTD), (h_BTD, logp_BM)
-
-    return jax.grad(loss, has_aux=True)([adapters for adapters, _ in factors])
-
-
-MESHES = {
-    "tensor8": {"tensor": 8},  # more ways than heads
-    "data2-fsdp2-tensor2": {"data": 2, "fsdp": 2, "tensor": 2},
-    # whole updates and sampling over such meshes: laws/shardings_equal_test.py
-    "data8": {"data": 8},
-    "fsdp8": {"fsdp": 8},
-    "tensor2-data4": {"tensor": 2, "data": 4},
-    "fsdp2-expert2-tensor2": {"fsdp": 2, "expert": 2, "tensor": 2},
-}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [n if n == "data2-fsdp2-tensor2" else pytest.param(n, marks=pytest.mark.long) for n in MESHES],
-)
-def test_a_mesh_of_eight_equals_one_device(name, mesh_case):
-    case, want = mesh_case
-    got = _forward_and_gradient(make_mesh(MESHES[name]), *case)
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        # float32 sums, split over devices
-        np.testing.assert_allclose(x, y, atol=1e-4 * max(1.0, np.abs(y).max()))
-    paths = {path for path, g in params_lib.leaves_with_path(got[0][0]) if np.abs(g).max() > 1e-3}
-    assert len(paths) == 2 * 9  # every projection's two factors, and both tables', take part
