@@ -13,7 +13,6 @@ import safetensors.torch
 import torch
 
 from mint_jax import params as params_lib
-from mint_jax.errors import UserError
 from mint_jax.lora.config import AdapterConfig
 from mint_jax.mesh import make_mesh
 from mint_jax.models import base as base_lib
@@ -21,18 +20,12 @@ from mint_jax.models import hf, transformer
 from mint_jax.models.config import read_config
 from mint_jax.models.outline import outline
 from tests import oracles
-from tests.exchange import our_logits
+from tests.exchange import our_logits, refusal
 
 
 def _copy(directory, to):
     shutil.copytree(directory, to)
     return to
-
-
-def _message(call, *args) -> str:
-    with pytest.raises(UserError) as error:
-        call(*args)
-    return str(error.value)
 
 
 def _load(directory, mesh, dtype=np.float32):
@@ -236,7 +229,7 @@ DAMAGED = {  # words of the error -> change of a sound directory
 def test_a_damaged_checkpoint_is_refused_before_anything_is_loaded(words, change, ckpt, mesh):
     change(ckpt)
     begun = []
-    message = _message(
+    message = refusal(
         lambda: hf.load(ckpt, read_config(ckpt), mesh, progress=lambda *_: begun.append(1))
     )
     assert words in message
@@ -253,10 +246,10 @@ def test_an_index_that_contradicts_its_files_is_refused(indexed, mesh):
         (json.dumps({"weight_map": files | {"lm_head.bias": last}}), "'lm_head.bias', which it"),
     ):
         index.write_text(text)
-        assert words in _message(_load, directory, mesh)
+        assert words in refusal(_load, directory, mesh)
     index.write_text(json.dumps(content))
     (directory / last).unlink()
-    assert f"{last} is named by model.safetensors.index.json but does not" in _message(
+    assert f"{last} is named by model.safetensors.index.json but does not" in refusal(
         _load, directory, mesh
     )
 
@@ -282,7 +275,7 @@ def test_a_head_that_differs_from_the_embedding_is_used_though_the_config_ties_t
     assert "lm_head.weight differs from the embedding and is used" in caplog.text
     assert outline(str(directory)).cfg == hf.read_model(directory)
     assert not hf.read_model(directory).tie_embeddings
-    assert "'lm_head.weight'" in _message(_load, directory, mesh)  # whoever loads it tied
+    assert "'lm_head.weight'" in refusal(_load, directory, mesh)  # whoever loads it tied
     _rewrite(
         directory, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()})
     )
