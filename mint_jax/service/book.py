@@ -45,9 +45,7 @@ class Session:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A policy that is or was in training; ``details`` has rank, targets and the user's
-    metadata.
-    """
+    """A policy that is or was in training; ``details`` has rank, bytes and the user's metadata."""
 
     id: str
     session: str
@@ -72,13 +70,8 @@ class Sampler:
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A model's weights under a name.
-
-    Attributes:
-        kind: see ``checkpoints.KINDS``.
-        request: id of the request that made it.
-        details: config, base, the user's metadata.
-        expires: seconds since 1970; None: never.
+    """A model's weights under a name, made by a ``request``. ``details`` has config, base and the
+    user's metadata; it ``expires`` in seconds since 1970, or never.
     """
 
     model: str
@@ -103,9 +96,7 @@ class Checkpoint:
 
     @property
     def policy(self) -> str:
-        """The catalog's policy that has a sampler checkpoint as a revision; of a copy, that of its
-        source.
-        """
+        """The catalog's policy that has a sampler checkpoint; of a copy, that of its source."""
         return self.details.get("policy") or f"{self.tenant}/{self.model}"
 
 
@@ -232,9 +223,7 @@ class Book:
         return self._ids("samplers", tenant, session)
 
     def remove_snapshots(self, seconds: float, limit: int = 256) -> int:
-        """Removes samplers of unnamed weights whose session ended more than ``seconds`` ago, at
-        most ``limit``; returns how many.
-        """
+        """Removes samplers of unnamed weights ``seconds`` after their session; returns how many."""
         where = """id IN (SELECT samplers.id FROM samplers JOIN sessions ON session = sessions.id
             WHERE ended < ? AND path IS NULL AND digest IS NOT NULL LIMIT ?)"""
         return self._remove("samplers", where, self.clock() - seconds, limit)
@@ -251,9 +240,7 @@ class Book:
             )
 
     def add_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Adds a row, or replaces the one of its name, which ``need_free`` checks; the replaced
-        row's bytes may then be reclaimed.
-        """
+        """Adds a row, or replaces the one of its name, which ``need_free`` checks."""
         row = dataclasses.asdict(checkpoint) | {"details": json.dumps(checkpoint.details)}
 
         def apply(connection: Connection) -> None:
@@ -266,9 +253,7 @@ class Book:
     def checkpoint(
         self, tenant: str, model: str, kind: str, name: str, published: bool = False
     ) -> Checkpoint:
-        """Returns a tenant's checkpoint; with ``published``, also another's public one. Raises
-        ``NotFound``: it does not exist, or has expired.
-        """
+        """Returns a tenant's checkpoint, or if ``published`` a public one. Raises ``NotFound``."""
         query = f"SELECT * FROM checkpoints WHERE {_KEY} AND {_LIVE}"
         query += " AND (tenant = ? OR (? AND public))"
         rows = self.database.read(query, model, kind, name, self.clock(), tenant, published)
@@ -285,8 +270,8 @@ class Book:
         return self._page(Checkpoint, where, values, limit, offset)
 
     def checkpoint_totals(self, tenant: str, session: str | None = None) -> tuple[int, int]:
-        """Returns the number of checkpoints of a session's models, or of all, and their bytes, each
-        content once.
+        """Returns the number and the bytes, each content once, of a session's checkpoints or of
+        all.
         """
         models = "SELECT id FROM models WHERE session = ?2"
         where = "tenant = ?1 AND (expires IS NULL OR expires > ?3)"
@@ -297,9 +282,7 @@ class Book:
         return count, nbytes
 
     def change_checkpoint(self, checkpoint: Checkpoint, **values: Any) -> None:
-        """Sets ``expires`` or ``public`` of the tenant's checkpoint of this path. Raises
-        ``NotFound``: it was removed, or has expired.
-        """
+        """Sets ``expires`` or ``public`` of a checkpoint. Raises ``NotFound`` if it is gone."""
         sets = ", ".join(f"{name} = ?" for name in values)
         query = f"UPDATE checkpoints SET {sets} WHERE {_KEY} AND tenant = ? AND {_LIVE} RETURNING 1"
         where = *checkpoint.key, checkpoint.tenant, self.clock()
@@ -307,9 +290,7 @@ class Book:
             raise NotFound(f"there is no checkpoint {checkpoint.path[:200]}")
 
     def remove_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Removes the tenant's checkpoint of this path, whatever was saved under it last. Its bytes
-        may then be reclaimed. Raises ``NotFound``: there is none.
-        """
+        """Removes what was saved last under a checkpoint's path. Raises ``NotFound``."""
         where = f"{_KEY} AND tenant = ?"
         if not self._remove("checkpoints", where, *checkpoint.key, checkpoint.tenant):
             raise NotFound(f"there is no checkpoint {checkpoint.path[:200]}")
@@ -323,8 +304,8 @@ class Book:
         return bool(self._scalar(f"SELECT {_UNNAMED.format('?1')}", digest))
 
     def reclaimable(self) -> list[tuple[str, str, str]]:
-        """Returns digest, policy and kind of removed checkpoints whose bytes no row names now; the
-        weights of a sampler may have no policy.
+        """Returns digest, policy and kind of removed bytes that no row names now; the policy of a
+        sampler's weights is empty.
         """
         where = _UNNAMED.format("reclaim.digest")
         query = f"SELECT digest, policy, kind FROM reclaim WHERE {where}"
@@ -405,9 +386,7 @@ def _in_project(tenant: str, project: str | None) -> tuple[str, tuple[str, ...]]
 def steady(
     wall: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic
 ) -> Callable[[], float]:
-    """Returns a clock of seconds since 1970 that reads the system's clock once, now, and then
-    follows the monotonic one.
-    """
+    """Returns a clock of seconds since 1970 that reads the system's clock once and never jumps."""
     offset = wall() - monotonic()
     return lambda: offset + monotonic()
 

@@ -22,10 +22,8 @@ ARRAYS = ("tokens", "targets", "weights", "advantages", "old_logp", "in_ratio", 
 
 
 class Trained(NamedTuple):
-    """Result of a forward and backward: log-probabilities of each datum's targets, and the summed
-    loss.
-
-    ``elementwise``: for cross-entropy, the loss of each target.
+    """Log-probabilities of each datum's targets, the summed loss, and for cross-entropy the loss of
+    each target.
     """
 
     logprobs: list[np.ndarray]
@@ -58,12 +56,9 @@ class Create:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ForwardBackward:
-    """Adds the gradient of a loss over these data to the policy's; without ``backward`` only
-    computes the loss.
-
-    Attributes:
-        columns: for each datum whose targets were sent in another shape, the target of its row for
-            each cell, ``[N, K]`` int32; else None.
+    """Adds the gradient of a loss over these data; without ``backward`` only computes the loss.
+    ``columns``: for each datum whose targets were sent in another shape, the target of its row for
+    each cell, ``[N, K]`` int32; else None.
     """
 
     data: Sequence[Datum]
@@ -106,16 +101,8 @@ class Load:
 
 @dataclasses.dataclass(frozen=True)
 class Save:
-    """Saves a policy after its earlier requests.
-
-    Attributes:
-        kind: see ``checkpoints.KINDS``.
-        name: of the checkpoint; None saves only for a sampler.
-        sampler: id of the sampler of these weights, if one is made.
-        ttl_s: seconds until it expires; None: never.
-        overwrite: replaces a checkpoint of this name.
-        metadata: the user's.
-        recipients: age public keys that encrypt an external checkpoint; empty: no encryption.
+    """Saves a policy after its earlier requests, with a name or for a sampler of these weights.
+    ``recipients`` are age public keys that encrypt an external checkpoint.
     """
 
     kind: str

@@ -140,9 +140,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def using(self, *keys: str) -> Iterator[None]:
-        """Keeps the bytes of digests, and the revisions of policies, from being deleted until the
-        block ends.
-        """
+        """Keeps the bytes of digests, and the revisions of policies, until the block ends."""
         with self._marks:
             self._in_use.update(keys)
         try:
@@ -153,7 +151,7 @@ class Checkpoints:
     @contextlib.contextmanager
     def reading(self, tenant: str, path: str) -> Iterator[Checkpoint]:
         """Yields the row of a path, the tenant's or a public one, and keeps its bytes until the
-        block ends. Raises ``NotFound``, or ``UserError`` if the path is malformed.
+        block ends. Raises ``NotFound`` or ``UserError``.
         """
         where = parse(path)
         with self._marks:  # no removal between the row and the mark
@@ -282,9 +280,7 @@ class Checkpoints:
         return self.catalog.load(digest)
 
     def digest(self, tenant: str, path: str) -> str:
-        """Returns the digest of a path's weights. Raises ``NotFound``, or ``UserError`` if they
-        cannot be sampled.
-        """
+        """Returns the digest of a path to sample. Raises ``NotFound`` or ``UserError``."""
         where = parse(path)
         if where.kind != "sampler_weights":
             raise UserError(
@@ -293,9 +289,7 @@ class Checkpoints:
         return self.book.checkpoint(tenant, *where, published=True).digest
 
     def add_sampler(self, session: str, number: int, tenant: str, path: str) -> Sampler:
-        """Returns a session's sampler of the weights of a path, created unless it exists. Raises as
-        ``digest``.
-        """
+        """Returns a session's sampler of a path's weights, created unless it exists."""
         self.digest(tenant, path)
         with self.reading(tenant, path) as row:
             return self.book.add_sampler(session, number, tenant, path, row.digest)
@@ -322,26 +316,22 @@ class Checkpoints:
         return made.path
 
     def remove(self, row: Checkpoint) -> None:
-        """Removes the tenant's checkpoint of a row's path. If its bytes cannot be deleted now, a
-        later ``reclaim`` deletes them. Raises ``NotFound`` and changes nothing if it is gone.
+        """Removes the checkpoint of a row's path. If its bytes cannot be deleted now, a later
+        ``reclaim`` does. Raises ``NotFound`` if it is gone.
         """
         self.book.remove_checkpoint(row)
         self.reclaim()
 
     def expire(self) -> int:
-        """Removes rows whose time is over; returns how many.
-
-        Unnamed weights of samplers are removed ``SNAPSHOTS_S`` after the end of their session: no
-        call of Tinker's deletes them, and reinforcement learning makes one at each step.
+        """Removes rows whose time is over, and unnamed weights of samplers ``SNAPSHOTS_S`` after
+        their session: no call deletes these, and reinforcement learning makes one at each step.
         """
         count = self.book.remove_expired() + self.book.remove_snapshots(SNAPSHOTS_S)
         self.reclaim()
         return count
 
     def reclaim(self) -> None:
-        """Deletes the bytes of removed checkpoints that no row names and no one uses. A failure is
-        logged; a later call tries again.
-        """
+        """Deletes removed bytes that no row names and no one uses, as far as it can."""
         try:
             for digest, policy, kind in self.book.reclaimable():
                 if self._delete(digest, policy, kind):
@@ -368,9 +358,7 @@ class Checkpoints:
         return True
 
     def sweep(self) -> None:
-        """Deletes what a killed process left: half-written files, and bytes whose row was never
-        committed. Called before the first save.
-        """
+        """Deletes half-written files and bytes without a row, which a killed process left."""
         for path in (*self.folder.iterdir(), *(self.folder / "external").glob("*")):
             digest = path.name.removesuffix(".safetensors")
             if path.name.startswith(".") or (is_digest(digest) and self.book.unused(digest)):
@@ -380,9 +368,7 @@ class Checkpoints:
                     path.unlink(missing_ok=True)
 
     def _retire(self, policy: str, digest: str) -> None:
-        """Retires a policy's revisions of a digest, except those that a person gave an alias, and
-        the policy's last one.
-        """
+        """Retires revisions of a digest, but not a policy's last one or one with an alias."""
         try:
             aliases = self.catalog.aliases(policy)
         except (DatabaseFailed, StorageFailed):
@@ -405,9 +391,8 @@ class Checkpoints:
             self.catalog.retire(policy, number, by="service", why=why)
 
     def policy_of(self, digest: str) -> str:
-        """Returns the policy of a revision's digest: the id of this server's model, or the full
-        name of another policy. Other texts, and revisions that are retired or not in the catalog,
-        stay as they are. Raises ``DatabaseFailed``, ``StorageFailed``: the catalog cannot be read.
+        """Returns the policy of a revision's digest: the id of this server's model, or another
+        policy's full name. Other texts, and retired or unknown digests, stay as they are.
         """
         if not is_digest(digest):
             return digest

@@ -63,11 +63,8 @@ FIELDS = tuple(field.name for field in dataclasses.fields(Cost))
 
 
 class Costs:
-    """Costs since the database was made; may be called from any thread. ``measured_s`` are the
-    seconds of all dispatches of this process.
-
-    Args:
-        policy_of: returns the policy of a revision's digest.
+    """Costs since the database was made; may be called from any thread. ``policy_of`` returns the
+    policy of a revision's digest.
     """
 
     def __init__(self, database: ServerDatabase, policy_of: Callable[[str], str] = str):
@@ -137,9 +134,7 @@ class Costs:
         self, by: str, tenant: str | None = None, limit: int | None = None, offset: int = 0
     ) -> dict[str, Cost]:
         """Returns costs by ``policy`` or ``tenant``, the highest first; of all tenants, or of one.
-
-        A policy is a model's id, ``TENANT/NAME`` in the catalog, the digest of a revision that has
-        neither, or ``BASE``.
+        A revision of no policy has its digest.
         """
         seconds = " + ".join(f"SUM({kind}_s)" for kind in KINDS)
         rest = f"WHERE ? IS NULL OR tenant = ? GROUP BY {by} ORDER BY {seconds} DESC, {by}"

@@ -75,9 +75,7 @@ class Curves:
             raise
 
     def of(self, model: str, most: int = MOST) -> list[tuple[int, Point]]:
-        """Returns a policy's updates with their numbers from 1, evenly thinned to at most ``most``
-        and the last one.
-        """
+        """Returns a policy's updates by number, thinned to at most ``most`` and the last one."""
         self.flush()
         [[last]] = self._database.read("SELECT MAX(number) FROM points WHERE model = ?", model)
         query = "SELECT number, at, loss, grad_norm FROM points WHERE model = ?"

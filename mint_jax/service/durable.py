@@ -92,12 +92,8 @@ def _join(snapshot: Snapshot, live: Trainer) -> None:
 
 @dataclasses.dataclass(eq=False)
 class _Operation:
-    """An entry of a policy's queue.
-
-    Attributes:
-        request: from the database; None for a function of ``do``, which has a ``future``.
-        call: of the request, once it is read.
-        work: next thing to do in the devices' thread; None before the request is read.
+    """An entry of a policy's queue: a request, or a function with a ``future``. ``work`` is the
+    next thing to do in the devices' thread, None before the request is read.
     """
 
     policy: str
@@ -212,8 +208,7 @@ class Durable:
     # any thread
 
     def submit(self, model: str, seq_id: int, call: Call) -> str:
-        """Returns the id of a request, which is durable by then. See ``Futures.submit``. Raises
-        ``Conflict``, ``Gone``, ``Overloaded``, ``DatabaseFailed``: as there; ``Unavailable``: the
+        """Returns the id of a request, as ``Futures.submit`` does. Raises ``Unavailable``: the
         server has failed or is closing.
         """
         return self.futures.submit(model, seq_id, *self._encoded(call))
@@ -241,9 +236,7 @@ class Durable:
         return None if outcome is None else calls.decode_result(outcome.result)
 
     def do(self, policy: str, call: Callable[[Trainer], Any], tenant: str = "") -> "Future[Any]":
-        """Runs a function in the policy's order, between steps; it may add, remove, read or replace
-        the policy. A restart does not run it again.
-        """
+        """Runs a function in the policy's order, between steps. A restart does not run it again."""
         operation = _Operation(policy, tenant, future=Future(), work=call)
         assert operation.future is not None
         operation.future.set_running_or_notify_cancel()
@@ -299,10 +292,8 @@ class Durable:
 
     def turn(self, bound_s: float | None = None) -> bool:
         """Computes one slice, of at most about ``bound_s`` seconds if a step is that short; returns
-        whether there was anything to do whose programs are compiled.
-
-        A failure that no request caused ends all requests and is raised, because what is on the
-        devices may be lost.
+        whether there was anything to do. A failure that no request caused ends all requests and is
+        raised, because what is on the devices may be lost.
         """
         if self.failed is not None:
             return False
@@ -373,9 +364,7 @@ class Durable:
         return None
 
     def _can_start(self, work: Any) -> bool:
-        """Returns whether the programs of an operation are compiled. Functions need none: before
-        the first step every policy is on the host.
-        """
+        """Returns whether the programs of an operation are compiled; functions need none."""
         if isinstance(work, TrainRequest):
             return self.live.can_move() and self.live.can_start(work)
         return not isinstance(work, OptimizerConfig) or self.live.can_move()
@@ -484,9 +473,7 @@ class Durable:
         self._charge("load", seconds, {head.payer: 1})
 
     def _pop_ended(self, policy: str) -> None:
-        """Hands the results of a policy's first operations over, and takes a snapshot if one is
-        due.
-        """
+        """Hands over the results of a policy's first operations; takes a snapshot if one is due."""
         operations = self._queues.get(policy, ())
         while operations and operations[0].ended:
             one = operations.popleft()
@@ -601,8 +588,8 @@ class Durable:
         self._on_end(one.policy, one.request.seq_id)
 
     def _write_snapshot(self, id: str, model: str, state: HostState, loads: Sequence[str]) -> None:
-        """Writes a snapshot, unless its policy was forgotten: a restart would restore it. If the
-        disk refuses, the older snapshot stays, and the policy's next update tries again.
+        """Writes a snapshot unless its policy was forgotten. If the disk refuses, the older one
+        stays, and the policy's next update tries again.
         """
         try:
             snapshot = Snapshot(model, self.futures.place(model), state)

@@ -39,12 +39,7 @@ class Left(Exception):
 
 
 class Source:
-    """``receive`` of one request.
-
-    Attributes:
-        bytes: received bytes of the body.
-        whole: the body is complete.
-    """
+    """``receive`` of one request; ``bytes`` counts the body, which is ``whole`` at its end."""
 
     def __init__(self, receive: Any):
         self._receive = receive
@@ -75,11 +70,8 @@ class Source:
 
 class Reply:
     """``send`` of one request: adds its id, counts, and delays a 500 until it is known whether an
-    exception follows, because Starlette sends its own 500 before it raises.
-
-    Attributes:
-        status: of the response; 0 before it, logged as 499: the client disconnected.
-        bytes: of its body.
+    exception follows, because Starlette sends its own 500 before it raises. Without a response its
+    ``status`` stays 0.
     """
 
     def __init__(self, send: Any, id: str, openai: bool):
@@ -151,10 +143,7 @@ def replay(body: bytes, receive: Any) -> Any:
 
 def release(error: BaseException) -> None:
     """Clears the local variables of the functions that raised an error: the body and all that was
-    parsed from it.
-
-    The exception holds them through its traceback, and its task holds the exception. That cycle
-    stays until the garbage collector reaches the oldest generation: three refused requests of 64 MB
+    parsed from it. The exception and its task hold them in a cycle: three refused requests of 64 MB
     took a gigabyte.
     """
     reason: BaseException | None = error

@@ -30,9 +30,7 @@ SUFFIX = ".age"
 def files_of(
     held: HostState, base: Base, specs: Any, recipients: Sequence[str] = ()
 ) -> dict[str, bytes]:
-    """Returns an adapter's files in PEFT's format by name; encrypted if there are recipients.
-    Raises ``UserError``: a recipient is not an age public key.
-    """
+    """Returns an adapter's files in PEFT's format by name, encrypted to age public keys if any."""
     with tempfile.TemporaryDirectory() as made:
         paths = list(lora_tree.projections(specs, held.config.targets))
         name, plain = public_name(base.name), Path(made) / "plain"
@@ -89,9 +87,7 @@ def names(folder: Path, digest: str) -> list[str]:
 
 
 class Links:
-    """Makes and follows links to files of a folder, signed with the server's key of 32 bytes or
-    more.
-    """
+    """Makes and follows links to files of a folder, signed with the server's key."""
 
     def __init__(self, folder: Path, key: bytes, clock: Callable[[], float]):
         self.folder, self._key, self._clock = folder, key, clock
@@ -102,8 +98,8 @@ class Links:
         return jwt.encode(claims, self._key, "HS256")
 
     def follow(self, token: str) -> Path:
-        """Returns the file of a token. Raises ``UserError``: the token is not from this server, or
-        has expired.
+        """Returns the file of a token. Raises ``UserError`` if it is not valid here, or has
+        expired.
         """
         try:
             claims = jwt.decode(token, self._key, ["HS256"], options=OPTIONS)  # type: ignore[arg-type]

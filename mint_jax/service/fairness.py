@@ -40,9 +40,7 @@ class Counters:
                 self._last = self._counters[tenant]
 
     def charge(self, seconds: float, shares: Mapping[str, float]) -> None:
-        """Charges a dispatch's seconds to tenants in proportion to their shares, which sum to more
-        than 0.
-        """
+        """Charges a dispatch's seconds to tenants in proportion to their shares."""
         total = sum(shares.values())
         with self._lock:
             for tenant, share in shares.items():

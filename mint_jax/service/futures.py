@@ -95,12 +95,8 @@ def unknown(id: str) -> Gone:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Tracked:
-    """A request that is not settled.
-
-    Attributes:
-        place, ended: places of its body and of its result; 0 while there is none.
-        accepted: None once it is accepted.
-        data: a short body until it has ended, then a short result; reading costs 50 us.
+    """A request that is not settled; ``place`` and ``ended`` are those of its body and its result,
+    or 0. ``data``: a short body until it has ended, then a short result; reading costs 50 us.
     """
 
     id: str
@@ -120,14 +116,8 @@ class _Tracked:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _ModelQueue:
-    """The requests of one model.
-
-    Attributes:
-        next: number of the request that becomes ready next.
-        place: of the newest durable snapshot.
-        first_unsettled: all lower numbers are settled.
-        settled: higher numbers that are settled.
-        running: requests that are ready or taken, in order.
+    """The requests of one model: the number that becomes ready next, the place of the newest
+    durable snapshot, the settled numbers, and ready or running requests in order.
     """
 
     next: int = 1
@@ -147,9 +137,7 @@ class _ModelQueue:
             self.first_unsettled += 1
 
     def advance(self) -> list[_Tracked]:
-        """Returns the requests that become ready, in order; skips those whose effect the state
-        has.
-        """
+        """Returns the requests that become ready; skips those that the state has."""
         ready = []
         self.next = max(self.next, self.first_unsettled)
         while (entry := self.entries.get(self.next)) is not None or self.is_settled(self.next):
@@ -229,9 +217,7 @@ class Futures:
         return entry.id
 
     def wait(self, id: str, timeout_s: float = 0.0) -> Outcome | None:
-        """Returns a request's outcome; None if it has not ended in time. Raises ``Gone``: the id is
-        unknown, or its result is no longer kept.
-        """
+        """Returns a request's outcome; None if it has not ended in time. Raises ``Gone``."""
         return self._waker.wait(id, lambda: self._outcome(id), timeout_s)
 
     async def wait_task(self, id: str, timeout_s: float = 0.0) -> Outcome | None:
@@ -239,9 +225,7 @@ class Futures:
         return await self._waker.wait_task(id, lambda: self._outcome(id), timeout_s)
 
     def about(self, id: str) -> tuple[str, str]:
-        """Returns the model and the call of a request. Raises ``Gone``: the id is unknown, or its
-        result is no longer kept.
-        """
+        """Returns the model and the call of a request. Raises ``Gone``."""
         with self._lock:
             entry = self._ids.get(id)
         if entry is None:
@@ -249,8 +233,8 @@ class Futures:
         return entry.model, entry.call
 
     def delivered(self, id: str) -> None:
-        """Marks an outcome as delivered: from now on it is kept for ``keep_s`` only. A crash may
-        lose the mark; then the outcome is kept until it is delivered again.
+        """Marks an outcome as delivered: it is kept for another ``keep_s``. A crash may lose the
+        mark.
         """
         with self._lock:
             entry = self._ids.get(id)
@@ -275,9 +259,7 @@ class Futures:
     # the executor
 
     def take(self) -> TrainingRequest | None:
-        """Returns the next request to run, if there is one. A model's next request may be taken
-        before the last one has finished.
-        """
+        """Returns the next request to run, if there is one; those before it may be running."""
         with self._lock:
             if not self._ready:
                 return None
@@ -360,8 +342,8 @@ class Futures:
         return place
 
     def snapshot(self, model: str, place: int) -> None:
-        """Records that a snapshot of the model's state at a place is durable: requests that ended
-        up to there do not run again. Raises ``UserError``: the database has not reached this place.
+        """Records that a snapshot at a place is durable: requests up to there do not run again.
+        Raises ``UserError``: the database has not reached this place.
         """
         self._check_reached(model, place)
         with self._lock:

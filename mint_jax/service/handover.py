@@ -58,9 +58,7 @@ class Inbox:
         self._arrived.set()
 
     async def take(self) -> list[tuple[int, Piece | None]]:
-        """Waits for pieces; returns all since the last call as (number of the stream, piece), with
-        None where a stream has ended.
-        """
+        """Waits for pieces; returns all as (number of the stream, piece or None at its end)."""
         await self._arrived.wait()
         self._arrived.clear()
         pieces, self._pieces = self._pieces, []
@@ -80,8 +78,8 @@ class Waker:
         return sum(map(len, self._waiting.values()))
 
     def wait(self, key: str, ready: Callable[[], T | None], timeout_s: float) -> T | None:
-        """Returns the first result of ``ready`` that is not None. It is called now, and once more
-        after ``wake`` of the key or the timeout.
+        """Returns the first result of ``ready`` that is not None, asked now and once more after
+        ``wake`` of the key or the timeout.
         """
         event = threading.Event()
         with self._registered(key, event.set):

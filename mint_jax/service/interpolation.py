@@ -39,14 +39,8 @@ def interpolate(
     specs: Any,
     rank: int,
 ) -> Interpolated:
-    """Returns the sum of the sources' deltas times their coefficients.
-
-    Args:
-        sources: adapters of one base, as trees, and their configs.
-        rank: of the sum; filled up with rows of zeros beyond the sources' ranks.
-
-    Raises:
-        UserError: the sum exceeds float32.
+    """Returns the sum of the sources' deltas times their coefficients, filled up with rows of zeros
+    if ``rank`` is beyond the sources' ranks. Raises ``UserError``: it exceeds float32.
     """
     trees = [dict(params_lib.leaves_with_path(tree)) for tree, _ in sources]
     scales = [c * config.scale for c, (_, config) in zip(coefficients, sources, strict=True)]
@@ -74,9 +68,8 @@ def interpolate(
 
 
 def _nearest(a: np.ndarray, b: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns factors of at most ``rank``, and all singular values of ``a^T b``, ``[.., R]``.
-
-    Each factor gets the root of each singular value.
+    """Returns factors of at most ``rank`` and all singular values of ``a^T b``, ``[.., R]``; each
+    factor gets the root of each.
     """
     # a^T = q_a r_a
     (q_a, r_a), (q_b, r_b) = (np.linalg.qr(np.swapaxes(factor, -1, -2)) for factor in (a, b))

@@ -64,9 +64,7 @@ class Loop:
 
     @contextlib.contextmanager
     def running(self) -> Iterator["Loop"]:
-        """Runs the loop in another thread until the block ends, which refuses unfinished training
-        requests.
-        """
+        """Runs the loop in another thread until the block ends."""
         try:
             with self.engine.serving(
                 residency=self.residency, commit_bytes=self.commit_bytes, coscheduled=self

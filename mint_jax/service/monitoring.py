@@ -45,13 +45,9 @@ Collect = Callable[[], Iterable[Metric]]
 
 
 class Monitor:
-    """Registry of a server's metrics, and the routes that show it.
-
-    Args:
-        collectors: yield the metrics that other parts keep, at each scrape.
-        readiness: returns the answer of ``/ready``: 200 if its ``status`` is ``ready``, else 503.
-        state: returns the JSON of ``/debug/state``; called in a thread.
-        registry: of further metrics, such as those of ``residency.metrics.Metrics``.
+    """Registry of a server's metrics, and its routes. ``collectors`` yield the metrics of other
+    parts at each scrape; ``readiness`` returns the answer of ``/ready``, ``state`` that of
+    ``/debug/state``.
     """
 
     def __init__(
@@ -117,9 +113,7 @@ class Monitor:
         return measured
 
     def routes(self) -> list[Route]:
-        """Returns the routes ``/metrics``, ``/health`` (the process lives), ``/ready`` and
-        ``/debug/state``.
-        """
+        """Returns the routes of metrics, health, readiness and state."""
 
         async def metrics(_: Request) -> Response:
             text = await run_in_threadpool(generate_latest, self.registry)
@@ -160,9 +154,7 @@ def monitor_of(server: Server) -> Monitor:
 
 
 def cost_route(costs: Costs) -> Route:
-    """Returns ``GET /admin/costs?by=policy|tenant&tenant=T&limit=N&offset=N``: total costs, highest
-    first.
-    """
+    """Returns ``GET /admin/costs?by=policy|tenant&tenant=T&limit=N&offset=N``."""
 
     async def listed(request: Request) -> Response:
         query = query_of(CostsQuery, request)
@@ -289,9 +281,8 @@ def state_of(server: Server) -> dict[str, Any]:
 
 
 def _policies(server: Server) -> dict[str, dict[str, Any]]:
-    """Returns the policies that are in training, in slots or in use by requests: ``training``, the
-    place of the state (slot, host, disk); ``serving``, the nearest place of a revision; ``queued``
-    training requests; ``sampling`` requests.
+    """Returns the places of each policy's training state and nearest revision, and the numbers of
+    its queued training requests and samples.
     """
     found: dict[str, dict[str, Any]] = collections.defaultdict(
         lambda: {"tenant": "", "training": "", "serving": "", "queued": 0, "sampling": 0}

@@ -84,10 +84,8 @@ def _nbytes(completion: Completion) -> int:
 
 
 def _routes(completion: Completion, prompt: bool) -> np.ndarray | None:
-    """Returns the routes of a prompt's or a completion's tokens, ``[N, L, X]``.
-
-    ``completion.routes`` begins with those of the prompt's last token. The last drawn token has
-    none, because no step has read it.
+    """Returns the routes of a prompt's or a completion's tokens, ``[N, L, X]``. Those of a
+    completion begin with the prompt's last token; no step has read its last token.
     """
     if completion.routes is None:
         return completion.prompt_routes if prompt else None

@@ -43,22 +43,14 @@ class Busy(UserError):
 
 
 class OverQuota(UserError):
-    """A quota of owned objects is used up, or a request exceeds a quota by itself; retrying does
-    not help.
-    """
+    """A quota of owned objects is used up, or a request exceeds a quota by itself."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Quota:
-    """Limits of one tenant; None is no limit.
-
-    Attributes:
-        requests: HTTP requests in flight, without long polls.
-        tokens: in flight: prompts and possible completions of samples, and training data, until
-            they end.
-        policies: in training, until they are unloaded or their session ends.
-        bytes: of named checkpoints, each content once, and of the training states (weights and two
-            moments) of policies.
+    """Limits of one tenant; None is no limit. Tokens are those of prompts, possible completions and
+    training data, until they end; bytes those of named checkpoints, each content once, and of
+    training states.
     """
 
     requests: int | None = None
@@ -81,14 +73,8 @@ class Quota:
 
 
 class Quotas:
-    """The quotas of all tenants and their ``tokens`` in flight. Thread-safe.
-
-    Args:
-        default: for tenants and limits that the file does not name.
-        folder: of the file; None, or no file there: ``default`` for all.
-
-    Raises:
-        UserError: the file cannot be read or is malformed.
+    """The quotas of all tenants and their ``tokens`` in flight. Thread-safe. ``default`` applies to
+    tenants and limits that the folder's file does not name. Raises ``UserError`` for a bad file.
     """
 
     def __init__(
@@ -122,17 +108,10 @@ class Quotas:
     # -- tokens in flight
 
     def begin(self, key: Hashable, tenant: str, tokens: int) -> bool:
-        """Counts tokens as in flight, once for a key; returns False if the key was counted before.
-
-        A training request that all other requests of its model wait for is always accepted:
-        refusing it would block the requests that have to end first.
-
-        Args:
-            key: (model, number) of a training request; of other requests anything but a tuple.
-
-        Raises:
-            Busy: other requests of the tenant have to end first.
-            OverQuota: more than the tenant may ever have.
+        """Counts tokens as in flight, once for a key: (model, number) of a training request, else
+        anything but a tuple. A request that all others of its model wait for is always accepted.
+        Raises ``Busy``: others have to end first; ``OverQuota``: more than the tenant may ever
+        have.
         """
         most = self.of(tenant).tokens
         if most is not None and tokens > most:

@@ -173,10 +173,9 @@ class Server:
             self.weights = Weights(
                 base,
                 self.catalog,
+                self.checkpoints.digest,
                 also=(self.name,),
-                sampler=self.checkpoints.digest,
                 folder=peft_folder,
-                below=self.checkpoints.fetch,
             )
             self.residency = Residency(
                 self.weights.fetch,
@@ -236,10 +235,8 @@ class Server:
     def warm(
         self, progress: Callable[[str, int, int], None] = lambda name, done, total: None
     ) -> int:
-        """Compiles every program before ``running``; returns how many.
-
-        Args:
-            progress: called with (what, done, in all) before each.
+        """Compiles every program before ``running``, reported as (what, done, in all); returns how
+        many.
         """
         todo = self._all_programs()
         for i, program in enumerate(todo):
@@ -252,9 +249,6 @@ class Server:
     ) -> Programs:
         """Compiles every program in another thread while ``running`` serves; a request waits only
         for the programs that it needs.
-
-        Args:
-            progress: see ``warm``; called in that thread.
         """
         self.programs = Programs(self._all_programs(), self.engine.wake, progress)
         self.engine.active.compiled = self.live.compiled = self.programs
@@ -271,9 +265,7 @@ class Server:
 
     @contextlib.contextmanager
     def running(self) -> Iterator["Server"]:
-        """Serves until the block ends. Unfinished training continues when the folder is served
-        again.
-        """
+        """Serves until the block ends. Unfinished training continues with the next start."""
         # no other process has the folder: the database is open; the loop, which may spill states,
         # does not run yet
         shutil.rmtree(self.folder / "spilled", ignore_errors=True)
@@ -313,10 +305,8 @@ class Server:
                 trimmed = time.monotonic()
 
     def maintain(self) -> None:
-        """Expires old objects and writes new records; called periodically.
-
-        A step that fails, because of a full disk say, is logged and tried again with the next call;
-        the others go on, for some of them free space.
+        """Expires old objects and writes new records. A step that fails is logged and tried again
+        by the next call; the others continue, for some of them free space.
         """
         steps = (
             self.durable.futures.expire,
@@ -332,8 +322,8 @@ class Server:
             self.end_session(session)
 
     def readiness(self) -> dict[str, Any]:
-        """``status`` is ``ready`` once everything is compiled, else what is missing; and what can
-        be served meanwhile.
+        """Returns ``status``, which is ``ready`` once everything is compiled, and what can be
+        served.
         """
         found: dict[str, Any] = {"status": self.trouble()}
         if (programs := self.programs) is not None:
@@ -348,9 +338,7 @@ class Server:
         return found
 
     def trouble(self, sampling: bool = False) -> str:
-        """Returns why requests cannot be served; empty if they can. ``sampling``: only for samples,
-        which need no disk.
-        """
+        """Returns why requests, or samples alone, cannot be served; empty if they can."""
         if not self.ready:
             return "it is starting or being stopped"
         if self.durable.failed is not None:
@@ -384,9 +372,8 @@ class Server:
             )
 
     def adapter_config(self, rank: int, train: Mapping[str, bool]) -> AdapterConfig:
-        """Returns the adapter of a rank over families of projections (``train_attn``,
-        ``train_mlp``, ``train_unembed``). Raises ``UserError``: no slots take the rank, or no
-        family is trained.
+        """Returns the adapter of a rank over Tinker's families of projections. Raises
+        ``UserError``: no slots take the rank, or no family is trained.
         """
         most = max(self.sizes.slots)
         if type(rank) is not int or not 1 <= rank <= most:
@@ -415,8 +402,7 @@ class Server:
 
     def copy(self, tenant: str, source: str, session: str, place: int, ttl_s: int | None) -> str:
         """Returns the path of a copy of a checkpoint, under a model that is not in training. Raises
-        ``NotFound``: the source or the session; ``Conflict``: the session has another model of this
-        number.
+        ``NotFound``; ``Conflict``: the session has another model of this number.
         """
         self.book.session(tenant, session)
         row = self.book.checkpoint(tenant, *checkpoints_.parse(source), published=True)
@@ -431,9 +417,7 @@ class Server:
     # -- requests within the tenants' quotas
 
     def submit(self, request: Request) -> Stream:
-        """Submits a request to the engine, within the tenant's quota of tokens. Raises ``Busy``,
-        ``OverQuota``, ``UserError``, ``QueueFull``: see ``Quotas.begin`` and ``Engine.submit``.
-        """
+        """Submits a request to the engine, within the tenant's quota of tokens."""
         key = object()
         self.quotas.begin(key, request.tenant, len(request.prompt) + request.n * request.max_tokens)
         try:
@@ -446,7 +430,7 @@ class Server:
 
     async def submit_training(self, model: str, tenant: str, number: int, call: Call) -> str:
         """Returns the id of a training request, within the tenant's quota of tokens; a request that
-        can never fit fails through its future. Raises ``Busy``: see ``Quotas.begin``.
+        can never fit fails through its future.
         """
         if not isinstance(call, ForwardBackward):
             return await self.durable.submit_task(model, number, call)
@@ -473,9 +457,7 @@ def _attempt(step: Callable[[], Any]) -> None:
 
 
 def families(specs: Any) -> dict[str, tuple[str, ...]]:
-    """Returns Tinker's three families of a base's projections. Experts belong to the MLP; embedding
-    and router to no family.
-    """
+    """Returns Tinker's three families of projections; embedding and router are in none."""
     out: dict[str, list[str]] = {"train_attn": [], "train_mlp": [], "train_unembed": ["unembed"]}
     for target, paths in lora_tree.target_paths(specs).items():
         if target not in lora_tree.UNUSUAL:

@@ -257,8 +257,8 @@ class ServerDatabase:
             return group
 
     def _commit(self, group: Sequence[_Change]) -> list[tuple[Any, Exception | None]]:
-        """Writes one transaction; returns the result or the error of each change. A change that
-        fails is rolled back alone. Raises ``Exception``: the disk refuses the transaction.
+        """Writes one transaction; returns the result or the error of each change, which is rolled
+        back alone. Raises if the disk refuses.
         """
         connection, results = self._connection, []
         if connection.in_transaction:  # the disk refused a rollback
@@ -300,9 +300,7 @@ class ServerDatabase:
         )
 
     def _recover(self) -> None:
-        """Waits until the disk takes a probe. If the database is closed before, fails what is
-        queued.
-        """
+        """Waits until the disk takes a probe, or fails what is queued when the database closes."""
         while True:
             with self._lock:
                 closing = self._work.wait_for(lambda: self._closed, RETRY_S)

@@ -18,10 +18,8 @@ TYPE = {"content-type": "application/json"}
 
 
 class Starting:
-    """An ASGI application that forwards to another one once that is made.
-
-    Attributes:
-        doing: current phase of the program, for people.
+    """An ASGI application that forwards to another one once that is made. ``doing`` is the current
+    phase of the program.
     """
 
     def __init__(self) -> None:

@@ -38,10 +38,8 @@ class Tenancy:
             raise NotFound(f"session {session!r} is over: open a new one")
 
     def silent(self) -> list[str]:
-        """Returns open sessions without contact for ``session_s``.
-
-        Only time in which a server runs counts, and the machine's clock does not: a session from
-        before this start counts from the first call that finds it.
+        """Returns open sessions without contact for ``session_s``, counted while a server runs: a
+        session from before this start counts from the first call that finds it.
         """
         now, tenants = self.monotonic(), self._book.open_sessions()
         with self._lock:

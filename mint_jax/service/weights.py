@@ -77,33 +77,28 @@ class Weights:
         sampler: returns the digest of a tenant's ``tinker://`` path; raises a ``UserError`` for an
             unknown path.
         folder: root of the PEFT folders that ``load`` may read; None: it reads none.
-        below: returns the packed bytes of revisions that were not loaded from a folder.
     """
 
     def __init__(
         self,
         base: Base,
-        catalog: Catalog | None = None,
+        catalog: Catalog,
+        sampler: Callable[[str, str], str],
         *,
         also: Sequence[str] = (),
-        sampler: Callable[[str, str], str] | None = None,
         folder: Path | None = None,
-        below: Callable[[str], np.ndarray] | None = None,
-        clock: Callable[[], float] = time.time,
     ):
         self.base, self.names = base, tuple(dict.fromkeys((base.name, *also)))
-        self._catalog, self._sampler, self._below = catalog, sampler, below
+        self._catalog, self._sampler = catalog, sampler
         self._folder = None if folder is None else Path(os.path.realpath(folder))
-        self._clock, self._began = clock, clock()
+        self._began = time.time()
         self._lock = threading.Lock()  # of the two below
         # (tenant, name) -> model, path, when
         self._loaded: dict[tuple[str, str], tuple[Model, str, float]] = {}
         self._bytes: dict[str, np.ndarray] = {}  # of PEFT folders, by digest
 
     def resolve(self, name: str, tenant: str) -> Model:
-        """Resolves a name. Raises ``NotFound``: unknown, retired, or another tenant's;
-        ``DatabaseFailed``, ``StorageFailed``: the catalog cannot be read.
-        """
+        """Resolves a name. Raises ``NotFound``: unknown, retired, or another tenant's."""
         if name in self.names:
             return Model(name)
         with self._lock:
@@ -113,27 +108,20 @@ class Weights:
     def _stored(self, name: str, tenant: str) -> Model:
         """``resolve`` of a path or of the catalog's names."""
         try:
-            if name.startswith(SCHEME) and self._sampler is not None:
+            if name.startswith(SCHEME):
                 return Model(name, self._sampler(tenant, name))
-            if not name.startswith(SCHEME) and self._catalog is not None:
-                found = self._catalog.resolve(name, tenant)
-                return Model(name, found.digest, found.policy, found.number)
+            found = self._catalog.resolve(name, tenant)
+            return Model(name, found.digest, found.policy, found.number)
         except (DatabaseFailed, StorageFailed):
             raise
         except UserError:  # the reason could reveal another tenant's policy
-            pass
-        raise NotFound(name)
+            raise NotFound(name) from None
 
     def load(self, name: str, path: str, tenant: str, inplace: bool = False) -> Model:
-        """Names a revision for this tenant until ``unload``.
-
-        Args:
-            path: a revision's name or digest, a ``tinker://`` path, or a PEFT folder below the
-                server's.
-            inplace: the name may be loaded already.
-
-        Raises ``Taken``: the name is in use; ``NotFound``: no such path; ``UserError``: the name is
-        invalid, or the folder is not an adapter of this base.
+        """Names a revision for this tenant until ``unload``: of a name, a digest, a ``tinker://``
+        path, or a PEFT folder below the server's. ``inplace``: the name may be loaded already.
+        Raises ``Taken``: the name is in use; ``NotFound``: no such path; ``UserError``: an invalid
+        name, or no adapter of this base.
         """
         name = clean("lora_name", name)
         with self._lock:
@@ -153,30 +141,22 @@ class Weights:
         with self._lock:
             if data is not None:
                 self._bytes[model.digest] = as_bytes(data)
-            self._loaded[tenant, name] = model, path, self._clock()
+            self._loaded[tenant, name] = model, path, time.time()
             self._forget_unnamed()
         return model
 
     def unload(self, name: str, tenant: str) -> None:
-        """Removes a loaded name; requests that use its slot continue. Raises ``NotFound``: this
-        tenant has not loaded it.
-        """
+        """Removes a loaded name; requests that use its slot continue. Raises ``NotFound``."""
         with self._lock:
             if self._loaded.pop((tenant, name), None) is None:
                 raise NotFound(name)
             self._forget_unnamed()
 
     def fetch(self, digest: str) -> np.ndarray:
-        """Returns the packed bytes of a revision, for residency. Raises ``UserError``: it was
-        unloaded, or ``below`` does not have it.
-        """
+        """Returns the packed bytes of a revision, for residency."""
         with self._lock:
             data = self._bytes.get(digest)
-        if data is not None:
-            return data
-        if self._below is None:
-            raise UserError(f"revision {digest[:16]} is not loaded any more: load it again")
-        return self._below(digest)
+        return self._catalog.load(digest) if data is None else data
 
     def names_of(self, digest: str) -> list[str]:
         """Returns the loaded names of a revision in all tenants; its digest if it has none."""
@@ -201,7 +181,7 @@ class Weights:
             cards, after = cards[ids.index(after) + 1 :], None
         elif after is not None:
             cards = []
-        while len(cards) <= limit and self._catalog is not None:
+        while len(cards) <= limit:
             some = self._catalog.policies(
                 tenant,
                 None if after is None else full_name(tenant, after),

@@ -3,14 +3,11 @@
 import dataclasses
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mint_jax.lora.tree import AdapterConfig
 from mint_jax.service import calls
-from mint_jax.service.calls import Create, ForwardBackward, Optim, Trained
-from mint_jax.train.state import OptimizerConfig
+from mint_jax.service.calls import ForwardBackward, Trained
 from tests.train.blocks_test import datum
 from tests.train.live_test import LOSSES, coefs
 
@@ -66,15 +63,3 @@ def test_data_of_any_shapes_come_back(rows, kind, seed):
     back = calls.decode_result(calls.encode_result(result))
     assert back.loss == result.loss
     assert all(same(*pair) for pair in zip(back.logprobs, result.logprobs, strict=True))
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        Create(AdapterConfig(3, 7.5, ("q", "unembed"), True), 2**40),
-        Optim(OptimizerConfig(1e-3, 0.8, 0.95, 1e-12, 0.01, 0.0)),
-    ],
-)
-def test_small_calls_come_back(call):
-    assert calls.decode(*calls.encode(call)) == call
-    assert calls.decode_result(calls.encode_result({"grad_norm": 0.25})) == {"grad_norm": 0.25}

@@ -254,16 +254,6 @@ def test_no_tenant_waits_for_another_that_floods(fake):
     assert seconds["small"] == pytest.approx(seconds["flood"], rel=0.2)
 
 
-def test_policies_of_one_tenant_take_turns(fake):
-    served = fake("ab", tenant_of=lambda model: "t")
-    for _ in range(5):
-        for policy in "aab":
-            served.train(policy, datum(16))
-    for _ in range(4):
-        served.durable.turn(0.01)
-    assert [owner for _, owner, _ in served.live.log] == ["a", "b", "a", "b"]
-
-
 def test_a_mistake_fails_only_its_own_request(rng, server_of):
     server = server_of()
     wrong = [

@@ -57,12 +57,3 @@ def test_a_handover_calls_into_a_loop_once_for_all_that_came():
     for number in range(5):
         mine = [piece for stream, piece in found if stream == number]
         assert [piece and piece.tokens[0] for piece in mine] == [*range(100), None]
-
-
-def test_a_loop_that_is_closed_is_let_go():
-    loop = asyncio.new_event_loop()
-    handover, found = Handover(loop), []
-    loop.close()
-    for _ in range(3):
-        handover.give(found.append, 1)
-    assert found == []

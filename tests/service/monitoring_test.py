@@ -116,24 +116,6 @@ def test_collectors_show_current_values(monkeypatch):
     assert not [name for name, *_ in series(app) if name == "mint_gap_seconds"]
 
 
-def test_health_is_open_to_all_and_readiness_gives_its_reason(tmp_path):
-    _, secret = add(tmp_path, "alice", ["admin"])
-    readiness = {"status": "ready"}
-    monitor = Monitor(readiness=lambda: readiness, state=lambda: {"rows": [1, 2]})
-    app = app_of(monitor, Keys(tmp_path))
-    key = {"headers": {"authorization": f"Bearer {secret}"}}
-
-    def responses(app):
-        paths = ("/health", {}), ("/ready", {}), ("/debug/state", key), ("/debug/state", {})
-        return [(one.status_code, one.json()) for one in send(app, *[("GET", *p) for p in paths])]
-
-    health, ready, state, refused = responses(app)
-    assert (health, ready) == ((200, {"status": "ok"}), (200, {"status": "ready"}))
-    assert (state, refused[0]) == ((200, {"rows": [1, 2]}), 401)
-    readiness["status"] = "the base is being loaded"
-    assert responses(app)[:2] == [(200, {"status": "ok"}), (503, readiness)]
-
-
 def test_health_responds_under_full_load(tmp_path):
     _, secret = add(tmp_path, "alice", ["admin"])
     gate = Gate(Starlette(routes=Monitor().routes()), Keys(tmp_path), Limits(total=1))

@@ -100,10 +100,9 @@ def opened(mesh: Any, folder: Path) -> Iterator[World]:
         weights = Weights(
             base,
             catalog,
+            sampler,
             also=("Base/Name",),
-            sampler=sampler,
             folder=folder / "peft",
-            below=catalog.load,
         )
         specs = transformer.abstract(base.cfg)
         slots = DeviceSlots(specs, {2: 3}, ("q", "v"))

@@ -22,14 +22,17 @@ def world(mesh, tmp_path_factory):
         yield w
 
 
+def no_path(tenant, path):
+    raise NotFound(path)
+
+
 @pytest.fixture
 def weights(world, tmp_path):
     return Weights(
         world.base,
         world.catalog,
+        no_path,
         folder=tmp_path / "adapters",
-        below=world.catalog.load,
-        clock=lambda: 1000.0,
     )
 
 
@@ -55,8 +58,6 @@ def test_a_name_stands_for_the_base_or_a_revision(world, weights):
     ):
         with pytest.raises(NotFound):
             weights.resolve(name, tenant)
-    with pytest.raises(NotFound):
-        Weights(world.base).resolve("chat", "default")
 
 
 def test_a_loaded_name_is_its_tenants_and_stays_what_it_was(world, weights):
@@ -132,13 +133,13 @@ def test_nothing_beside_the_folder_is_read(rng, world, weights, tmp_path):
             weights.load("x", path, "default")
     with pytest.raises(UserError, match="symbolic link out of the folder"):
         weights.load("x", "files", "default")
-    closed = Weights(world.base, world.catalog)
+    closed = Weights(world.base, world.catalog, no_path)
     with pytest.raises(NotFound):
         closed.load("x", str(tmp_path / "outside"), "default")
 
 
 def test_pages_are_the_whole_list_in_any_size(world):
-    weights = Weights(world.base, world.catalog, also=("Other",))
+    weights = Weights(world.base, world.catalog, no_path, also=("Other",))
     for n in range(5):
         world.catalog.create_policy(f"c/p{n}", Schema(world.base.fingerprint, CONFIG))
         if n != 2:  # this one has nothing to sample
