@@ -33,7 +33,6 @@ from mint_jax.lora.tree import AdapterConfig
 from mint_jax.metrics import Progress
 from mint_jax.rollout.request import Request
 from mint_jax.service.calls import Call, Create, ForwardBackward, Optim, Save
-from mint_jax.service.loop import Loop
 from mint_jax.service.server import Server, Sizes
 from mint_jax.train.blocks import Datum
 from mint_jax.train.config import BlockShape, OptimizerConfig
@@ -188,7 +187,7 @@ def _flood(config: Any, tenants: _Tenants, small: str, large: str) -> dict[str, 
     }
 
 
-def _gaps(config: Any, tenants: _Tenants, loop: Loop, names: Sequence[str]) -> dict[str, Any]:
+def _gaps(config: Any, tenants: _Tenants, names: Sequence[str]) -> dict[str, Any]:
     """Times decoding rows, with and without concurrent training."""
     rng = np.random.default_rng(config.seed)
 
@@ -198,7 +197,7 @@ def _gaps(config: Any, tenants: _Tenants, loop: Loop, names: Sequence[str]) -> d
             for _ in range(config.decode.rows)
         ]
         began = time.perf_counter()
-        loop.engine.generate(
+        tenants.server.engine.generate(
             [
                 Request(p, max_tokens=config.decode.tokens, temperature=1.0, seed=i)
                 for i, p in enumerate(prompts)
@@ -212,9 +211,12 @@ def _gaps(config: Any, tenants: _Tenants, loop: Loop, names: Sequence[str]) -> d
 
     decode()
     rates: dict[str, list[float]] = {"quiet": [], "training": []}
-    loop.gaps.clear()
+    durable = tenants.durable
+    durable.gaps.clear()
     progress = Progress("decoding with and without training", config.n)
-    while len(rates["quiet"]) < config.n or (not loop.gaps and len(rates["quiet"]) < 20 * config.n):
+    while len(rates["quiet"]) < config.n or (
+        not durable.gaps and len(rates["quiet"]) < 20 * config.n
+    ):
         rates["quiet"].append(decode())
         ended = threading.Event()
         threads = [threading.Thread(target=train, args=(name, ended)) for name in names[:2]]
@@ -225,11 +227,11 @@ def _gaps(config: Any, tenants: _Tenants, loop: Loop, names: Sequence[str]) -> d
         for thread in threads:
             thread.join()
         progress.update(min(config.n, len(rates["training"])))
-    least = min(seconds for _, backward, seconds in loop.training.live.times if backward)
+    least = min(seconds for _, backward, seconds in durable.live.times if backward)
     return {
-        "gap_p50_ms": timing.percentile(loop.gaps, 50, 1e3),
-        "gap_p90_ms": timing.percentile(loop.gaps, 90, 1e3),
-        "gap_bound_ms": 1e3 * loop.gap_s,
+        "gap_p50_ms": timing.percentile(durable.gaps, 50, 1e3),
+        "gap_p90_ms": timing.percentile(durable.gaps, 90, 1e3),
+        "gap_bound_ms": 1e3 * durable.gap_s,
         "gap_least_ms": round(1e3 * least, 1),
         "decode_share": timing.ratio(rates, "training", "quiet"),
         "decode_tokens_per_s": timing.medians_of(rates),
@@ -310,7 +312,7 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
             found = (
                 _shared(config, tenants, names)
                 | _flood(config, tenants, *names[:2])
-                | _gaps(config, tenants, server.loop, names)
+                | _gaps(config, tenants, names)
             )
             found |= _handoff(config, tenants, names[0]) | _memory(config, tenants, server.live)
     finally:

@@ -56,7 +56,7 @@ class Residents(Protocol):
 
 class Coscheduled(Protocol):
     """Work that shares the devices with the engine and orders its tenants; implemented by
-    ``service.loop.Loop``.
+    ``service.durable.Durable``.
     """
 
     @property

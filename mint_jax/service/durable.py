@@ -4,7 +4,8 @@
 
 Each policy has one queue. Requests of different policies that are ready share a step, and so do
 passes of one policy without an update between them. The tenant with the least service goes first
-(``fairness.py``). Files are read and written in other threads; the policy's queue waits.
+(``fairness.py``). The engine asks for a slice of training between two dispatches of rows: the
+largest whose measured cost is within a bound. Files are read and written in other threads.
 
 A snapshot is one policy's state with its pending gradients, between two of its requests, and the
 place up to which it has everything. A restart loads each policy's snapshot and runs the requests
@@ -22,10 +23,10 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from mint_jax import files
 from mint_jax.catalog.records.database import DatabaseFailed
@@ -35,7 +36,7 @@ from mint_jax.errors import UserError
 from mint_jax.service import calls
 from mint_jax.service.calls import Call, Create, ForwardBackward, Load, Optim, Save, Trained
 from mint_jax.service.checkpoints import Checkpoints
-from mint_jax.service.costs import Costs, Kind, Payer
+from mint_jax.service.costs import BASE, Costs, Kind, Payer
 from mint_jax.service.fairness import Counters
 from mint_jax.service.futures import Category, Done, Failed, Futures, TrainingRequest
 from mint_jax.service.server_db import ServerDatabase
@@ -47,6 +48,7 @@ from mint_jax.train.slots import StateLost
 from mint_jax.train.trainer import Trainer
 
 log = logging.getLogger("mint_jax.service")
+KEPT_GAPS = 10_000  # the last gaps between two dispatches of decoding rows
 MAX_PASSES = 64  # of one policy that are read from the database for one step
 
 
@@ -129,8 +131,10 @@ class Durable:
 
     Args:
         folder: of ``states`` and ``loads``.
-        live: the policies; only ``turn`` touches them.
-        wake: called, from any thread, when ``turn`` has something new to do.
+        live: the policies; only ``slice`` touches them.
+        wake: called, from any thread, when ``slice`` has something new to do.
+        gap_s, idle_gap_s: seconds of a slice, unless the shortest is longer, while rows decode and
+            while none does; the latter delays the first token of a new request.
         every, every_s: updates of a policy, and seconds, after which an update ends with a
             snapshot.
         store: of checkpoints; requests that load or save need it.
@@ -142,7 +146,8 @@ class Durable:
         futures: options of ``Futures``.
 
     Attributes:
-        counters: service of each tenant, shared with sampling.
+        counters: service of each tenant, sampling included.
+        gaps: seconds that decoding rows waited for slices.
         restored: policies that a snapshot restored.
         failed: reason why no request is accepted any more.
 
@@ -157,6 +162,8 @@ class Durable:
         database: ServerDatabase,
         costs: Costs | None = None,
         wake: Callable[[], None] = lambda: None,
+        gap_s: float = 0.5,
+        idle_gap_s: float = 2.0,
         every: int = 16,
         every_s: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
@@ -171,7 +178,14 @@ class Durable:
                 f"every is {every} and every_s {every_s}; expected at least 1 update, and more than"
                 " 0 seconds"
             )
+        if not 0 < gap_s <= idle_gap_s:
+            raise UserError(
+                f"gap_s is {gap_s} and idle_gap_s {idle_gap_s}; expected seconds above 0, the"
+                " second not below the first"
+            )
         self.live, self.counters, self.costs = live, Counters(), costs or Costs(database)
+        self.gap_s, self.idle_gap_s = gap_s, idle_gap_s
+        self.gaps: collections.deque[float] = collections.deque(maxlen=KEPT_GAPS)
         self.every, self.every_s, self._clock, self._wake = every, every_s, clock, wake
         self.store, self.tenant_of = store, tenant_of
         self._on_result, self._on_end = on_result, on_end
@@ -282,15 +296,43 @@ class Durable:
                 operation.future.set_exception(reason)
 
     def close(self) -> None:
-        """Ends the threads, once ``turn`` is called no more; results so far are written."""
+        """Ends the threads, once ``slice`` is called no more; results so far are written."""
         self._io.shutdown()
         self._ends.put(None)
         self._finisher.join()
         self.futures.end_waits()
 
-    # the thread that owns the devices
+    # the thread that owns the devices; see ``rollout.active.Coscheduled``
 
-    def turn(self, bound_s: float | None = None) -> bool:
+    def turn(self, decoding: bool) -> bool:
+        began = time.perf_counter()
+        worked = self.slice(self.gap_s if decoding else self.idle_gap_s)
+        if worked and decoding:
+            self.gaps.append(time.perf_counter() - began)
+        return worked
+
+    def began(self, tenant: str) -> None:
+        self.counters.begin(tenant)
+
+    def ended(self, tenant: str) -> None:
+        self.counters.end(tenant)
+
+    def order(self, tenants: Iterable[str]) -> list[str]:
+        return self.counters.order(tenants)
+
+    def spent(self, seconds: float, tokens: Mapping[str, float]) -> None:
+        self.counters.charge(seconds, tokens)
+
+    def took(
+        self,
+        kind: Literal["prefill", "decode"],
+        seconds: float,
+        tokens: Mapping[tuple[str, str | None], int],
+    ) -> None:
+        shares = {Payer(tenant, digest or BASE): n for (tenant, digest), n in tokens.items()}
+        self.costs.charge(kind, seconds, shares)
+
+    def slice(self, bound_s: float | None = None) -> bool:
         """Computes one slice, of at most about ``bound_s`` seconds if a step is that short; returns
         whether there was anything to do. A failure that no request caused ends all requests and is
         raised, because what is on the devices may be lost.

@@ -142,7 +142,7 @@ def monitor_of(server: Server) -> Monitor:
         lambda: quantiles(
             "decode_gap_seconds",
             "Seconds that decoding rows waited for training.",
-            list(server.loop.gaps),
+            list(server.durable.gaps),
         ),
         lambda: device_costs(server.costs),
         lambda: adapters(residency, names_of),

@@ -50,7 +50,6 @@ from mint_jax.service.costs import Costs, Payer
 from mint_jax.service.curves import Curves
 from mint_jax.service.durable import Durable
 from mint_jax.service.futures import Conflict
-from mint_jax.service.loop import Loop
 from mint_jax.service.provenance import Sequences
 from mint_jax.service.quotas import OverQuota, Quotas
 from mint_jax.service.server_db import ServerDatabase
@@ -81,7 +80,7 @@ class Sizes:
         cache_bytes: size of the sampler's cache; None: see ``rollout.cache``.
         reuse_decoded: see ``rollout.engine.Engine``.
         host_bytes: host memory for idle policies' states, and again for cached adapters.
-        gap_s, idle_gap_s: see ``Loop``.
+        gap_s, idle_gap_s: see ``Durable``.
         every, every_s: see ``Durable``.
         session_s: seconds without contact after which a session ends.
     """
@@ -201,6 +200,8 @@ class Server:
                 self.database,
                 costs=self.costs,
                 wake=self.engine.wake,
+                gap_s=sizes.gap_s,
+                idle_gap_s=sizes.idle_gap_s,
                 every=sizes.every,
                 every_s=sizes.every_s,
                 store=self.checkpoints,
@@ -209,14 +210,6 @@ class Server:
                 on_end=self.quotas.end_request,
             )
             opened.callback(self.durable.close)
-            self.loop = Loop(
-                self.engine,
-                self.durable,
-                self.residency,
-                sizes.gap_s,
-                sizes.idle_gap_s,
-                PIECE_BYTES,
-            )
             self.answers, self.sequences = Answers(start=self.book.count_start()), Sequences(routed)
             # of tenant and id: rows that never change
             self.sampler = functools.lru_cache(SAMPLERS)(self.book.sampler)
@@ -277,7 +270,9 @@ class Server:
                 self.durable.forget(model)
         keeper = threading.Thread(target=self._maintain, name="maintenance", daemon=True)
         try:
-            with self.loop.running():
+            with self.engine.serving(
+                residency=self.residency, commit_bytes=PIECE_BYTES, coscheduled=self.durable
+            ):
                 keeper.start()
                 self.ready = True
                 try:
@@ -291,6 +286,7 @@ class Server:
             _attempt(self.curves.flush)
             _attempt(self.costs.flush)
         finally:
+            self.durable.stop(UserError("the server was stopped before this ended: ask again"))
             self._opened.close()
 
     def _maintain(self) -> None:

@@ -61,12 +61,10 @@ class Client:
         return self.server.book.sampler(self.tenant, told["sampling_session_id"]).digest
 
     def held(self, model):
-        return self.server.loop.training.do(model, lambda live: live.read_state(model)).result(
-            WAIT_S
-        )
+        return self.server.durable.do(model, lambda live: live.read_state(model)).result(WAIT_S)
 
     def put(self, model, state):
-        self.server.loop.training.do(model, lambda live: live.replace(model, state)).result(WAIT_S)
+        self.server.durable.do(model, lambda live: live.replace(model, state)).result(WAIT_S)
 
 
 @pytest.fixture(scope="module")

@@ -98,7 +98,7 @@ class Served:
 
     def _run(self):
         while not self.stopped:
-            if not self.durable.turn(1e-9):
+            if not self.durable.slice(1e-9):
                 self.woken.wait(0.01)
                 self.woken.clear()
 
@@ -205,9 +205,9 @@ def test_nothing_overtakes_an_update_and_every_request_ends(fake, operations, pa
                 group.append(set())
             group[-1] |= set(marks)
         for _ in range(next(turns, 0)):
-            served.durable.turn(bound_s)
+            served.durable.slice(bound_s)
     for _ in range(1000):
-        if not served.durable.turn(bound_s):
+        if not served.durable.slice(bound_s):
             break
     assert served.unfinished == served.durable.waiting == 0
     assert None not in [served.durable.result(id, 30) for id in ids]
@@ -225,14 +225,14 @@ def test_nothing_overtakes_an_update_and_every_request_ends(fake, operations, pa
 def test_policies_that_are_ready_together_share_a_step_and_end_separately(fake):
     served = fake("ab")
     long, short = served.train("a", *[datum(16)] * 3), served.train("b", datum(9))
-    assert served.durable.turn()
+    assert served.durable.slice()
     assert [owner for _, owner, _ in served.live.log] == ["a", "b"]
     assert served.get(short).loss == 1
     assert served.unfinished == 1
-    assert served.durable.turn()
+    assert served.durable.slice()
     assert served.get(long).loss == 3
     assert [x.shape for x in served.get(long).logprobs] == [(16,)] * 3
-    assert not served.durable.turn()
+    assert not served.durable.slice()
 
 
 def test_no_tenant_waits_for_another_that_floods(fake):
@@ -246,7 +246,7 @@ def test_no_tenant_waits_for_another_that_floods(fake):
         id = served.train("small", datum(16))
         turns.append(0)
         while served.durable.queued().get("small") or not turns[-1]:
-            served.durable.turn(0.01)
+            served.durable.slice(0.01)
             turns[-1] += 1
         served.get(id)
     assert max(turns) <= 2

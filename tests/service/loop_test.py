@@ -14,7 +14,6 @@ from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Request
 from mint_jax.service.calls import ForwardBackward, Optim
 from mint_jax.service.durable import Durable
-from mint_jax.service.loop import Loop
 from mint_jax.service.server_db import ServerDatabase
 from mint_jax.train.state import OptimizerConfig
 from mint_jax.train.trainer import Trainer
@@ -28,17 +27,29 @@ def world(rng, tiny_base):
         yield w
 
 
+class Loop:
+    """An engine and training over one base."""
+
+    def __init__(self, world, database, folder, **options):
+        self.world, self.engine = world, Engine(world.base, rows=(8,), steps=2)
+        live = Trainer(world.base, slots={8: 2}, shapes=SHAPES)
+        self.training = Durable(folder, live, database, wake=self.engine.wake, **options)
+
+    def running(self):
+        return self.engine.serving(
+            residency=self.world.residency, commit_bytes=4000, coscheduled=self.training
+        )
+
+
 @pytest.fixture
 def loop_of(world, tmp_path):
     with contextlib.ExitStack() as opened:
 
-        def make(**settings):
-            engine = Engine(world.base, rows=(8,), steps=2)
+        def make(**options):
             database = opened.enter_context(ServerDatabase(tmp_path / "server.db"))
-            live = Trainer(world.base, slots={8: 2}, shapes=SHAPES)
-            training = Durable(tmp_path, live, database, wake=engine.wake)
-            opened.callback(training.close)
-            return Loop(engine, training, world.residency, commit_bytes=4000, **settings)
+            loop = Loop(world, database, tmp_path, **options)
+            opened.callback(loop.training.close)
+            return loop
 
         yield make
 
@@ -96,7 +107,7 @@ def test_a_revision_is_sampled_with_the_same_bits_while_policies_train(rng, worl
         for thread in threads:
             thread.join()
     assert {"a", "b"} <= set(sampled)
-    assert loop.gaps, "slices between dispatches of rows"
+    assert loop.training.gaps, "slices between dispatches of rows"
     assert loop.training.live.counts["steps"] >= 4
     engine = Engine(world.base, rows=(8,), steps=2)
     with engine.serving(residency=world.residency):
@@ -109,8 +120,8 @@ def test_a_revision_is_sampled_with_the_same_bits_while_policies_train(rng, worl
                 y.drawn_logprobs,
                 y.revision,
             )
-    assert sum(loop.counters.seconds.values()) > 0
-    assert {"a", "b", "t0", "t1", "t2"} <= set(loop.counters.seconds)
+    assert sum(loop.training.counters.seconds.values()) > 0
+    assert {"a", "b", "t0", "t1", "t2"} <= set(loop.training.counters.seconds)
 
 
 def test_slices_are_small_while_rows_decode(rng, world, loop_of, monkeypatch):

@@ -219,7 +219,7 @@ def test_tokens_in_flight_make_a_client_wait_and_too_many_fail(rng, site, limite
         trainer.forward_backward([*data, *data], "cross_entropy"),
         f"the request has {2 * tokens} tokens",
     )
-    site.server.loop.training.do("", lambda live: released.wait(60))
+    site.server.durable.do("", lambda live: released.wait(60))
     try:
         first = trainer.forward_backward(data, "cross_entropy")
         until(lambda: site.server.quotas.tokens)

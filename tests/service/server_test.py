@@ -136,7 +136,7 @@ def test_answers_that_ended_after_a_restart_are_behind_a_cursor_from_before(serv
 
 
 def held_of(server, model):
-    return server.loop.training.do(model, lambda live: live.read_state(model)).result(WAIT_S)
+    return server.durable.do(model, lambda live: live.read_state(model)).result(WAIT_S)
 
 
 @contextlib.contextmanager

@@ -98,13 +98,13 @@ class Site:
 
     def held(self, trainer: tinker.TrainingClient):
         """A policy's state as it lies in the server, once what was asked of it has run."""
-        return self.server.loop.training.do(
+        return self.server.durable.do(
             trainer.model_id, lambda live: live.read_state(trainer.model_id)
         ).result(STARTED_S)
 
     def put(self, trainer: tinker.TrainingClient, held) -> None:
         """Gives a policy another state, behind the clients' backs."""
-        self.server.loop.training.do(
+        self.server.durable.do(
             trainer.model_id, lambda live: live.replace(trainer.model_id, held)
         ).result(STARTED_S)
 

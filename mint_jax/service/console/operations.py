@@ -57,7 +57,7 @@ class Operations:
     def state(self, visit: Visit) -> Page:
         """Shows residency and queues of all tenants."""
         server = self.server
-        state, gaps = state_of(server), sorted(server.loop.gaps)
+        state, gaps = state_of(server), sorted(server.durable.gaps)
         residency = state["residency"]
         costs = {tenant: cost.seconds for tenant, cost in server.costs.since_start().items()}
         values = {
