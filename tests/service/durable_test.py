@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -24,11 +23,9 @@ from mint_jax.train.blocks import BlockShape, Datum
 from mint_jax.train.losses import NO_LOSS
 from mint_jax.train.state import OptimizerConfig
 from mint_jax.train.trainer import Step, Trainer
-from tests import oracles
 from tests.train.live_test import (
     CONFIGS,
     SHAPES,
-    Tenant,
     coefs,
     random_data,
     random_optimizer,
@@ -309,49 +306,6 @@ def test_a_policy_whose_state_cannot_be_read_back_fails_alone(rng, tiny_base, tm
     served.durable.do(lost, lambda live: live.replace(lost, states[lost]))
     assert served.get(send(lost)[-1])["skipped"] == 0
     served.end()
-
-
-def test_tenants_in_threads_of_their_own_train_as_torch_does(rng, server_of, hf_dirs):
-    """Each tenant sends all its requests without waiting; one thread computes."""
-    server = server_of()
-    model = oracles.torch_model(hf_dirs("llama"), torch.float64)
-    states = {name: random_state(rng, server.live.base, config) for name, config in CONFIGS.items()}
-    plans, results = {name: [] for name in CONFIGS}, {}
-    for plan in plans.values():
-        for _ in range(4):
-            plan += [random_data(rng, "cross_entropy") for _ in range(int(rng.integers(0, 3)))]
-            plan.append(random_optimizer(rng))
-
-    def client(name):
-        server.durable.do(name, lambda live: live.join(name, states[name]), tenant=name).result(60)
-        calls = [
-            Optim(what)
-            if isinstance(what, OptimizerConfig)
-            else ForwardBackward(what, coefs("cross_entropy"))
-            for what in plans[name]
-        ]
-        ids = [server.send(name, call) for call in calls]
-        results[name] = [server.get(id) for id in ids]
-
-    threads = [threading.Thread(target=client, args=(name,)) for name in CONFIGS]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for name, state in states.items():
-        alone = Tenant(model, state)
-        for what, result in zip(plans[name], results[name], strict=True):
-            if isinstance(what, OptimizerConfig):
-                assert result["grad_norm"] == pytest.approx(alone.optim(what), rel=1e-4, abs=1e-6)
-                continue
-            loss, logprobs = alone.forward_backward(what, "cross_entropy")
-            assert result.loss == pytest.approx(loss, rel=1e-4, abs=2e-3)  # as in live_test
-            for got, want in zip(result.logprobs, logprobs):
-                np.testing.assert_allclose(got, want, atol=3e-5)
-        found = server.state_of(name).parts["factors"]
-        for path, factor in alone.factors.items():
-            moved = np.abs(factor.detach().numpy() - state.parts["factors"][path]).max()
-            np.testing.assert_allclose(found[path], factor.detach(), atol=2e-2 * moved + 1e-6)
 
 
 # restarts

@@ -117,17 +117,8 @@ class Tenant:
             path = json.loads(result)["path"]
             self.sampled[path] = await self.sample(path)
         elif 0.6 <= what < 0.65 and self.states:
-            await self.do(
-                [
-                    (
-                        "load_weights",
-                        {
-                            "path": self.states[int(rng.integers(len(self.states)))],
-                            "optimizer": True,
-                        },
-                    )
-                ]
-            )
+            path = self.states[int(rng.integers(len(self.states)))]
+            await self.do([("load_weights", {"path": path, "optimizer": True})])
         if self.sampled and rng.random() < 0.3:
             await self.same_sample(list(self.sampled)[int(rng.integers(len(self.sampled)))])
         await self.same_result(1 + int(rng.integers(self.policy.sent)))
