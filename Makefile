@@ -105,7 +105,7 @@ $(CLIENTS)/.setup: $(CLIENTS_CONSTRAINTS)
 	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps tinker-cookbook==0.6.1
 	@touch $@
 
-# Third-party evaluation harnesses and a fuzzer against a server, each in its own environment. EVALS chooses some.
+# A third-party evaluation harness and a fuzzer against a server, each in its own environment. EVALS chooses some.
 EVALS ?=
 test-evals: setup-dev
 	$(BIN)/python tests/clients/evals.py --environments $(CLIENTS)-evals --workdir runs/evals $(EVALS)

@@ -29,10 +29,8 @@ from mint_jax.service.openai_types import OPENAI, Bounds
 from mint_jax.service.server import Server
 from mint_jax.service.starting import Starting
 from mint_jax.service.tinker import Tinker
-from mint_jax.service.tinker_futures import Futures
 from mint_jax.service.tinker_rest import Rest
 from mint_jax.service.tinker_sampling import Sampling
-from mint_jax.service.tinker_sessions import Sessions
 from mint_jax.service.tokens import Tokens
 
 DRAIN_S = 30  # seconds for requests in flight when the server stops
@@ -67,7 +65,7 @@ def make(
     """
     monitor = monitoring.monitor_of(server)
     browsers, openai = Browsers(keys), OpenAI(server, bounds)
-    parts = [kind(server) for kind in (Tinker, Sampling, Futures, Sessions, Rest, MintExtras)]
+    parts = [kind(server) for kind in (Tinker, Sampling, Rest, MintExtras)]
     tokens = Tokens() if keys is None else keys.tokens
     auth = SimpleNamespace(token=functools.partial(exchange, tokens))
     routes = [

@@ -1,6 +1,5 @@
 """Bodies of requests: decompressed within bounds of bytes, and the depth of their JSON."""
 
-import functools
 import io
 import itertools
 import re
@@ -36,11 +35,11 @@ class UnknownCoding(UserError):
 def decompress(
     body: bytes, coding: str, limit: int, hold: Callable[[int], None] = lambda count: None
 ) -> bytes:
-    """Decompresses a body in steps, with at most ``limit`` and 16 MiB more in memory, whatever
-    sizes its frames claim.
+    """Decompresses one or several frames in steps, with at most ``limit`` and 16 MiB more in
+    memory, whatever sizes the frames claim.
 
     Args:
-        coding: ``zstd`` or ``gzip``; one or several frames.
+        coding: ``zstd`` or ``gzip``.
         limit: maximum number of decompressed bytes.
         hold: called with the number of bytes of each step; may raise.
 
@@ -49,34 +48,27 @@ def decompress(
         UnknownCoding: another coding.
         UserError: it is broken or cut off.
     """
-    if coding == "zstd":
-        options, size = zstandard.ZstdDecompressor(max_window_size=WINDOW_BYTES), _ZSTD_SLICE
-        start: Callable[[], Any] = options.decompressobj
-    elif coding == "gzip":
-        start, size = functools.partial(zlib.decompressobj, wbits=31), _GZIP_SLICE
-    else:
+    if coding not in ("zstd", "gzip"):
         raise UnknownCoding(
             f"Content-Encoding is {coding!r}; send the body as zstd, gzip, or uncompressed"
         )
-    # a joined list of parts would be a copy
-    whole, length, frames = io.BytesIO(), 0, 1
-    frame: Any = start()
+    options = zstandard.ZstdDecompressor(max_window_size=WINDOW_BYTES)
+    gzipped = coding == "gzip"
+    size = _GZIP_SLICE if gzipped else _ZSTD_SLICE
+    whole, length, frames = io.BytesIO(), 0, 0  # a joined list of parts would be a copy
+    frame: Any = None
     try:
         for begin in range(0, len(body), size):
             piece = body[begin : begin + size]
             while piece:
-                if frame.eof:
-                    frame, frames = start(), frames + 1
+                if frame is None or frame.eof:
+                    frame = zlib.decompressobj(wbits=31) if gzipped else options.decompressobj()
+                    frames += 1
                     if frames > FRAMES:
                         raise UserError(
-                            f"the body has more than {FRAMES} frames of {coding}: compress it"
-                            " as one"
+                            f"the body has more than {FRAMES} frames of {coding}: compress it once"
                         )
-                part = (
-                    frame.decompress(piece, limit - length + 1)
-                    if coding == "gzip"
-                    else frame.decompress(piece)
-                )
+                part = frame.decompress(piece, *([limit - length + 1] if gzipped else []))
                 length += len(part)
                 if length > limit:
                     raise TooLarge(
@@ -88,7 +80,7 @@ def decompress(
                 piece = frame.unused_data if frame.eof else b""
     except (zlib.error, zstandard.ZstdError) as error:
         raise UserError(f"the body is not whole {coding} ({error}): compress it again") from error
-    if not frame.eof:
+    if frame is None or not frame.eof:
         raise UserError(f"the body ends within a frame of {coding}: send all of it")
     return whole.getvalue()
 
@@ -98,3 +90,9 @@ def depth_of(data: bytes) -> int:
     # `sub` would take 177 bytes a string
     brackets = b"".join(_STRINGS.split(data)).translate(None, _NO_BRACKETS)
     return max(itertools.accumulate(map(_DEPTHS.__getitem__, brackets)), default=0)
+
+
+def is_protobuf(content_type: str) -> bool:
+    """Returns whether a body of this type is protobuf."""
+    kind = content_type.partition(";")[0].strip().lower()
+    return kind in ("application/x-protobuf", "application/protobuf")

@@ -88,7 +88,7 @@ def tinker_endpoints() -> Iterator[Endpoint]:
     place, future = tinker.RequestPlace, {"answer": "Future"}
     batch = {"data": True, "protobuf": True, "call": "forward_backward"} | future
     one, session = "training_runs/{model}/checkpoints/{kind}/{name}", "sessions/{session}"
-    files = ("application/octet-stream", "application/x-tar", JSON)
+    files = ("application/octet-stream", JSON)
 
     yield get("healthz", None, "Returns 200: the process is alive.")
     yield post("client/config", None, "Returns options of the SDK.", call="client_config")
@@ -142,7 +142,6 @@ def tinker_endpoints() -> Iterator[Endpoint]:
     yield delete(f"{one}/publish", train, "Makes a checkpoint private.", call="unpublish")
     yield put(f"{one}/ttl", train, "Sets a checkpoint's time to live.", tinker.SetTtl)
     yield get(f"{one}/external_weights_urls", read, "Returns links to weights for an hour.")
-    yield get(f"{one}/archive", read, "Redirects to a tar of an adapter for an hour.", status=302)
 
 
 def openai_endpoints() -> Iterator[Endpoint]:

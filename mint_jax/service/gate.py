@@ -27,14 +27,13 @@ from typing import Any
 from mint_jax.errors import UserError
 from mint_jax.service import weight
 from mint_jax.service.binding import check_hosts, is_ours
-from mint_jax.service.bodies import TooLarge, UnknownCoding, decompress
+from mint_jax.service.bodies import TooLarge, UnknownCoding, decompress, is_protobuf
 from mint_jax.service.console.sessions import Browsers, covers, sign_in_first
 from mint_jax.service.endpoints import TABLE, Endpoint, Table
 from mint_jax.service.exchange import Left, Refusal, Reply, Source, path_of, replay, values
 from mint_jax.service.keys import SCOPES, Key, Keys
 from mint_jax.service.quotas import Quotas
 from mint_jax.service.tokens import is_token
-from mint_jax.service.wire.reading import is_protobuf
 
 log = logging.getLogger("mint_jax.service")
 
@@ -42,20 +41,11 @@ Headers = list[tuple[bytes, bytes]]
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 _KEY_LIKE = re.compile(r"[A-Za-z0-9_-]{43,}")
 _OPENAI = ("/v1/", "/oai/")
+_POLLS = ("/retrieve_future", "/retrieve_futures")  # not counted: they use a connection alone
 _OFF_LOOP = 1 << 16  # bytes of a body from which it is weighed in a thread
 # of the gate alone: the app gets a whole, plain body and no key
-_HIDDEN = (
-    b"content-encoding",
-    b"content-length",
-    b"transfer-encoding",
-    b"x-api-key",
-    b"authorization",
-)
-
-
-def waits(path: str) -> bool:
-    """Returns whether a path is a long poll, which uses nothing but its connection."""
-    return path.rstrip("/").endswith(("/retrieve_future", "/retrieve_futures"))
+_HIDDEN = (b"content-encoding", b"content-length", b"transfer-encoding", b"x-api-key")
+_HIDDEN += (b"authorization",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +59,6 @@ class Limits:
         body_s: seconds in which a body has to arrive.
         tenant, total: requests in flight, of a tenant without a quota of its own, and of all.
         held_bytes: memory of all bodies of requests in flight together, as sent and as parsed.
-        waits: returns whether a path's requests are not counted as in flight.
     """
 
     body_bytes: int = 64 << 20
@@ -79,16 +68,12 @@ class Limits:
     tenant: int = 1000
     total: int = 4000
     held_bytes: int = 1 << 30
-    waits: Callable[[str], bool] = waits
 
     def __post_init__(self):
-        for name, value in dataclasses.asdict(self).items():
-            if name != "waits" and not value > 0:
-                raise UserError(f"{name} is {value}; expected a number above 0")
-        if self.held_bytes < self.body_bytes:
+        if not self.held_bytes >= self.body_bytes > 0:
             raise UserError(
-                f"held_bytes is {self.held_bytes}, less than one body of {self.body_bytes} bytes:"
-                " give it several times that"
+                f"held_bytes is {self.held_bytes}, body_bytes {self.body_bytes}; expected room for"
+                " at least one body: give held_bytes several times body_bytes"
             )
 
     def body(self, endpoint: Endpoint | None) -> int:
@@ -100,11 +85,8 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class Client:
-    """The sender of a request, as the app finds it in the request's state.
-
-    Attributes:
-        key: id of the key.
-        session: of a browser; else the key's id.
+    """The sender of a request, as the app finds it in the request's state; ``key`` is an id, and
+    ``session`` a browser's, else the key's id.
     """
 
     tenant: str = "-"
@@ -128,7 +110,7 @@ class Share:
         self._budget, self._used, self._ended = budget, 0, False
 
     def take(self, count: int) -> None:
-        """Reserves bytes.
+        """Reserves bytes; releases them if ``count`` is negative.
 
         Raises:
             Refusal: 413, they never fit; 429, they do not fit now.
@@ -144,17 +126,12 @@ class Share:
                     f"the request would take {self._used + count} bytes of memory, of at most"
                     f" {budget.limit}: send fewer data in a request",
                 )
-            if budget.used + count > budget.limit:
+            if count > 0 and budget.used + count > budget.limit:
                 raise _busy(
                     f"the server holds {budget.used} bytes of requests, of at most {budget.limit}"
                 )
             budget.used += count
             self._used += count
-
-    def give(self, count: int) -> None:
-        with self._budget.lock:
-            self._budget.used -= count
-            self._used -= count
 
     def __enter__(self) -> "Share":
         return self
@@ -169,13 +146,10 @@ class Gate:
     """The middleware, for one event loop.
 
     Args:
-        app: an ASGI app; an exception that leaves it is logged and answered with 500 and the
-            request's id.
+        app: an ASGI app; an exception that leaves it is logged and answered with 500.
         keys: None accepts every request as tenant ``default`` with all scopes: for a server on
             loopback, see ``binding.py``. Requests must then name this machine in ``Host``.
         table: requirements of each path.
-        quotas: of requests in flight by tenant.
-        browsers: sessions of browsers; None: none.
         hosts: further names that ``Host`` and ``Origin`` of requests without keys may have.
     """
 
@@ -217,8 +191,14 @@ class Gate:
             is_open = endpoint is not None and endpoint.open
             if not is_open or self.keys is None:
                 client = self._client(scope, path)
-            _check_scope(endpoint, client, f"{scope['method']} {path}")
-            counted = not is_open and not self.limits.waits(path)
+            needed = () if endpoint is None else endpoint.scopes or ()
+            if needed and not set(needed) & set(client.scopes):
+                raise Refusal(
+                    403,
+                    f"{scope['method']} {path} needs scope {' or '.join(needed)}, and this key has"
+                    f" {', '.join(client.scopes)}: use another key",
+                )
+            counted = not is_open and not path.rstrip("/").endswith(_POLLS)
             with self._count(client.tenant, int(counted)), Share(self.budget) as share:
                 limit = self.limits.body(endpoint)
                 body = await self._body(scope["headers"], source, limit, share)
@@ -371,18 +351,8 @@ class Gate:
             return body
         with _refused():
             plain = await asyncio.to_thread(decompress, body, ", ".join(codings), limit, share.take)
-        share.give(len(body))
+        share.take(-len(body))
         return plain
-
-
-def _check_scope(endpoint: Endpoint | None, client: Client, request: str) -> None:
-    needed = () if endpoint is None else endpoint.scopes
-    if needed and not set(needed) & set(client.scopes):
-        raise Refusal(
-            403,
-            f"{request} needs scope {' or '.join(needed)}, and this key has"
-            f" {', '.join(client.scopes)}: use another key",
-        )
 
 
 async def _weigh(body: bytes, endpoint: Endpoint | None, headers: Headers, share: Share) -> None:

@@ -2,10 +2,10 @@
 
 ``python -m mint_jax.service.keys add|list|revoke --folder DIR ...`` changes and lists them.
 
-A key is 32 random bytes, shown once as a prefix and 43 characters of base64url. The file
-``keys.json`` has its SHA-256, without salt or slow hash: these protect passwords, and nobody
-guesses 256 random bits. Only the last 43 characters are checked, since clients differ in the prefix
-that they accept (the Tinker SDK takes ``tml-``, others ``sk-``).
+A key is 32 random bytes, shown once as a prefix and 43 characters of base64url. ``keys.json`` has
+its SHA-256, without salt or slow hash: nobody guesses 256 random bits. Only the last 43 characters
+are checked: clients differ in the prefix that they accept, which a user may therefore change (the
+Tinker SDK takes ``tml-``, others ``sk-``).
 
 A server reads the file again when it has changed. The commands replace the file as a whole, with
 permissions for its owner only, one command at a time.
@@ -16,7 +16,6 @@ import contextlib
 import datetime
 import fcntl
 import hashlib
-import hmac
 import os
 import re
 import secrets
@@ -80,11 +79,6 @@ class Key(pydantic.BaseModel):
     hash: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
     created: AwareDatetime
     expires: AwareDatetime | None = None
-    note: str = ""
-
-    def expired(self, now: float) -> bool:
-        """Returns whether the key has expired at ``now``, seconds since 1970."""
-        return self.expires is not None and now >= self.expires.timestamp()
 
 
 _KEYS = pydantic.TypeAdapter(list[Key])
@@ -104,34 +98,30 @@ class ReloadedFile(Generic[T]):
         self._value: T | None = None
 
     def get(self) -> T:
-        """Returns the content, at most ``CHECK_S`` seconds old.
-
-        Raises:
-            UserError: it cannot be read.
-        """
+        """Returns the content, at most ``CHECK_S`` seconds old. Raises ``UserError``."""
         if self._monotonic() - self._checked >= CHECK_S:
             self._checked = self._monotonic()
-            self._check()
+            try:
+                self._check()
+            except OSError as error:
+                self._version = None
+                self._problem = (
+                    f"{self._path} cannot be read ({error.strerror}): let the server's user read it"
+                )
+            except UserError as error:
+                self._problem = str(error)
         if self._problem:
             raise UserError(self._problem)
         return self._value  # type: ignore[return-value]
 
     def _check(self) -> None:
-        try:
-            version = ()
-            with contextlib.suppress(FileNotFoundError):
-                status = self._path.stat()
-                version = status.st_ino, status.st_mtime_ns, status.st_size, status.st_mode
-            if version != self._version:
-                self._version = version
-                self._value, self._problem = self._read(), ""
-        except OSError as error:
-            self._version = None
-            self._problem = (
-                f"{self._path} cannot be read ({error.strerror}): let the server's user read it"
-            )
-        except UserError as error:
-            self._problem = str(error)
+        version = ()
+        with contextlib.suppress(FileNotFoundError):
+            status = self._path.stat()
+            version = status.st_ino, status.st_mtime_ns, status.st_size, status.st_mode
+        if version != self._version:
+            self._version = version
+            self._value, self._problem = self._read(), ""
 
 
 class Keys:
@@ -143,7 +133,7 @@ class Keys:
 
     Raises:
         UserError: the file is missing, cannot be read, is malformed, or is writable by others than
-            its owner.
+            its owner. ``find`` and ``by_id`` raise it when it has become so: no key is valid then.
     """
 
     def __init__(
@@ -160,34 +150,25 @@ class Keys:
     def find(self, secret: str) -> Key | None:
         """Returns the key of a secret or of a token; None if it is unknown, revoked or expired.
 
-        Hashes are compared in constant time among keys with the same first four bytes. These leak
-        nothing: a client can compute the hash of a guess, but not a guess for a hash.
-
-        Raises:
-            UserError: as at construction, of a file that has changed since. Then no key is valid.
+        Keys are looked up by hash: a client can compute the hash of a guess, but not a guess for a
+        hash, so that the time of a look-up tells nothing.
         """
-        by_start, by_id = self._file.get()
+        by_hash, by_id = self._file.get()
         if is_token(secret):
             return self._valid(by_id.get(self.tokens.key_of(secret) or ""))
-        digest, found = _digest(secret) or b"", None
-        for key in by_start.get(digest[:4], []):
-            if hmac.compare_digest(bytes.fromhex(key.hash), digest):
-                found = key
-        return self._valid(found)
+        return self._valid(by_hash.get(_hash(secret)) if _SECRET.fullmatch(secret) else None)
 
     def by_id(self, id: str) -> Key | None:
-        """Returns a key by id; None if it was revoked or has expired.
-
-        Raises:
-            UserError: as ``find``.
-        """
+        """Returns a key by id; None if it was revoked or has expired."""
         return self._valid(self._file.get()[1].get(id))
 
     def _valid(self, key: Key | None) -> Key | None:
-        return None if key is None or key.expired(self._clock()) else key
+        if key is None or key.expires is None or self._clock() < key.expires.timestamp():
+            return key
+        return None
 
-    def _read(self) -> tuple[dict[bytes, list[Key]], dict[str, Key]]:
-        """Returns keys by the first bytes of their hashes, and by id."""
+    def _read(self) -> tuple[dict[str, Key], dict[str, Key]]:
+        """Returns keys by hash, and by id."""
         path = self._folder / FILE
         if not path.exists():
             raise UserError(
@@ -199,11 +180,12 @@ class Keys:
                 f"{path} may be written by others (mode {path.stat().st_mode & 0o777:o}): chmod 600"
                 f" {path}"
             )
-        by_start: dict[bytes, list[Key]] = {}
         keys = read(self._folder)
-        for key in keys:
-            by_start.setdefault(bytes.fromhex(key.hash)[:4], []).append(key)
-        return by_start, {key.id: key for key in keys}
+        return {key.hash: key for key in keys}, {key.id: key for key in keys}
+
+
+def _hash(secret: str) -> str:
+    return hashlib.sha256(secret[-CHARACTERS:].encode()).hexdigest()
 
 
 def read(folder: Path) -> list[Key]:
@@ -223,38 +205,26 @@ def read(folder: Path) -> list[Key]:
 
 
 def add(
-    folder: Path,
-    tenant: str,
-    scopes: Iterable[str],
-    *,
-    days: float | None = None,
-    note: str = "",
-    prefix: str = PREFIX,
+    folder: Path, tenant: str, scopes: Iterable[str], *, days: float | None = None
 ) -> tuple[Key, str]:
-    """Makes a key and stores its hash. Returns the stored key and the secret, which is not stored.
-
-    Args:
-        days: until it expires.
-        prefix: start of the secret.
+    """Makes a key that expires after ``days``, and stores its hash. Returns the stored key and the
+    secret, which is not stored.
 
     Raises:
-        UserError: a bad tenant, scope, prefix or number of days, or a bad file.
+        UserError: a bad tenant, scope or number of days, or a bad file.
     """
-    if not re.fullmatch(r"[A-Za-z0-9_-]{0,32}", prefix):
-        raise UserError(f"prefix is {prefix!r}; expected up to 32 letters, digits, '_' or '-'")
     if days is not None and not 0 < days <= 36_500:
         raise UserError(f"days is {days}; expected a number above 0 and at most 36500")
     scopes = _check_scopes(tuple(dict.fromkeys(scopes)))
     now = datetime.datetime.now(datetime.UTC)
-    secret = prefix + secrets.token_urlsafe(32)
+    secret = PREFIX + secrets.token_urlsafe(32)
     key = Key(
         id=secrets.token_hex(6),
         tenant=check_tenant(tenant),
         scopes=scopes,
-        hash=hashlib.sha256(secret[-CHARACTERS:].encode()).hexdigest(),
+        hash=_hash(secret),
         created=now,
         expires=None if days is None else now + datetime.timedelta(days=days),
-        note=note,
     )
     with locked(folder):
         _write(folder, [*(read(folder) if (folder / FILE).exists() else []), key])
@@ -277,13 +247,6 @@ def revoke(folder: Path, id: str) -> Key:
         f"{folder / FILE} has no key {id!r}: see python -m mint_jax.service.keys list --folder"
         f" {folder}"
     )
-
-
-def _digest(secret: str) -> bytes | None:
-    """Returns the hash of a key's last characters; None for a text that cannot be a key."""
-    if not _SECRET.fullmatch(secret):
-        return None
-    return hashlib.sha256(secret[-CHARACTERS:].encode()).digest()
 
 
 @contextlib.contextmanager
@@ -321,9 +284,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     adding.add_argument("--tenant", required=True, help="owner of what is made with the key")
     adding.add_argument("--scopes", required=True, help=f"some of {','.join(SCOPES)}")
     adding.add_argument("--days", type=float, help="days until it expires")
-    adding.add_argument("--note", default="", help="purpose of the key")
-    prefix_help = "start of the key: tml-... for the Tinker SDK, sk-... for others"
-    adding.add_argument("--prefix", default=PREFIX, help=prefix_help)
     listing = commands.add_parser("list", help="print all keys, without their secrets")
     revoking = commands.add_parser("revoke", help="remove a key")
     revoking.add_argument("id", help="as `list` prints it")
@@ -333,11 +293,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if given.command == "add":
             scopes = [scope.strip() for scope in given.scopes.split(",")]
-            options = {"days": given.days, "note": given.note, "prefix": given.prefix}
-            key, secret = add(given.folder, given.tenant, scopes, **options)
-            scopes = ", ".join(key.scopes)
-            about = f"key {key.id} of tenant {key.tenant}: {scopes}; it is shown this once"
-            print(about, file=sys.stderr)
+            key, secret = add(given.folder, given.tenant, scopes, days=given.days)
+            about = f"key {key.id} of tenant {key.tenant}: {', '.join(key.scopes)}"
+            print(f"{about}; it is shown this once", file=sys.stderr)
             print(secret)
         elif given.command == "revoke":
             key = revoke(given.folder, given.id)
@@ -345,7 +303,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             for key in read(given.folder):
                 scopes, expires = ",".join(key.scopes), key.expires or "-"
-                print(key.id, key.tenant, scopes, key.created, expires, key.note, sep="\t")
+                print(key.id, key.tenant, scopes, key.created, expires, sep="\t")
     except (UserError, OSError) as error:
         print(error, file=sys.stderr)
         return 2

@@ -8,7 +8,7 @@ another tenant's object 404.
 import asyncio
 import json
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from starlette.requests import Request
@@ -23,9 +23,9 @@ from mint_jax.service.errors import LONGEST_REASON, reason_of
 from mint_jax.service.futures import Conflict
 from mint_jax.service.handlers import body_of, off_loop, tenant_of
 from mint_jax.service.server import Server
-from mint_jax.service.tinker_sessions import REASONS
 from mint_jax.service.tinker_types import (
     MAX_METADATA,
+    REASONS,
     AdamParams,
     CreateModel,
     CreateSession,
@@ -66,6 +66,15 @@ ADAM = {  # the optimizer's name and Tinker's default of each of ``AdamParams``
 }
 
 
+def _constant(value: dict[str, Any]) -> Callable[[Any, Request], Awaitable[Response]]:
+    """Returns a handler that always answers the same."""
+
+    async def handler(self: Any, request: Request) -> Response:
+        return JSONResponse(value)
+
+    return handler
+
+
 class Tinker:
     """The handlers of one server."""
 
@@ -74,17 +83,10 @@ class Tinker:
 
     # -- handshake and sessions
 
-    async def client_config(self, request: Request) -> Response:
-        return JSONResponse(CLIENT_CONFIG)
-
-    async def dynamic_config(self, request: Request) -> Response:
-        return JSONResponse(DYNAMIC_CONFIG)
-
-    async def healthz(self, request: Request) -> Response:
-        return JSONResponse({"status": "ok"})
-
-    async def telemetry(self, request: Request) -> Response:
-        return JSONResponse({"status": "accepted"})
+    client_config = _constant(CLIENT_CONFIG)
+    dynamic_config = _constant(DYNAMIC_CONFIG)
+    healthz = _constant({"status": "ok"})
+    telemetry = _constant({"status": "accepted"})
 
     async def get_server_capabilities(self, request: Request) -> Response:
         context = self.server.base.cfg.context
@@ -220,9 +222,8 @@ class Tinker:
         model = self._model(tenant, message.model_id)
 
         def make() -> Call:
-            batch = message.batch()
-            spans = [one.model_input for one in batch.spans]
-            return self.server.sequences.with_routes(batch.call, spans, tenant)
+            call, spans = message.batch()
+            return self.server.sequences.with_routes(call, spans, tenant)
 
         call = await off_loop(len(body), lambda: _call(make))
         return await self._submit(model.id, tenant, message.seq_id, call)

@@ -1,33 +1,40 @@
-"""Tinker's REST endpoints: lists of runs, sessions and checkpoints, and checkpoints published,
-copied, deleted and downloaded.
+"""Tinker's REST endpoints: lists of runs, sessions and checkpoints; sessions searched, moved into
+projects and exported as a trace; checkpoints published, copied, deleted and downloaded.
+
+A project is only a label here: a tenant has access to all projects.
 """
 
 import asyncio
-import io
+import datetime
+import itertools
 import json
-import tarfile
-from email.utils import formatdate
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 
-from mint_jax import params as params_lib
-from mint_jax.catalog.packed import unpack
 from mint_jax.digest import blake3_of
 from mint_jax.errors import UserError
 from mint_jax.service import checkpoints, external
-from mint_jax.service.book import Checkpoint, Model, NotFound, iso
+from mint_jax.service.book import Checkpoint, Model, NotFound, Session, iso
 from mint_jax.service.handlers import body_of, tenant_of
 from mint_jax.service.queries import MAX_LISTED, PageQuery, RunsQuery, query_of
 from mint_jax.service.server import Server
-from mint_jax.service.tinker_sessions import TRACE, trace_of
-from mint_jax.service.tinker_types import CopyWeights, SetTtl, WeightsInfo
+from mint_jax.service.tinker_types import (
+    REASONS,
+    AssignProject,
+    CopyWeights,
+    SearchSessions,
+    SetTtl,
+    Status,
+    WeightsInfo,
+)
 from mint_jax.service.validation import wrong
-from mint_jax.train.host_state import HostState
 
-# a link's file name; the archive is made when the link is followed
-ARCHIVE = "archive.tar"
+TRACE = "trace.json"  # a link's file name; the trace is made when the link is followed
+EPOCH = datetime.datetime.fromtimestamp(0, datetime.UTC)
+MICROSECOND = datetime.timedelta(microseconds=1)
 
 
 class Rest:
@@ -80,6 +87,55 @@ class Rest:
         notes = {name: found.details.get(name) for name in ("user_metadata", "display_name")}
         runs, samplers = book.models_of(tenant, found.id), book.samplers_of(tenant, found.id)
         return JSONResponse({"training_run_ids": runs, "sampler_ids": samplers} | notes)
+
+    async def search(self, request: Request) -> Response:
+        """Answers with a page of the tenant's sessions that match, newest first."""
+        query, tenant = await body_of(SearchSessions, request), tenant_of(request)
+        limit, after = query.limit or 50, query.cursor
+        owner = query.owner
+        owners = [tenant] if owner is None or owner.type != "user" else owner.owner_urns
+        if owners is None:
+            raise wrong("owner.owner_urns", None, "a list of owners")
+        every = sorted(self.server.book.sessions(tenant), key=_place, reverse=True)
+        every = every if tenant in owners else []
+        if after is not None:
+            end = (after.last_created_at - EPOCH) // MICROSECOND, after.last_session_id
+            every = [one for one in every if _place(one) < end]
+        found = list(itertools.islice((one for one in every if _fits(query, one)), limit + 1))
+        page, cursor = [self._summary(one) for one in found[:limit]], None
+        if len(found) > limit:
+            last = page[-1]
+            cursor = {"last_created_at": last["created_at"], "last_session_id": last["session_id"]}
+        return JSONResponse({"sessions": page, "next_cursor": cursor})
+
+    def _summary(self, session: Session) -> dict[str, Any]:
+        count, nbytes = self.server.book.checkpoint_totals(session.tenant, session.id)
+        notes = session.details
+        return {
+            "session_id": session.id,
+            "created_at": (EPOCH + _place(session)[0] * MICROSECOND).isoformat(),
+            "owner": session.tenant,
+            "project_id": notes.get("project_id") or "",
+            "status": _status(session),
+            "checkpoints_count": count,
+            "checkpoint_storage_bytes": nbytes,
+            "display_name": notes.get("display_name"),
+            "user_metadata": notes.get("user_metadata"),
+        }
+
+    async def project(self, request: Request) -> Response:
+        """Moves a session, and with it its runs, into a project."""
+        session = self.server.book.session(tenant_of(request), request.path_params["session"])
+        project = (await body_of(AssignProject, request)).project_id
+        self.server.book.update_session(session, project_id=project[:1000])
+        return JSONResponse({})
+
+    async def trace_export(self, request: Request) -> Response:
+        """Answers with a link to the session's timeline, valid without a key for an hour."""
+        session = self.server.book.session(tenant_of(request), request.path_params["session"])
+        token = self.server.links.make(f"{session.tenant}/{session.id}", TRACE)
+        url = request.url_for("file", token=token)
+        return JSONResponse({"status": "ready", "url": str(url)})
 
     # -- checkpoints
 
@@ -137,38 +193,12 @@ class Rest:
             {"urls": made, "expires": iso(self.server.book.clock() + external.LINK_S)}
         )
 
-    async def archive(self, request: Request) -> Response:
-        """Redirects old SDKs to a tar of the adapter in PEFT's format, for an hour."""
-        row, links = self._row(request), self.server.links
-        if row.kind != "sampler_weights":
-            raise UserError(
-                f"{row.path} has no archive; sampler weights have one, which"
-                " save_weights_for_sampler makes"
-            )
-        where = request.url_for("file", token=links.make(row.digest, ARCHIVE))
-        until = formatdate(self.server.book.clock() + external.LINK_S, usegmt=True)
-        return Response(status_code=302, headers={"location": str(where), "expires": until})
-
-    def _tar(self, digest: str) -> bytes:
-        adapter, schema = unpack(self.server.checkpoints.fetch(digest))
-        state = HostState(schema.config, {"factors": dict(params_lib.leaves_with_path(adapter))})
-        out = io.BytesIO()
-        with tarfile.open(fileobj=out, mode="w") as tar:
-            for name, data in external.files_of(state, self.server.base, self.server.specs).items():
-                entry = tarfile.TarInfo(name)
-                entry.size = len(data)
-                tar.addfile(entry, io.BytesIO(data))
-        return out.getvalue()
-
     async def file(self, request: Request) -> Response:
         path = self.server.links.follow(request.path_params["token"])
         if path.name == TRACE:
             tenant, session = path.parent.parent.name, path.parent.name
             trace = await asyncio.to_thread(trace_of, self.server, tenant, session)
             return Response(trace, media_type="application/json")
-        if path.name == ARCHIVE:
-            archive = await asyncio.to_thread(self._tar, path.parent.name)
-            return Response(archive, media_type="application/x-tar")
         if not path.is_file():
             raise NotFound("the checkpoint of this link was deleted: save another one")
         return FileResponse(path, media_type="application/octet-stream", filename=path.name)
@@ -234,3 +264,79 @@ def _listed(name: str, found: list[Any], offset: int, limit: int, count: int) ->
 def _page(query: PageQuery) -> tuple[int, int]:
     """Returns limit and offset."""
     return min(query.limit, MAX_LISTED), query.offset
+
+
+def trace_of(server: Server, tenant: str, id: str) -> bytes:
+    """Returns a session's timeline in Chrome's trace format, for https://ui.perfetto.dev.
+
+    There is a row for each model, with its lifetime, its updates with loss and gradient norm, and
+    its checkpoints, and one for each sampler. Times of single requests are not kept.
+    """
+    book = server.book
+    session, events = book.session(tenant, id), []
+    now = book.clock()
+
+    def add(row: int, kind: str, name: str, at: float, args: Any, **more: Any) -> None:
+        event = {"pid": 1, "tid": row, "ph": kind, "name": name, "ts": round(1e6 * at)}
+        events.append(event | {"args": args} | more)
+
+    def life(row: int, name: str, begin: float, end: float | None, args: Mapping[str, Any]) -> None:
+        add(row, "M", "thread_name", 0, {"name": name})
+        end = now if end is None else end
+        add(row, "X", name, begin, args, dur=round(1e6 * (end - begin)))
+
+    life(0, f"session {id}", session.created, session.ended, session.details)
+    rows = 0
+    for rows, name in enumerate(book.models_of(tenant, id), 1):
+        model = book.model(tenant, name)
+        life(rows, model.id, model.created, model.ended, {"rank": model.details.get("rank")})
+        for number, point in server.curves.of(model.id, 10_000):
+            args = {"number": number, "loss": point.loss, "grad_norm": point.grad_norm}
+            add(rows, "i", "update", point.at, args, s="t")
+        for saved in book.checkpoints(tenant, model.id):
+            name, args = f"{saved.kind}/{saved.name}", {"bytes": saved.nbytes}
+            add(rows, "i", name, saved.created, args, s="t")
+    for row, name in enumerate(book.samplers_of(tenant, id), rows + 1):
+        sampler = server.sampler(tenant, name)
+        life(row, sampler.id, sampler.created, session.ended, {"path": sampler.path})
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}).encode()
+
+
+def _place(session: Session) -> tuple[int, str]:
+    """Returns the sort key of a session: creation in microseconds, as in a cursor, and id."""
+    return round(1e6 * session.created), session.id
+
+
+def _status(session: Session) -> dict[str, Any] | None:
+    """Returns a session's status; None if it ended without a request of its client."""
+    if session.ended is None:
+        return {"type": "active"}
+    reason, detail = session.details.get("finished"), session.details.get("detail")
+    finished = {"type": "client_finished", "reason": {"type": reason}, "detail": detail}
+    return None if reason is None else finished
+
+
+def _fits(query: SearchSessions, session: Session) -> bool:
+    """Returns whether a session matches a search: all filters, and one of id and name."""
+    notes = session.details
+    metadata = notes.get("user_metadata") or {}
+    if query.project_ids is not None and notes.get("project_id") not in query.project_ids:
+        return False
+    if any(metadata.get(key) != value for key, value in (query.user_metadata or {}).items()):
+        return False
+    status = _status(session)
+    if query.statuses is not None and not any(_has(one, status) for one in query.statuses):
+        return False
+    if query.session_id is None and query.display_name is None:
+        return True
+    name, words = (notes.get("display_name") or "").lower(), query.display_name
+    named = words is not None and all(word in name for word in words.lower().split())
+    return named or session.id == query.session_id
+
+
+def _has(wanted: Status, found: Mapping[str, Any] | None) -> bool:
+    """Returns whether a session has a status; none has failed or was cancelled here."""
+    if found is None or found["type"] != wanted.type:
+        return False
+    reasons = REASONS if wanted.reasons is None else wanted.reasons
+    return wanted.type != "client_finished" or found["reason"]["type"] in reasons

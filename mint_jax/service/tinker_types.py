@@ -12,6 +12,7 @@ from pydantic import AfterValidator, AwareDatetime, Field
 
 from mint_jax.service.validation import Body, Number, Place, SeqId, Text
 
+REASONS = ("success", "errored", "interrupted")  # of clients that finish a session
 MAX_METADATA = 1 << 16  # bytes of JSON of a user's notes
 Amount = Annotated[float, Field(ge=0, le=3.4028234663852886e38)]
 Share = Annotated[float, Field(ge=0, lt=1)]

@@ -6,7 +6,6 @@ thirty. The constants are sizes of CPython 3.11's objects and of upb's messages.
 bounds; ``tests/service/weight_test.py`` measures by how much.
 """
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +19,23 @@ FIELDS = 1 << 20  # of protobuf: 25 times that
 _OBJECT, _LIST, _NUMBER, _KEY, _QUOTE = 200, 100, 96, 48, 32
 # bytes of a protobuf field, and of a message of the outermost lists, which becomes a datum
 _FIELD, _ROW = 128, 1024
+
+
+_NUMBERS: Mapping[int, Any] = {-1: None}  # of a field of many numbers
+
+
+def _fields(descriptor: Any) -> Mapping[int, Any]:
+    """Returns the fields of a message that hold messages or many numbers: number -> the same table
+    of the held message.
+    """
+    return {
+        field.number: _fields(field.message_type) if field.message_type else _NUMBERS
+        for field in descriptor.fields
+        if field.message_type or field.is_repeated
+    }
+
+
+_INNER = _fields(messages.ForwardBackwardRequest.DESCRIPTOR)
 
 
 def of_json(body: bytes) -> int:
@@ -49,17 +65,14 @@ def of_json(body: bytes) -> int:
     )
 
 
-def of_protobuf(body: bytes, message: str = "ForwardBackwardRequest") -> int:
+def of_protobuf(body: bytes) -> int:
     """Returns bytes of the parsed message and its arrays, in addition to the body's own.
-
-    Args:
-        message: name in ``wire.messages``.
 
     Raises:
         TooLarge: it has more than ``FIELDS`` fields and numbers.
         UserError: the bytes are not such a message.
     """
-    outermost = inner = _inner(message)
+    outermost = inner = _INNER
     count, rows, at, end = 0, 0, 0, len(body)
     # ends and fields of the messages around this one
     above: list[tuple[int, Mapping[int, Any]]] = []
@@ -88,8 +101,8 @@ def of_protobuf(body: bytes, message: str = "ForwardBackwardRequest") -> int:
                 at += 8 if form == 1 else 4
             else:
                 raise UserError(
-                    f"the body is no {message} (it has a field of wire type {form}): send the"
-                    " message whole"
+                    f"the body is no ForwardBackwardRequest (it has a field of wire type {form}):"
+                    " send the message whole"
                 )
             if at > end:
                 raise IndexError
@@ -99,28 +112,9 @@ def of_protobuf(body: bytes, message: str = "ForwardBackwardRequest") -> int:
                 )
     except IndexError:
         raise UserError(
-            f"the body is no {message} (it ends within a field): send the message whole"
+            "the body is no ForwardBackwardRequest (it ends within a field): send the message whole"
         ) from None
     return 4 * len(body) + _FIELD * count + _ROW * rows
-
-
-_NUMBERS: Mapping[int, Any] = {-1: None}  # of a field of many numbers
-
-
-@functools.cache
-def _inner(message: str) -> Mapping[int, Any]:
-    """Returns the fields of a message that hold messages or many numbers: field number -> the same
-    table of the held message.
-    """
-    found: dict[int, Any] = {}
-    for row in messages.MESSAGES[message].split(","):
-        number, _, kind = row.split()
-        of = kind.partition("|")[0].removeprefix("map:").lstrip("*?")
-        if of in messages.MESSAGES:
-            found[int(number)] = {2: _inner(of)} if kind.startswith("map:") else _inner(of)
-        elif kind.startswith("*") and of not in ("string", "bytes"):
-            found[int(number)] = _NUMBERS
-    return found
 
 
 def _varint(body: bytes, at: int) -> tuple[int, int]:

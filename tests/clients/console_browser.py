@@ -138,39 +138,7 @@ def moves(browser: Browser, told: dict) -> None:
     expect(page.get_by_role("status").first).to_contain_text("Rolled back")
     expect(serving.locator("td").first).to_have_text("3")
     person.check("after moves")
-
-    stale = Person(browser, told, "ann")
-    old = stale.go("/console/policies/ann/chat").locator(
-        "tr", has=stale.page.get_by_role("rowheader", name="serving", exact=True)
-    )
-    old.locator("summary").click()
-    old.get_by_label("Reason").fill("also me")
-    page.locator("tr", has=form).locator("summary").click()
-    form.get_by_label("Reason").fill("again")
-    form.get_by_role("button").click()
-    expect(serving.locator("td").first).to_have_text("2")
-    old.get_by_role("button").click()
-    expect(stale.page.get_by_role("alert")).to_contain_text("meanwhile")
-
-    reader = Person(browser, told, "reader")
-    reader.go("/console/policies/ann/chat")
-    expect(reader.page.get_by_role("alert")).to_contain_text("there is no policy")
     print("moves", flush=True)
-
-
-def searches(browser: Browser, told: dict) -> None:
-    person = Person(browser, told, "ann")
-    page = person.go("/console/policies")
-    page.keyboard.press("/")
-    page.keyboard.type("short", delay=20)
-    expect(page.locator("tbody tr")).to_have_count(1)
-    expect(page.locator("tbody a")).to_have_text("ann/chat-short")
-    expect(page).to_have_url(re.compile("match=short"))
-    page.go_back()
-    expect(page.locator("tbody a", has_text="bob/secret")).to_have_count(0)
-    expect(page.locator("tbody tr")).to_have_count(4)
-    person.check("search")
-    print("search", flush=True)
 
 
 def with_keys_alone(browser: Browser, told: dict) -> None:
@@ -205,23 +173,6 @@ def with_keys_alone(browser: Browser, told: dict) -> None:
     print("keys", flush=True)
 
 
-def lives(browser: Browser, told: dict) -> None:
-    """The server's page looks again, until it is told to pause."""
-    person = Person(browser, told, "root")
-    page = person.go("/console/server")
-    with page.expect_response(
-        lambda response: response.url.endswith("/console/server"), timeout=8000
-    ):
-        pass
-    page.get_by_role("button", name="Pause").click()
-    asked: list[str] = []
-    page.on("request", lambda request: asked.append(request.url))
-    page.wait_for_timeout(4000)
-    assert not asked
-    person.check("server")
-    print("live", flush=True)
-
-
 def plays(browser: Browser, told: dict, pictures: Path | None) -> None:
     """Two answers: the base beside a revision, both of themselves alike, one that is not there."""
     person = Person(browser, told, "ann")
@@ -251,26 +202,6 @@ def plays(browser: Browser, told: dict, pictures: Path | None) -> None:
     print("playground", flush=True)
 
 
-def leaves(browser: Browser, told: dict) -> None:
-    """A wrong key, and what is left after signing out."""
-    page = browser.new_context().new_page()
-    page.goto(told["url"] + "/console/server")
-    page.get_by_label("API key").fill("tml-" + "x" * 43)
-    page.get_by_role("main").get_by_role("button", name="Sign in").click()
-    expect(page.get_by_role("alert")).to_contain_text("unknown")
-    page.get_by_label("API key").fill(told["keys"]["root"])
-    page.get_by_role("main").get_by_role("button", name="Sign in").click()
-    expect(page).to_have_url(told["url"] + "/console/server")  # where it wanted to go
-    [cookie] = [one for one in page.context.cookies() if one["name"] == "mint_console"]
-    assert (cookie["httpOnly"], cookie["sameSite"]) == (True, "Strict")
-    assert page.evaluate("document.cookie") == ""
-    page.get_by_role("button", name="Sign out").click()
-    expect(page.get_by_label("API key")).to_be_visible()
-    page.goto(told["url"] + "/console/policies")
-    expect(page.get_by_label("API key")).to_be_visible()
-    print("sessions", flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--server", required=True, help="the Python that has mint_jax")
@@ -293,11 +224,8 @@ def main() -> None:
         browser = playwright.chromium.launch(executable_path=given.chromium, args=["--no-sandbox"])
         looks(browser, told, given.pictures)
         moves(browser, told)
-        searches(browser, told)
         with_keys_alone(browser, told)
-        lives(browser, told)
         plays(browser, told, given.pictures)
-        leaves(browser, told)
         browser.close()
 
 

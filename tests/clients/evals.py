@@ -1,4 +1,4 @@
-"""Evaluation harnesses and a fuzzer of others against a server of ours over
+"""A third-party evaluation harness and fuzzer against a server of ours over
 loopback: ``make test-evals``.
 
 Each is in an environment of its own, with the versions of ``constraints/evals-NAME-py311.txt``. One
@@ -6,8 +6,6 @@ line tells of each what held, the last line is a JSON object of all; the exit co
 failed.
 
 lm_eval        choices, rolling and generated texts: scores and texts are those of our own model
-inspect_ai     a task over the ``openai-api`` provider: answers are ours, with log-probabilities;
-               the accuracy is known before
 schemathesis   requests by /openapi.json, right and wrong ones: no 5xx, no answer that the document
                does not have
 """
@@ -23,7 +21,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import inspect_ai_answers
 import lm_eval_scores
 import schemathesis_calls
 from foreign import Foreign
@@ -35,7 +32,6 @@ BASE = "tiny-random"
 SERVE = ("-m", "mint_jax.launch", "--config=configs/serve.py:ci", "--config.port=0")
 CHECKS: dict[str, Callable[[Foreign], str]] = {
     "lm_eval": lm_eval_scores.check,
-    "inspect_ai": inspect_ai_answers.check,
     "schemathesis": schemathesis_calls.check,
 }
 

@@ -17,37 +17,21 @@ from mint_jax.rollout.score import Scorer
 
 CLOSE = 2e-3  # of a sum of log-probabilities: float32, in batches of other shapes
 CHOICES = [
-    {
-        "question": "The capital of France is",
-        "choices": ["Paris", "a long way from the sea", "42"],
-        "label": 0,
-    },
-    {"question": "Two and two make", "choices": ["four", "five", "日本"], "label": 0},
-    {
-        "question": "Snow is\n\nusually",
-        "choices": ["white", "black", "of another colour than milk"],
-        "label": 0,
-    },
+    {"question": question, "choices": choices, "label": 0}
+    for question, choices in (
+        ("The capital of France is", ["Paris", "a long way from the sea", "42"]),
+        ("Two and two make", ["four", "five", "日本"]),
+        ("Snow is\n\nusually", ["white", "black", "of another colour than milk"]),
+    )
 ]
-TEXTS = [
-    {"text": "A stone that lies in the river does not move."},
-    {"text": "one two three four five six seven"},
-]
-PROMPTS = [
-    {"prompt": "The river"},
-    {"prompt": "Once upon a time there was"},
-    {"prompt": "def main():"},
-]
+TEXTS = [{"text": "A stone in the river does not move."}, {"text": "one two three four five six"}]
+PROMPTS = [{"prompt": one} for one in ("The river", "Once upon a time there was", "def main():")]
 STOPS, TOKENS = ["\n\n", "the", "."], 12
 TASKS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
     "mint_choice": (
         CHOICES,
-        {
-            "output_type": "multiple_choice",
-            "doc_to_text": "{{question}}",
-            "doc_to_choice": "{{choices}}",
-            "doc_to_target": "{{label}}",
-        }
+        {"output_type": "multiple_choice", "doc_to_text": "{{question}}"}
+        | {"doc_to_choice": "{{choices}}", "doc_to_target": "{{label}}"}
         | {"metric_list": [{"metric": "acc"}]},
     ),
     "mint_rolling": (
@@ -57,12 +41,8 @@ TASKS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
     ),
     "mint_generate": (
         PROMPTS,
-        {
-            "output_type": "generate_until",
-            "doc_to_text": "{{prompt}}",
-            "doc_to_target": "",
-            "metric_list": [{"metric": "exact_match"}],
-        }
+        {"output_type": "generate_until", "doc_to_text": "{{prompt}}", "doc_to_target": ""}
+        | {"metric_list": [{"metric": "exact_match"}]}
         | {"generation_kwargs": {"until": STOPS, "max_gen_toks": TOKENS, "do_sample": False}},
     ),
 }
@@ -123,31 +103,14 @@ def _run(client: Foreign) -> None:
     for name, (rows, task) in TASKS.items():
         data = folder / f"{name}.jsonl"
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        source = {
-            "task": name,
-            "dataset_path": "json",
-            "dataset_kwargs": {"data_files": {"test": str(data)}},
-            "test_split": "test",
-        }
+        source: dict[str, Any] = {"task": name, "dataset_path": "json", "test_split": "test"}
+        source["dataset_kwargs"] = {"data_files": {"test": str(data)}}
         (folder / f"{name}.yaml").write_text(json.dumps(source | task))  # JSON is YAML
-    options = {
-        "model": client.base,
-        "base_url": f"{client.url}/v1/completions",
-        "tokenizer": client.tokenizer,
-    }
-    options |= {"num_concurrent": 2, "max_retries": 1, "max_length": 512}
-    given = ",".join(f"{name}={value}" for name, value in options.items())
-    told = [
-        "--model_args",
-        given,
-        "--tasks",
-        ",".join(TASKS),
-        "--include_path",
-        folder,
-        "--output_path",
-        folder / "out",
-    ]
-    client.call("lm_eval", "run", "--model", "local-completions", *told, "--log_samples")
+    given = f"model={client.base},base_url={client.url}/v1/completions"
+    given += f",tokenizer={client.tokenizer},num_concurrent=2,max_retries=1,max_length=512"
+    more = ("--model_args", given, "--tasks", ",".join(TASKS), "--include_path", folder)
+    more += ("--output_path", folder / "out", "--log_samples")
+    client.call("lm_eval", "run", "--model", "local-completions", *more)
 
 
 def _samples(folder: Path, name: str) -> list[tuple[dict[str, str], Any]]:

@@ -14,11 +14,13 @@ from typing import Any
 from foreign import Foreign
 from run import need
 
-SEED, EXAMPLES, MOST = "1", "12", 3
+MOST = 3
 # A right request may still be refused for what a schema cannot say: a token that the vocabulary
 # does not have, a regular expression that is none. That a wrong one is refused is checked.
-LEFT_OUT = "positive_data_acceptance"
 LONG = "/retrieve_futures?$"  # a request that waits for as long as nothing happens
+OPTIONS = f"""--max-examples 12 --seed 1 --request-timeout 120 --exclude-path-regex {LONG}
+--exclude-checks positive_data_acceptance --phases examples,coverage,fuzzing
+--continue-on-failure --no-color --suppress-health-check all"""
 
 
 def check(client: Foreign) -> str:
@@ -29,33 +31,10 @@ def check(client: Foreign) -> str:
     for mode, shown in (("negative", document), ("positive", narrowed(document, client.base))):
         path = client.folder / f"{mode}.json"
         path.write_text(json.dumps(shown))
-        asked = [
-            "--url",
-            client.url,
-            "--mode",
-            mode,
-            "--max-examples",
-            EXAMPLES,
-            "--seed",
-            SEED,
-            "--request-timeout",
-            "120",
-        ]
-        asked += [
-            "--exclude-checks",
-            LEFT_OUT,
-            "--exclude-path-regex",
-            LONG,
-            "--phases",
-            "examples,coverage,fuzzing",
-        ]
-        asked += ["--continue-on-failure", "--no-color", "--suppress-health-check", "all"]
+        asked = ("--url", client.url, "--mode", mode, *OPTIONS.split())
         out = client.call("schemathesis.cli", "run", path, *asked)
         counted = re.search(r"(\d+) generated", out)
-        need(
-            counted is not None, f"schemathesis did not say how many requests it made: {out[-300:]}"
-        )
-        assert counted is not None
+        need(counted is not None, f"schemathesis made no requests: {out[-300:]}")
         told.append(f"{counted[1]} {mode} requests")
     for path in ("/v1/completions", "/v1/chat/completions"):
         need(

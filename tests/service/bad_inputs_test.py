@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from mint_jax.service import keys as keys_
-from mint_jax.service import tinker_futures
+from mint_jax.service import tinker_sampling
 from mint_jax.service.gate import Limits
 from mint_jax.service.keys import SCOPES
 from mint_jax.service.monitoring import state_of
@@ -55,7 +55,7 @@ def folder(tmp_path_factory):
 def tenants(sites, tiny_base, folder):
     secrets = [keys_.add(folder / "keys", tenant, SCOPES)[1] for tenant in ("ann", "bob")]
     with pytest.MonkeyPatch.context() as patch, httpx.Client(timeout=60) as web:
-        patch.setattr(tinker_futures, "POLL_S", 20.0)
+        patch.setattr(tinker_sampling, "POLL_S", 20.0)
         keys = keys_.Keys(folder / "keys")
         site = sites(tiny_base(), folder / "server", keys=keys, limits=LIMITS)
         yield [Tenant(site, secret, web).settle() for secret in secrets]
@@ -102,7 +102,7 @@ def results_of(bob: Tenant, number: int) -> list:
 def before(tenants, bob):
     """Bob's results and the threads before any bad input."""
     threads = {thread.name for thread in threading.enumerate()}
-    assert {"executor", "finisher", "database", "engine", "web"} <= threads
+    assert {"finisher", "database", "engine", "web"} <= threads
     return results_of(bob, 1), threads
 
 
@@ -445,7 +445,7 @@ def mutated(rng: np.random.Generator, body: dict) -> bytes:
 
 def test_random_changes_of_good_bodies(rng, ann, monkeypatch):
     """Each is answered well or as the caller's mistake, and so ends what is accepted."""
-    monkeypatch.setattr(tinker_futures, "POLL_S", 0.2)
+    monkeypatch.setattr(tinker_sampling, "POLL_S", 0.2)
     model = ann.done("create_model", ann.new_model(500))["model_id"]
     routes = [one for one in ROUTES if one not in ("unload_model", "create_model", "load_weights")]
     place, wrong, waiting = 1, [], []

@@ -160,31 +160,21 @@ def test_a_client_that_does_not_read_is_cut(port, endless):
         assert endless.ended.wait(30)
 
 
+GET, EVIL = b"GET /endless HTTP/1.1\r\nHost: ", b"evil.example\r\n"
+
+
 @pytest.mark.parametrize(
     ("head", "status"),
     [
-        (b"GET /endless HTTP/1.1\r\nHost: evil.example\r\n", 403),
-        (b"GET /endless HTTP/1.0\r\n", 403),  # the only version in which a request may name no host
-        # which RFC 9112 puts above the header
+        (GET + EVIL, 403),
+        (b"GET /endless HTTP/1.0\r\n", 403),  # the only version that may name no host
+        # RFC 9112 puts an absolute target above the header
         (b"GET http://evil.example/endless HTTP/1.1\r\nHost: localhost\r\n", 400),
         (b"GET http://localhost/endless HTTP/1.1\r\nHost: evil.example\r\n", 400),
         (b"OPTIONS * HTTP/1.1\r\nHost: localhost\r\n", 400),
-        (b"GET /endless HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n", 400),
-        (
-            (
-                b"GET /endless HTTP/1.1\r\nHost: evil.example\r\nX-Forwarded-Host:"
-                b" localhost\r\nForwarded: host=localhost\r\n"
-            ),
-            403,
-        ),
-        (
-            (
-                b"GET /endless HTTP/1.1\r\nHost: evil.example\r\nUpgrade: websocket\r\nConnection:"
-                b" Upgrade\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key:"
-                b" AAAAAAAAAAAAAAAAAAAAAA==\r\n"
-            ),
-            403,
-        ),
+        (GET + b"localhost\r\nHost: " + EVIL, 400),
+        (GET + EVIL + b"X-Forwarded-Host: localhost\r\nForwarded: host=localhost\r\n", 403),
+        (GET + EVIL + b"Upgrade: websocket\r\nConnection: Upgrade\r\n", 403),
         (b"POST /api/v1/asample HTTP/1.1\r\nHost: [::1]:80\r\nContent-Length: 0\r\n", 200),
     ],
 )

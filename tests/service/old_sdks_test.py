@@ -1,20 +1,10 @@
 """Requests of SDKs before protobuf: JSON alone, ``forward`` on a route of its own, resuming in two
-steps, a tar to download.
+steps.
 """
 
-import datetime
-import io
-import tarfile
-
-import httpx
 import numpy as np
 import pytest
 
-from mint_jax import params as params_lib
-from mint_jax.catalog.packed import unpack
-from mint_jax.lora import peft
-from mint_jax.lora import tree as lora_tree
-from mint_jax.models import hf
 from tests.service.old_wire import adam, datum
 from tests.service.old_wire import old as old
 from tests.service.sites import sites as sites
@@ -63,27 +53,6 @@ def test_training_is_told_in_json(old, rng):
     after = old.train("forward", model, forward_input=told)
     assert after["metrics"]["loss:sum"] < before["metrics"]["loss:sum"], (
         "forward alone adds no gradient, the update follows one"
-    )
-
-
-@pytest.mark.parametrize("optimizer", [{}, {"optimizer": False}, {"optimizer": True}])
-def test_resuming_makes_a_model_and_loads_into_it(old, rng, optimizer):
-    model, told = trained(rng, old), batch(rng, old)
-    path = old.train(
-        "save_weights", model, path=f"state-{optimizer}".replace("'", ""), type="save_weights"
-    )["path"]
-    into = old.create()
-    loaded = old.train("load_weights", into, path=path, **optimizer, type="load_weights")
-    assert (loaded["type"], loaded["path"], loaded["model_id"]) == ("load_weights", path, into)
-    results = []
-    for one in (model, into):
-        passed = old.train("forward_backward", one, forward_backward_input=told)
-        old.train("optim_step", one, **adam(0.05))
-        results.append((logprobs(passed), logprobs(old.train("forward", one, forward_input=told))))
-    np.testing.assert_array_equal(results[0][0], results[1][0])
-    same = np.array_equal(results[0][1], results[1][1])
-    assert same == optimizer.get("optimizer", False), (
-        "its moments come along only where that is asked for"
     )
 
 
@@ -148,31 +117,3 @@ def test_samples_are_told_in_json(old, rng):
     assert [len(place) for place in found["topk_prompt_logprobs"][1:]] == [2] * N
     base = old.result("asample", told | {"base_model": old.server.name, "model_path": None})
     assert not np.allclose(base["prompt_logprobs"][1:], passed, atol=2e-4)
-
-
-def test_an_archive_is_the_adapter_as_peft_has_it(old, rng, tmp_path):
-    model, server = trained(rng, old), old.server
-    path = old.train("save_weights_for_sampler", model, path="kept")["path"]
-    listed = old.get(f"training_runs/{model}/checkpoints").json()["checkpoints"]
-    assert [
-        (one["checkpoint_id"], one["checkpoint_type"], one["tinker_path"]) for one in listed
-    ] == [("sampler_weights/kept", "sampler", path)]
-    told = old.get(f"training_runs/{model}/checkpoints/sampler_weights/kept/archive")
-    assert told.status_code == 302
-    until = datetime.datetime.strptime(
-        told.headers["expires"], "%a, %d %b %Y %H:%M:%S GMT"
-    ).replace(tzinfo=datetime.UTC)
-    assert 0 < (until - datetime.datetime.now(datetime.UTC)).total_seconds() <= 3600
-    with tarfile.open(fileobj=io.BytesIO(httpx.get(told.headers["location"]).content)) as tar:
-        for member in tar.getmembers():  # extractall has no filter before Python 3.11.4
-            (tmp_path / member.name).write_bytes(tar.extractfile(member).read())
-    adapter, schema = unpack(server.checkpoints.fetch(server.checkpoints.digest("default", path)))
-    projections = lora_tree.projections(server.specs, schema.config.targets)
-    read, config = peft.read_peft(
-        tmp_path, hf.module_names(server.base.cfg, list(projections)), projections
-    )
-    assert (config.rank, config.scale) == (schema.config.rank, schema.config.scale)
-    kept, found = (dict(params_lib.leaves_with_path(tree)) for tree in (adapter, read))
-    assert kept.keys() == found.keys()
-    for name, factor in kept.items():
-        np.testing.assert_array_equal(found[name], factor)

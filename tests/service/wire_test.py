@@ -42,7 +42,6 @@ def test_our_messages_are_the_sdks_field_for_field():
             for field in message.field:
                 field.ClearField("json_name")
     named = {message.name: message for message in theirs.message_type}
-    assert {message.name for message in ours.message_type} == set(messages.MESSAGES)
     for message in ours.message_type:
         assert message == named[message.name]
     assert list(ours.enum_type) == list(theirs.enum_type)
@@ -90,7 +89,7 @@ def batch_of(request):
     """The content of a request of the SDK, or of its message."""
     whole = hasattr(request, "SerializeToString")
     body = request.SerializeToString() if whole else proto_body(request)
-    return forward_backward.read(body, PROTO).batch()
+    return forward_backward.read(body, PROTO).batch()[0]
 
 
 def json_of(tensor):
@@ -141,11 +140,11 @@ def test_what_the_sdk_encodes_is_read_back_the_same(loss, content_type, rng):
     body = proto_body(request) if content_type == PROTO else json_body(request)
     message = forward_backward.read(body, content_type)
     assert (message.model_id, message.seq_id) == ("s:train:0", 3)
-    batch = message.batch()
-    assert batch.call.backward
-    assert batch.call.columns is None
-    assert KINDS[batch.call.loss.kind] == loss
-    for datum, t, sent in zip(batch.call.data, tokens, inputs):
+    call, _ = message.batch()
+    assert call.backward
+    assert call.columns is None
+    assert KINDS[call.loss.kind] == loss
+    for datum, t, sent in zip(call.data, tokens, inputs):
         assert (datum.tokens.dtype, datum.targets.dtype, datum.weights.dtype) == (
             np.int32,
             np.int32,
@@ -171,7 +170,7 @@ def test_weights_of_a_sampled_loss_count_and_what_it_does_not_need_is_not_read(r
         "weights": np.float32([0, 1, 2, 0, 1]),
         "sequence_ratio_mask": np.full(5, np.nan, np.float32),
     }
-    (datum,) = batch_of(sdk_request([sdk_datum(np.arange(5), inputs)], "ppo")).call.data
+    (datum,) = batch_of(sdk_request([sdk_datum(np.arange(5), inputs)], "ppo")).data
     np.testing.assert_array_equal(datum.weights, [0, 1, 2, 0, 1])
 
 
@@ -190,7 +189,7 @@ def test_numbers_of_other_types_are_taken_where_they_lose_nothing(rng):
         pb.DTYPE_INT32,
         np.int32([5, 6, 7, 8]).tobytes(),
     )
-    (datum,) = batch_of(message).call.data
+    (datum,) = batch_of(message).data
     np.testing.assert_array_equal(datum.weights, [0, 1, 1, -2])
     np.testing.assert_array_equal(datum.targets, [5, 6, 7, 8])
     halves = torch.tensor([1.5, -0.25, 3.0, 0.0], dtype=torch.bfloat16)
@@ -199,7 +198,7 @@ def test_numbers_of_other_types_are_taken_where_they_lose_nothing(rng):
         halves.view(torch.int16).numpy().tobytes(),
     )
     del sent["weights"].shape[:]  # a shape that is not told is one axis
-    (datum,) = batch_of(message).call.data
+    (datum,) = batch_of(message).data
     np.testing.assert_array_equal(datum.weights, halves.float().numpy())
 
 
@@ -211,9 +210,8 @@ def test_spans_are_kept_as_they_were_sent(rng):
         ],
         [types.SampledProvenanceSpan(sequence_id="b", offset=1, length=6)],
     )
-    (spans,) = batch_of(sdk_request([datum], "ppo")).spans
-    assert spans.model_input == (("prompt", "a", 0, 2), ("sampled", "b", 3, 4))
-    assert spans.loss_fn_inputs == (("sampled", "b", 1, 6),)
+    _, (spans,) = forward_backward.read(proto_body(sdk_request([datum], "ppo")), PROTO).batch()
+    assert spans == (("prompt", "a", 0, 2), ("sampled", "b", 3, 4))
 
 
 def soft_inputs(rng, n, k, listed):
@@ -240,18 +238,17 @@ def test_soft_targets_come_back_in_the_shape_they_were_sent_in(
     lengths = [9, 4]
     data = [sdk_datum(rng.integers(0, V, n), soft_inputs(rng, n, k, listed)) for n in lengths]
     request = sdk_request(data, "cross_entropy")
-    batch = forward_backward.read(
+    call, _ = forward_backward.read(
         proto_body(request) if content_type == PROTO else json_body(request), content_type
     ).batch()
     tables = [-rng.random((n, 4)).astype(np.float32) for n in lengths]
     logprobs = [
-        np.take_along_axis(table, d.targets.astype(int), 1)
-        for table, d in zip(tables, batch.call.data)
+        np.take_along_axis(table, d.targets.astype(int), 1) for table, d in zip(tables, call.data)
     ]
-    body = encoded(batch.call, logprobs, protobuf)
+    body = encoded(call, logprobs, protobuf)
     outputs = decoded(body, protobuf)
     for sent, datum, columns, table, output in zip(
-        data, batch.call.data, batch.call.columns or [None] * len(data), tables, outputs
+        data, call.data, call.columns or [None] * len(data), tables, outputs
     ):
         targets, weights = (
             sent.loss_fn_inputs[name].to_numpy() for name in ("target_tokens", "weights")
@@ -322,7 +319,7 @@ def test_losses_are_the_contracts(loss, config, loss_and_slope, rng):
     sizes = [11, 13]
     inputs = [sampled_inputs(rng, n, loss) for n in sizes]
     request = sdk_request([sdk_datum(np.arange(n), i) for n, i in zip(sizes, inputs)], loss, config)
-    call = batch_of(request).call
+    call = batch_of(request)
     work = TrainRequest("p", call.data, call.loss)
     batch, places = fill([DatumBlock(work, [[0, 1]])], BlockShape(1, 1, 32))
     targets = jax.tree.map(lambda x: jnp.asarray(x[0]), batch.loss)
@@ -383,9 +380,9 @@ def test_outputs_of_ragged_shapes_are_decoded_in_order(protobuf, rng):
         data.append(sdk_datum(np.arange(shape[0]), inputs))
         logprobs.append(-rng.random(shape).astype(np.float32))
     batch = batch_of(sdk_request(data, "cross_entropy"))
-    outputs = decoded(encoded(batch.call, logprobs, protobuf), protobuf)
+    outputs = decoded(encoded(batch, logprobs, protobuf), protobuf)
     assert [set(one) for one in outputs] == [{"logprobs", "elementwise_loss"}] * len(shapes)
-    for one, logp, datum in zip(outputs, logprobs, batch.call.data):
+    for one, logp, datum in zip(outputs, logprobs, batch.data):
         np.testing.assert_array_equal(one["logprobs"], logp)
         np.testing.assert_array_equal(one["elementwise_loss"], -datum.weights * logp)
 
@@ -395,7 +392,7 @@ def test_sampled_losses_answer_log_probabilities_alone_and_numbers_that_are_none
     protobuf, rng
 ):
     request = sdk_request([sdk_datum(np.arange(4), sampled_inputs(rng, 4, "ppo"))], "ppo")
-    call = batch_of(request).call
+    call = batch_of(request)
     logp = np.float32([-1, -np.inf, np.nan, 0])
     (one,) = decoded(encoded(call, [logp], protobuf), protobuf)
     assert set(one) == {"logprobs"}
@@ -404,7 +401,7 @@ def test_sampled_losses_answer_log_probabilities_alone_and_numbers_that_are_none
 
 def test_a_weight_of_nothing_is_no_loss():
     inputs = {"target_tokens": np.arange(2), "weights": np.float32([0, 1])}
-    call = batch_of(sdk_request([sdk_datum(np.arange(2), inputs)], "cross_entropy")).call
+    call = batch_of(sdk_request([sdk_datum(np.arange(2), inputs)], "cross_entropy"))
     (one,) = decoded(encoded(call, [np.float32([-np.inf, -2])], True), True)
     assert one["elementwise_loss"].tolist() == [0, 2]
 
@@ -586,7 +583,7 @@ def sample_body(prompt=(1, 2, 3), session="s", **more):
 
 
 def spec_of(body, context=100, end_ids=(7, 8), seed=11):
-    return samples.Message(body).spec(context, end_ids, seed)
+    return samples.spec_of(body, context, end_ids, seed)
 
 
 def test_a_sample_with_every_setting():

@@ -6,9 +6,10 @@ import math
 from mint_jax.catalog.records import names
 from mint_jax.catalog.records.database import DatabaseFailed
 from mint_jax.errors import UserError
-from mint_jax.service.console.pages import Page, Visit, url_of
+from mint_jax.service.console.pages import Page, Visit, place_of, url_of
 from mint_jax.service.costs import KINDS
 from mint_jax.service.monitoring import state_of
+from mint_jax.service.queries import PageQuery
 from mint_jax.service.server import Server
 
 MODELS = 50  # of a page
@@ -25,10 +26,10 @@ class Operations:
 
     def training(self, visit: Visit) -> Page:
         """Shows a page of the tenant's models, newest first."""
-        book, offset = self.server.book, visit.number("offset") or 0
+        book, offset = self.server.book, visit.fields(PageQuery).offset
         count = book.count_models(visit.tenant)
         models = [
-            (model, url_of(names.full_name(visit.tenant, model.id)), self._place(model.id))
+            (model, url_of(names.full_name(model.tenant, model.id)), place_of(self.server, model))
             for model in book.models(visit.tenant, MODELS, offset)
         ]
         values = {
@@ -39,12 +40,6 @@ class Operations:
             "next": offset + MODELS if offset + MODELS < count else 0,
         }
         return Page("training.html", values)
-
-    def _place(self, model: str) -> str:
-        try:
-            return self.server.live.where(model)
-        except UserError:
-            return "ended"
 
     def costs(self, visit: Visit) -> Page:
         """Shows the policies and tenants with the highest costs; operators see all tenants."""

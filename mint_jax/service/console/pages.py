@@ -6,6 +6,7 @@ server's own files and nothing inline.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import datetime
 import functools
@@ -15,19 +16,22 @@ import mimetypes
 import urllib.parse
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jinja2
+import pydantic
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from mint_jax.errors import UserError
-from mint_jax.service.console.sessions import ROOT, Browsers, same_origin
+from mint_jax.service.book import Model
+from mint_jax.service.console.sessions import ROOT, same_origin
 from mint_jax.service.errors import Forbidden, status_of
+from mint_jax.service.server import Server
+from mint_jax.service.validation import check
 
 HERE = Path(__file__).parent
 THEME = "mint_theme"  # a cookie that the page's own script sets
-TOKEN = "x-console-token"  # a header, where a script sends what a form would
 HEADERS = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:;"
@@ -39,29 +43,28 @@ HEADERS = {
     "vary": "HX-Request, Cookie",
 }
 MAX_FIELDS = 20  # of a form
+T = TypeVar("T", bound=pydantic.BaseModel)
 
 
-@dataclasses.dataclass(frozen=True)
 class Visit:
-    """A browser's request.
+    """A browser's request, with the tenant, scopes and session that the gate found.
 
     Attributes:
-        path, query, form: parts of the path, fields of the query and of the form.
-        tenant, scopes, session: from the gate.
         root: the prefix of all paths.
         part: htmx requests a part of a page.
         theme: ``light`` or ``dark``; empty: the system's.
     """
 
-    path: Mapping[str, str]
-    query: Mapping[str, str]
-    form: Mapping[str, str]
-    tenant: str
-    scopes: tuple[str, ...]
-    session: str
-    root: str
-    part: bool
-    theme: str
+    def __init__(self, request: Request, form: Mapping[str, str]):
+        state, headers = request.state, request.headers
+        self.path, self.query, self.form = request.path_params, request.query_params, form
+        self.tenant: str = getattr(state, "tenant", "-")
+        self.scopes: tuple[str, ...] = getattr(state, "scopes", ())
+        self.session: str = getattr(state, "session", "")
+        self.root: str = request.scope.get("root_path", "")
+        self.part = "hx-request" in headers and "hx-history-restore-request" not in headers
+        theme = request.cookies.get(THEME, "")
+        self.theme = theme if theme in ("light", "dark") else ""
 
     @property
     def owner(self) -> str | None:
@@ -76,12 +79,9 @@ class Visit:
         """Returns whether the visitor sees a tenant's objects."""
         return self.owner in (None, tenant)
 
-    def number(self, field: str) -> int | None:
-        """Returns a natural number of the query; None if absent. Raises ``UserError``."""
-        value = self.query.get(field, "")
-        if value and not (value.isascii() and value.isdecimal() and len(value) < 16):
-            raise UserError(f"{field} is {value[:40]!r}; expected a number from 0")
-        return int(value) if value else None
+    def fields(self, model: type[T]) -> T:
+        """Returns the query's parameters. Raises ``BadRequest``; empty ones are absent."""
+        return check(model, {name: value for name, value in self.query.items() if value})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,12 +99,10 @@ class Pages:
     """Makes responses of handlers.
 
     Args:
-        browsers: their sessions.
         base: name of the resident base, at the head of every page.
     """
 
-    def __init__(self, browsers: Browsers, base: str):
-        self.browsers = browsers
+    def __init__(self, base: str, has_keys: bool):
         self._templates = jinja2.Environment(
             loader=jinja2.FileSystemLoader(HERE / "templates"),
             autoescape=True,
@@ -114,8 +112,7 @@ class Pages:
         )
         self._templates.filters |= {"when": when, "size": size, "number": number}
         self._templates.filters["seconds"] = seconds
-        self._templates.globals |= {"base_name": base, "static": static_path}
-        self._templates.globals["has_keys"] = browsers.keys is not None
+        self._templates.globals |= {"base_name": base, "static": static_path, "has_keys": has_keys}
 
     def endpoint(self, handler: Callable[[Visit], Page]) -> Callable[[Request], Any]:
         """Returns a route's endpoint; a user's mistake is shown on a page."""
@@ -125,7 +122,8 @@ class Pages:
 
             def made() -> Response:
                 try:
-                    self.check_form(request, visit.form.get("token", ""))
+                    if request.method == "POST":
+                        check_origin(request)
                     page = handler(visit)
                 except UserError as error:
                     page = error_page(error)
@@ -135,23 +133,13 @@ class Pages:
 
         return endpoint
 
-    def check_form(self, request: Request, token: str) -> None:
-        """Raises ``Forbidden`` for a form of another site, or from before a restart."""
-        if request.method != "POST":
-            return
-        check_origin(request)
-        if not self.browsers.check(request.state.session, token):
-            raise Forbidden(
-                "this form is of another session, or of before a restart: load its page again"
-            )
-
     def response(self, visit: Visit, page: Page) -> Response:
         if page.data is not None:
             return Response(json.dumps(page.data), page.status, HEADERS, "application/json")
         if page.to:
             return RedirectResponse(visit.root + page.to, 303, HEADERS)
         text = self._templates.get_template(page.template).render(
-            page.values, visit=visit, root=visit.root, token=self.browsers.token(visit.session)
+            page.values, visit=visit, root=visit.root
         )
         return Response(text, page.status, HEADERS, "text/html")
 
@@ -165,28 +153,15 @@ def check_origin(request: Request) -> None:
 
 
 async def visit_of(request: Request) -> Visit:
-    """Returns a request as handlers take it. A malformed form has no fields, hence no token."""
-    headers, state, form = request.headers, request.state, {}
+    """Returns a request as handlers take it. A malformed form has no fields."""
+    form = {}
     if request.method == "POST":
-        try:
+        with contextlib.suppress(ValueError):
             text = (await request.body()).decode()
             form = dict(
                 urllib.parse.parse_qsl(text, keep_blank_values=True, max_num_fields=MAX_FIELDS)
             )
-        except ValueError:
-            form = {}
-    theme = request.cookies.get(THEME, "")
-    return Visit(
-        request.path_params,
-        dict(request.query_params),
-        form,
-        getattr(state, "tenant", "-"),
-        getattr(state, "scopes", ()),
-        getattr(state, "session", ""),
-        request.scope.get("root_path", ""),
-        "hx-request" in headers and "hx-history-restore-request" not in headers,
-        theme if theme in ("light", "dark") else "",
-    )
+    return Visit(request, form)
 
 
 def error_page(error: UserError) -> Page:
@@ -203,6 +178,14 @@ def url_of(policy: str) -> str:
 def quoted(policy: str) -> str:
     """Returns a policy's full name as the end of a path."""
     return urllib.parse.quote(policy, safe="/")
+
+
+def place_of(server: Server, model: Model) -> str:
+    """Returns the place of a model's training state; empty if it is not in training."""
+    if model.ended is None:
+        with contextlib.suppress(UserError):
+            return server.live.where(model.id)
+    return ""
 
 
 # -- static files

@@ -6,9 +6,10 @@ move aliases with scope train. Another tenant's policy gets the same error as a 
 """
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import Field
 
 from mint_jax.catalog.packed import Schema
 from mint_jax.catalog.records import names
@@ -17,9 +18,11 @@ from mint_jax.catalog.records.policies import PolicyRecord
 from mint_jax.catalog.storage.interface import StorageFailed
 from mint_jax.errors import UserError
 from mint_jax.service.book import Model, NotFound
-from mint_jax.service.console.pages import Page, Visit, error_page, quoted, url_of
+from mint_jax.service.console.pages import Page, Visit, error_page, place_of, quoted, url_of
 from mint_jax.service.errors import Forbidden
+from mint_jax.service.queries import Natural
 from mint_jax.service.server import Server
+from mint_jax.service.validation import Body
 
 LISTED = 50  # policies of a page
 REVISIONS = 20  # of a policy's page, likewise its audit log
@@ -27,17 +30,24 @@ BRANCHES = 20
 ANCESTORS = 10
 ROLLOUTS = 1000  # points of the curve of rewards
 FREQUENT = ("rollout", "checkpoint")  # log entries that a job makes at every step
-STATES = ("active", "retired")
 
 
-@dataclasses.dataclass(frozen=True)
-class VisiblePolicy:
-    """A policy that a visitor may see.
+class PoliciesQuery(Body):
+    match: Annotated[str, Field(max_length=names.LONGEST)] = ""
+    after: str | None = None
+    state: Literal["active", "retired"] | None = None
 
-    Attributes:
-        name: full name.
-        record: None while nothing of it is exported.
-        model: None unless it was trained here.
+
+class PolicyQuery(Body):
+    below: Natural | None = None
+    before: Natural | None = None
+    log: str = ""
+    done: str = ""
+
+
+class VisiblePolicy(NamedTuple):
+    """A policy that a visitor may see; ``record`` is None while nothing of it is exported, and
+    ``model`` unless it was trained here.
     """
 
     name: str
@@ -53,16 +63,8 @@ class Policies:
 
     def policies(self, visit: Visit) -> Page:
         """Shows a page of policies that match a search."""
-        match = visit.query.get("match", "")
-        after, state = visit.query.get("after") or None, visit.query.get("state") or None
-        if state not in (None, *STATES):
-            raise UserError(
-                f"state is {state[:40]!r}; expected {' or '.join(STATES)}, or none for both"
-            )
-        if len(match) > names.LONGEST:
-            raise UserError(
-                f"the search has {len(match)} characters; names have at most {names.LONGEST}"
-            )
+        query = visit.fields(PoliciesQuery)
+        after, state, match = query.after, query.state, query.match
         page = self.catalog.policies(visit.owner, after, LISTED + 1, state, match)
         listed = page[:LISTED]
         values = {
@@ -106,34 +108,34 @@ class Policies:
         return VisiblePolicy(names.full_name(owner, own), record, model)
 
     def _page(self, visit: Visit, policy: VisiblePolicy, error: UserError | None = None) -> Page:
-        record = policy.record
+        record, query = policy.record, visit.fields(PolicyQuery)
         values: dict[str, Any] = {
             "name": policy.name,
             "record": record,
             "model": policy.model,
-            "place": self._place(policy.model),
+            "place": "" if policy.model is None else place_of(self.server, policy.model),
             "may_move": (
                 _may_move(visit, policy) and record is not None and record.state == "active"
             ),
             "url": url_of(policy.name),
             "quoted": quoted(policy.name),
-            "done": visit.query.get("done", ""),
+            "done": query.done,
             "error": None if error is None else str(error)[:2000],
             "summaries": {kind: summary(curve) for kind, curve in self._curves(policy).items()},
         }
         if record is not None:
-            values |= self._history(visit, record)
+            values |= self._history(visit, query, record)
         return Page("policy.html", values, 200 if error is None else error_page(error).status)
 
-    def _history(self, visit: Visit, record: PolicyRecord) -> dict[str, Any]:
+    def _history(self, visit: Visit, query: PolicyQuery, record: PolicyRecord) -> dict[str, Any]:
         name, newest = record.policy, record.revisions + 1
-        top = min(visit.number("below") or newest, newest) - 1
+        top = min(query.below or newest, newest) - 1
         revisions = self.catalog.revisions(name, max(0, top - REVISIONS), REVISIONS)[::-1]
         aliases = self.catalog.aliases(name)
-        everything = visit.query.get("log") == "all"
+        everything = query.log == "all"
         log = self.catalog.recent(
             name,
-            before=visit.number("before"),
+            before=query.before,
             limit=REVISIONS + 1,
             without=() if everything else FREQUENT,
         )
@@ -167,13 +169,6 @@ class Policies:
                 return
             yield record.parent, url_of(policy)
             record = self.catalog.policy(policy)
-
-    def _place(self, model: Model | None) -> str:
-        """Returns the place of a training state; empty if the policy is not in training."""
-        if model is not None and model.ended is None:
-            with contextlib.suppress(UserError):
-                return self.server.live.where(model.id)
-        return ""
 
     def curves(self, visit: Visit) -> Page:
         return Page(data=self._curves(self._find(visit)))

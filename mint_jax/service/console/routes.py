@@ -14,7 +14,7 @@ from mint_jax.errors import UserError
 from mint_jax.service.binding import is_ours
 from mint_jax.service.console import pages
 from mint_jax.service.console.operations import Operations
-from mint_jax.service.console.pages import TOKEN, Page, Pages, Visit
+from mint_jax.service.console.pages import Page, Pages, Visit
 from mint_jax.service.console.policies import Policies
 from mint_jax.service.console.sessions import COOKIE, ROOT, SESSION_S, Browsers, covers
 from mint_jax.service.endpoints import console_endpoints, routes
@@ -31,28 +31,20 @@ class Console:
 
     def __init__(self, server: Server, browsers: Browsers, openai: OpenAI):
         self.server, self.browsers, self._openai = server, browsers, openai
-        self.pages = Pages(browsers, server.name)
+        self.pages = Pages(server.name, browsers.keys is not None)
 
     def routes(self) -> list[Route]:
         policies, operations = Policies(self.server), Operations(self.server)
-        page = self.pages.endpoint
+        shown = (self.sign_in_page, self.sign_out, self.home, self.playground)
+        shown += (policies.policies, policies.policy, policies.curves)
+        shown += (policies.promote, policies.rollback)
+        shown += (operations.training, operations.costs, operations.state)
         handlers = SimpleNamespace(
             static=pages.static,
             sign_in=self.sign_in,
             completions=self.completions,
             chats=self.chats,
-            sign_in_page=page(self.sign_in_page),
-            sign_out=page(self.sign_out),
-            home=page(self.home),
-            playground=page(self.playground),
-            policies=page(policies.policies),
-            policy=page(policies.policy),
-            curves=page(policies.curves),
-            promote=page(policies.promote),
-            rollback=page(policies.rollback),
-            training=page(operations.training),
-            costs=page(operations.costs),
-            state=page(operations.state),
+            **{one.__name__: self.pages.endpoint(one) for one in shown},
         )
         return routes(console_endpoints(), handlers)
 
@@ -72,11 +64,11 @@ class Console:
         return Page("playground.html", values)
 
     async def completions(self, request: Request) -> Response:
-        self.pages.check_form(request, request.headers.get(TOKEN, ""))
+        pages.check_origin(request)
         return await self._openai.completions(request)
 
     async def chats(self, request: Request) -> Response:
-        self.pages.check_form(request, request.headers.get(TOKEN, ""))
+        pages.check_origin(request)
         return await self._openai.chats(request)
 
     # -- sessions
@@ -93,7 +85,7 @@ class Console:
             pages.check_origin(request)
             if self.browsers.keys is None:
                 raise UserError("this server has no keys: its console is open, to this machine")
-            cookie = await self.browsers.sign_in(visit.form.get("key", ""))
+            cookie = self.browsers.sign_in(visit.form.get("key", ""))
         except UserError as error:
             return self.pages.response(visit, pages.error_page(error))
         where = visit.form.get("next", "")

@@ -1,4 +1,4 @@
-"""Browser sessions by cookie, and tokens that show that a form belongs to a page of ours.
+"""Browser sessions by cookie, and the check that a page of ours sent a form.
 
 The cookie is 32 random bytes; the server keeps its hash and the key's id. It is HttpOnly,
 SameSite=Strict and, except on loopback without TLS, Secure; scripts and other sites never have it,
@@ -6,10 +6,8 @@ and the key itself is stored nowhere. A session ends after ``SESSION_S``, with i
 out, and with the server.
 """
 
-import asyncio
 import collections
 import hashlib
-import hmac
 import secrets
 import time
 import urllib.parse
@@ -20,14 +18,11 @@ from starlette.requests import cookie_parser
 
 from mint_jax.service.exchange import Refusal, path_of
 from mint_jax.service.keys import Keys
-from mint_jax.service.quotas import Busy
 
 ROOT = "/console"
 COOKIE = "mint_console"
 SESSION_S = 12 * 3600
 MAX_SESSIONS = 10_000  # beyond it the oldest is dropped
-SLOW_S = 1.0  # for a wrong key, one after the other
-MAX_WRONG = 20  # wrong keys that wait for it
 
 
 class Browsers:
@@ -38,14 +33,10 @@ class Browsers:
         clock: monotonic seconds.
     """
 
-    def __init__(
-        self, keys: Keys | None, clock: Callable[[], float] = time.monotonic, slow_s: float = SLOW_S
-    ):
-        self.keys, self._clock, self._slow_s = keys, clock, slow_s
+    def __init__(self, keys: Keys | None, clock: Callable[[], float] = time.monotonic):
+        self.keys, self._clock = keys, clock
         # session -> the key's id, the session's end
         self._sessions: collections.OrderedDict[str, tuple[str, float]] = collections.OrderedDict()
-        self._secret = secrets.token_bytes(32)
-        self._trying, self._waiting = asyncio.Lock(), 0
 
     def find(self, headers: list[tuple[bytes, bytes]]) -> tuple[str, str] | None:
         """Returns the ids of a request's key and session; None without a session."""
@@ -54,42 +45,22 @@ class Browsers:
         key, end = self._sessions.get(session, ("", 0.0))
         return (key, session) if self._clock() < end else None
 
-    async def sign_in(self, secret: str) -> str | None:
-        """Returns a new session's cookie; None, slowly, for a wrong key.
-
-        Raises:
-            Busy: too many others wait for the same.
-            UserError: the keys cannot be read.
+    def sign_in(self, secret: str) -> str | None:
+        """Returns a new session's cookie; None for a wrong key. Raises ``UserError`` if the keys
+        cannot be read.
         """
         assert self.keys is not None, "without keys there is no sign-in"
         key = self.keys.find(secret.strip())
-        if key is not None:
-            cookie = secrets.token_urlsafe(32)
-            self._sessions[_hash(cookie)] = key.id, self._clock() + SESSION_S
-            if len(self._sessions) > MAX_SESSIONS:
-                self._sessions.popitem(last=False)
-            return cookie
-        if self._waiting >= MAX_WRONG:
-            raise Busy("too many wrong keys are being tried: come back in a minute")
-        self._waiting += 1
-        try:
-            async with self._trying:
-                await asyncio.sleep(self._slow_s)
-        finally:
-            self._waiting -= 1
-        return None
+        if key is None:
+            return None
+        cookie = secrets.token_urlsafe(32)
+        self._sessions[_hash(cookie)] = key.id, self._clock() + SESSION_S
+        if len(self._sessions) > MAX_SESSIONS:
+            self._sessions.popitem(last=False)
+        return cookie
 
     def sign_out(self, session: str) -> None:
         self._sessions.pop(session, None)
-
-    # -- forms
-
-    def token(self, session: str) -> str:
-        """Returns the token of a session's forms; without keys all sessions share one."""
-        return hmac.new(self._secret, session.encode(), "sha256").hexdigest()
-
-    def check(self, session: str, token: str) -> bool:
-        return hmac.compare_digest(self.token(session).encode(), token.encode())
 
 
 def covers(path: str) -> bool:

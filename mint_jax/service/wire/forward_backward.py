@@ -16,12 +16,12 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from mint_jax.errors import UserError
+from mint_jax.service.bodies import is_protobuf
 from mint_jax.service.calls import ForwardBackward, Trained
 from mint_jax.service.tinker_types import RequestPlace
-from mint_jax.service.validation import Body, Text, check, parse
+from mint_jax.service.validation import Body, Text, check, parse, shown
 from mint_jax.service.wire import losses, messages, tensors
-from mint_jax.service.wire.reading import ModelInput, is_protobuf, need_json, proto_tokens, shown
-from mint_jax.service.wire.tensors import MAX_CELLS, Tensor, TensorBody
+from mint_jax.service.wire.tensors import MAX_CELLS, ModelInput, Tensor, TensorBody, proto_tokens
 from mint_jax.train.blocks import Datum
 
 
@@ -30,35 +30,13 @@ class Span(NamedTuple):
 
     Attributes:
         kind: ``prompt`` or ``sampled``: which part of the sequence.
-        sequence: its id.
-        offset: where in that part the run begins.
-        length: positions of the run.
+        offset: position in that part where the run begins.
     """
 
     kind: str
     sequence: str
     offset: int
     length: int
-
-
-class Spans(NamedTuple):
-    """Sources of a datum's positions, as consecutive runs over all of them; empty if not given."""
-
-    model_input: tuple[Span, ...] = ()
-    loss_fn_inputs: tuple[Span, ...] = ()
-
-
-class BatchContent(NamedTuple):
-    """The content of a request.
-
-    Attributes:
-        call: with targets as they are computed; packed ones have ``columns``, see
-            ``tensors.packed``.
-        spans: of each datum.
-    """
-
-    call: ForwardBackward
-    spans: list[Spans]
 
 
 class DatumBody(Body):
@@ -89,8 +67,9 @@ class Message:
         self.model_id, self.seq_id = place.model_id, place.seq_id
         self._body = body  # JSON, or a protobuf message
 
-    def batch(self) -> BatchContent:
-        """Returns the content.
+    def batch(self) -> tuple[ForwardBackward, list[tuple[Span, ...]]]:
+        """Returns the call, and for each datum the runs that tile its model input, if given.
+        Targets are as computed; packed ones have ``columns``, see ``tensors.packed``.
 
         Raises:
             UserError: it cannot be computed. ``train.blocks.check`` checks lengths against the
@@ -109,12 +88,12 @@ class Message:
                     f"the sparse target_tokens of data 0 to {i} have {cells} cells; expected"
                     f" {MAX_CELLS} at most: send fewer"
                 )
-            datum, column = _datum(f"datum {i}", loss, tokens, sent)
+            datum, column = _datum(loss, tokens, sent)
             rows.append(datum)
             columns.append(column)
             sources.append(spans)
         packed = columns if any(column is not None for column in columns) else None
-        return BatchContent(ForwardBackward(rows, coefs, backward, packed), sources)
+        return ForwardBackward(rows, coefs, backward, packed), sources
 
     def _of_proto(self) -> tuple[str, Mapping[str, Any], Any, bool]:
         body = self._body
@@ -126,14 +105,8 @@ class Message:
         def data():
             for i, datum in enumerate(body.data):
                 tokens = proto_tokens(datum.model_input, f"datum {i}: model_input")
-                spans = Spans(
-                    _spans(datum.model_input_spans, tokens.size, f"datum {i}: model_input_spans"),
-                    _spans(
-                        datum.loss_fn_input_spans, tokens.size, f"datum {i}: loss_fn_input_spans"
-                    ),
-                )
                 inputs = {k: (tensors.from_proto, v) for k, v in datum.loss_fn_inputs.items()}
-                yield tokens, inputs, spans
+                yield tokens, inputs, _spans(datum.model_input_spans, tokens.size, f"datum {i}")
 
         return body.loss_fn, config or dict(body.loss_fn_config), data(), not body.forward_only
 
@@ -150,7 +123,7 @@ class Message:
             for i, datum in enumerate(given.data):
                 tokens = datum.model_input.tokens(f"datum {i}: model_input")
                 inputs = {k: (tensors.from_json, v) for k, v in datum.loss_fn_inputs.items()}
-                yield tokens, inputs, Spans()
+                yield tokens, inputs, ()
 
         return given.loss_fn, given.loss_fn_config or {}, data(), backward
 
@@ -162,7 +135,11 @@ def read(body: bytes, content_type: str) -> Message:
         UserError: the bytes are malformed, or name no place.
     """
     if not is_protobuf(content_type):
-        need_json(content_type)
+        if content_type.partition(";")[0].strip().lower() != "application/json":
+            raise UserError(
+                f"the content type is {shown(content_type)}; send application/json or"
+                " application/x-protobuf"
+            )
         return Message(parse(RequestPlace, body), body)
     message = messages.ForwardBackwardRequest()
     try:
@@ -178,21 +155,21 @@ def read(body: bytes, content_type: str) -> Message:
 def _spans(sent: Any, length: int, what: str) -> tuple[Span, ...]:
     spans = []
     for i, one in enumerate(sent):
+        name = f"{what}: model_input_spans[{i}]"
         if (arm := one.WhichOneof("span")) is None:
-            raise UserError(f"{what}[{i}] has no kind; expected prompt_tokens or sampled_tokens")
+            raise UserError(f"{name} has no kind; expected prompt_tokens or sampled_tokens")
         run = getattr(one, arm)
         if not run.sequence_id:
-            raise UserError(f"{what}[{i}].sequence_id is ''; expected the id of a sampled sequence")
+            raise UserError(f"{name}.sequence_id is ''; expected the id of a sampled sequence")
         if run.offset < 0 or run.length < 0:
             raise UserError(
-                f"{what}[{i}] has offset {run.offset} and length {run.length}; expected neither"
-                " below 0"
+                f"{name} has offset {run.offset} and length {run.length}; expected neither below 0"
             )
-        kind = arm.removesuffix("_tokens")
-        spans.append(Span(kind, run.sequence_id, run.offset, run.length))
+        spans.append(Span(arm.removesuffix("_tokens"), run.sequence_id, run.offset, run.length))
     if spans and (total := sum(span.length for span in spans)) != length:
         raise UserError(
-            f"{what} cover {total} positions; the datum has {length}: let the runs tile it"
+            f"{what}: model_input_spans cover {total} positions; the datum has {length}: let the"
+            " runs tile it"
         )
     return tuple(spans)
 
@@ -223,8 +200,8 @@ def _sent(what: str, loss: str, tokens: np.ndarray, inputs: Mapping[str, Any]) -
     }
     targets = sent["target_tokens"]
     soft = loss == "cross_entropy" and len(targets.shape) == 2
-    expected = f"[{tokens.size}, K]" if soft else f"[{tokens.size}]"
     if targets.shape[0] != tokens.size or len(targets.shape) != 1 + soft:
+        expected = f"[{tokens.size}, K]" if soft else f"[{tokens.size}]"
         raise UserError(
             f"{what}: target_tokens has shape {list(targets.shape)}; model_input has {tokens.size}"
             f" tokens, {loss} takes {expected}"
@@ -239,7 +216,7 @@ def _sent(what: str, loss: str, tokens: np.ndarray, inputs: Mapping[str, Any]) -
 
 
 def _datum(
-    what: str, loss: str, tokens: np.ndarray, sent: Mapping[str, Tensor]
+    loss: str, tokens: np.ndarray, sent: Mapping[str, Tensor]
 ) -> tuple[Datum, np.ndarray | None]:
     """Returns the datum of ``_sent``'s tensors, and its columns if they were packed."""
     targets = sent["target_tokens"]
@@ -251,14 +228,12 @@ def _datum(
         ids, floats = targets.dense(targets.integers()), weights.dense(weights.floats())
         return Datum(tokens, ids, floats), None
     floats = {name: tensor.floats() for name, tensor in sent.items() if name != "target_tokens"}
-    weights = floats.get("weights")
+    weights = floats.get("weights", np.ones(tokens.size, np.float32))
     in_ratio = None
     # the mask selects the positions of the ratio; positions outside it keep their advantages
     if loss == "gspo":
         in_ratio = (floats["sequence_ratio_mask"] != 0).astype(np.float32)
         weights = ((in_ratio != 0) | (floats["advantages"] != 0)).astype(np.float32)
-    if weights is None:
-        weights = np.ones(tokens.size, np.float32)
     sampled = () if loss == "cross_entropy" else (floats["advantages"], floats["logprobs"])
     return Datum(tokens, targets.integers(), weights, *sampled, in_ratio=in_ratio), None
 
@@ -274,17 +249,12 @@ def encode(trained: Trained, protobuf: bool) -> bytes:
     if trained.elementwise is not None:
         columns["elementwise_loss"] = trained.elementwise
     rows = [dict(zip(columns, row)) for row in zip(*columns.values(), strict=True)]
+    answer: dict[str, Any] = {"loss_fn_output_type": "ArrayRecord"}
+    answer["metrics"] = {"loss:sum": float(trained.loss)}
     if not protobuf:
         outputs = [{name: tensors.to_json(array) for name, array in row.items()} for row in rows]
-        answer = {
-            "loss_fn_output_type": "ArrayRecord",
-            "loss_fn_outputs": outputs,
-            "metrics": {"loss:sum": float(trained.loss)},
-        }
-        return json.dumps(answer, separators=(",", ":")).encode()
-    message = messages.ForwardBackwardOutput(
-        loss_fn_output_type="ArrayRecord", metrics={"loss:sum": trained.loss}
-    )
+        return json.dumps(answer | {"loss_fn_outputs": outputs}, separators=(",", ":")).encode()
+    message = messages.ForwardBackwardOutput(**answer)
     # one record has one trailing shape
     for trailing, run in itertools.groupby(rows, lambda row: row["logprobs"].shape[1:]):
         record, together = message.loss_fn_outputs.add(type_tag="ArrayRecord"), list(run)

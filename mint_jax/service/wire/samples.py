@@ -19,8 +19,7 @@ from mint_jax.rollout.request import Completion, Request
 from mint_jax.service.tinker_types import SampleRequest
 from mint_jax.service.validation import Body, Number, Text, TokenId, parse
 from mint_jax.service.wire import messages, tensors
-from mint_jax.service.wire.reading import ModelInput
-from mint_jax.service.wire.tensors import TensorBody
+from mint_jax.service.wire.tensors import ModelInput, TensorBody
 
 MAX_SAMPLES = 4096  # of one request; the answer lists their ids
 NO_TOKEN, NO_LOGPROB = 0, -99999.0  # of an empty cell
@@ -73,81 +72,65 @@ class SampleBody(SampleRequest):
     target_prompt_logprobs: TensorBody | None = None
 
 
-class Message:
-    """A request of ``asample`` whose place is known. Raises ``UserError`` if it has no place.
-
-    Attributes:
-        sampling_session_id, base_model, model_path: the model to sample: the first that is given.
-        seq_id: the request's place in the session, from 0; None without a session.
+def place_of(body: bytes) -> SampleRequest:
+    """Returns the place of a request of ``asample``: the model to sample, the first that is given,
+    and the request's number in its session. Raises ``UserError`` if it has none.
     """
-
-    def __init__(self, body: bytes):
-        place = parse(SampleRequest, body)
-        self.sampling_session_id, self.seq_id = place.sampling_session_id, place.seq_id
-        self.model_path, self.base_model = place.model_path, place.base_model
-        names = "sampling_session_id", "model_path", "base_model"
-        if all(getattr(self, name) is None for name in names):
-            raise UserError(f"the request has none of {', '.join(names)}: give one")
-        if self.sampling_session_id is not None and self.seq_id is None:
-            raise UserError(
-                "the request has a sampling_session_id and no seq_id: number the session's requests"
-                " from 0"
-            )
-        self._body = body
-
-    def spec(self, context: int, end_ids: Sequence[int], seed: int) -> SampleSpec:
-        """Returns the content, for the bare base: the caller adds revision and tenant.
-
-        Seeds are taken modulo 2**32. With ``stop`` the model's end tokens are ordinary tokens.
-
-        Args:
-            context: maximum length of a completion without ``max_tokens``.
-            end_ids: the model's end tokens, which stop a completion without ``stop``.
-            seed: default.
-
-        Raises:
-            UserError: a wrong value; ``rollout.request.check`` checks ranges.
-        """
-        body = parse(SampleBody, self._body)
-        params, target = body.sampling_params or SampleParams(), body.target_prompt_logprobs
-        prompt = body.prompt.tokens("prompt")
-        stop, stop_ids = _stop(params.stop, end_ids)
-        named = None if target is None else _named(target, prompt.size - 1)
-        most, top_k, given = params.max_tokens, params.top_k, params.seed
-        request = Request(
-            tuple(prompt.tolist()),
-            n=body.num_samples or 1,
-            max_tokens=max(1, context - prompt.size) if most is None else most,
-            temperature=1.0 if params.temperature is None else params.temperature,
-            top_k=0 if top_k is None or top_k == -1 else top_k,
-            top_p=1.0 if params.top_p is None else params.top_p,
-            top_logprobs=body.topk_sample_logprobs or 0,
-            prompt_logprobs=bool(body.prompt_logprobs),
-            top_prompt_logprobs=body.topk_prompt_logprobs or 0,
-            target_prompt_logprobs=None if named is None else _places(named),
-            prompt_alternatives=body.prompt_alt_tokens_k or 0,
-            prompt_logprobs_last_n=body.prompt_logprobs_last_n,
-            seed=(seed if given is None else given) % 2**32,
-            stop_ids=stop_ids,
-            stop=stop,
+    place = parse(SampleRequest, body)
+    names = "sampling_session_id", "model_path", "base_model"
+    if all(getattr(place, name) is None for name in names):
+        raise UserError(f"the request has none of {', '.join(names)}: give one")
+    if place.sampling_session_id is not None and place.seq_id is None:
+        raise UserError(
+            "the request has a sampling_session_id and no seq_id: number the session's requests"
+            " from 0"
         )
-        if request.prompt_alternatives and request.temperature != 1:
-            raise UserError(
-                f"temperature is {request.temperature}; prompt_alt_tokens_k draws only at 1: send"
-                " two requests"
-            )
-        return SampleSpec(request, named)
+    return place
 
 
-def _stop(
-    stop: str | list[str] | list[int] | None, end_ids: Sequence[int]
-) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Returns the strings and ids that end a completion."""
-    if stop is None:
-        return (), tuple(end_ids)
-    items = [stop] if isinstance(stop, str) else stop
-    texts = tuple(one for one in items if isinstance(one, str))
-    return texts, tuple(one for one in items if isinstance(one, int))
+def spec_of(raw: bytes, context: int, end_ids: Sequence[int], seed: int) -> SampleSpec:
+    """Returns the content of a request, for the bare base: the caller adds revision and tenant.
+
+    Seeds are taken modulo 2**32. With ``stop`` the model's end tokens are ordinary tokens.
+
+    Args:
+        context: maximum length of a completion without ``max_tokens``.
+        end_ids: the model's end tokens, which stop a completion without ``stop``.
+        seed: default.
+
+    Raises:
+        UserError: a wrong value; ``rollout.request.check`` checks ranges.
+    """
+    body = parse(SampleBody, raw)
+    params, target = body.sampling_params or SampleParams(), body.target_prompt_logprobs
+    prompt = body.prompt.tokens("prompt")
+    named = None if target is None else _named(target, prompt.size - 1)
+    most, given, stop = params.max_tokens, params.seed, params.stop
+    stops = [] if stop is None else [stop] if isinstance(stop, str) else stop
+    ids = tuple(one for one in stops if isinstance(one, int))
+    request = Request(
+        tuple(prompt.tolist()),
+        n=body.num_samples or 1,
+        max_tokens=max(1, context - prompt.size) if most is None else most,
+        temperature=1.0 if params.temperature is None else params.temperature,
+        top_k=0 if params.top_k in (None, -1) else params.top_k,
+        top_p=1.0 if params.top_p is None else params.top_p,
+        top_logprobs=body.topk_sample_logprobs or 0,
+        prompt_logprobs=bool(body.prompt_logprobs),
+        top_prompt_logprobs=body.topk_prompt_logprobs or 0,
+        target_prompt_logprobs=None if named is None else _places(named),
+        prompt_alternatives=body.prompt_alt_tokens_k or 0,
+        prompt_logprobs_last_n=body.prompt_logprobs_last_n,
+        seed=(seed if given is None else given) % 2**32,
+        stop_ids=tuple(end_ids) if stop is None else ids,
+        stop=tuple(one for one in stops if isinstance(one, str)),
+    )
+    if request.prompt_alternatives and request.temperature != 1:
+        raise UserError(
+            f"temperature is {request.temperature}; prompt_alt_tokens_k draws only at 1: send"
+            " two requests"
+        )
+    return SampleSpec(request, named)
 
 
 def _named(target: tensors.TensorBody, places: int) -> Named:
@@ -195,9 +178,11 @@ def _scored(first: Completion) -> np.ndarray | None:
 
 
 def _matrix(places: Sequence[Sequence[tuple[int, float]]], k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns ids int32 and log-probabilities float32, ``[places, k]``, padded on the right."""
-    ids = np.full((len(places), k), NO_TOKEN, np.int32)
-    logprobs = np.full((len(places), k), NO_LOGPROB, np.float32)
+    """Returns ids int32 and log-probabilities float32, ``[places, k]``, padded on the right and
+    little-endian.
+    """
+    ids = np.full((len(places), k), NO_TOKEN, "<i4")
+    logprobs = np.full((len(places), k), NO_LOGPROB, "<f4")
     for i, pairs in enumerate(places):
         for j, (id, logprob) in enumerate(pairs):
             ids[i, j], logprobs[i, j] = id, logprob
@@ -209,7 +194,7 @@ def _values(named: Named, first: Completion) -> np.ndarray:
     found = first.target_prompt_logprobs
     counts = np.bincount(named.rows[named.wanted], minlength=named.tensor.shape[0])
     assert found is not None, "the completion is not of this request"
-    out = np.zeros(named.wanted.size, np.float32)
+    out = np.zeros(named.wanted.size, "<f4")
     out[named.wanted] = [value for place, n in zip(found, counts) for value in place or [_NAN] * n]
     return out
 
@@ -234,22 +219,20 @@ def _proto(completions: Sequence[Completion], spec: SampleSpec) -> bytes:
     if first.prompt_alternatives is not None:
         both = message.prompt_alt_tokens.tokens, message.prompt_alt_tokens.logprobs
         matrix = _matrix(first.prompt_alternatives, request.prompt_alternatives)
-        for tensor, array in zip(both, matrix):
-            tensor.dtype = messages.INT32 if array.dtype.kind == "i" else messages.FLOAT32
-            tensor.dense = array.astype(array.dtype.newbyteorder("<")).tobytes()
+        for tensor, array, form in zip(both, matrix, (messages.INT32, messages.FLOAT32)):
+            tensor.dtype, tensor.dense = form, array.tobytes()
             tensor.shape.extend(array.shape)
     return message.SerializeToString()
 
 
 def _write_top(message: Any, places: Sequence[Sequence[tuple[int, float]]], k: int) -> None:
     ids, logprobs = _matrix(places, k)
-    message.token_ids = ids.astype("<i4").tobytes()
-    message.logprobs = logprobs.astype("<f4").tobytes()
+    message.token_ids, message.logprobs = ids.tobytes(), logprobs.tobytes()
     message.length, message.k = ids.shape
 
 
 def _write_named(message: Any, named: Named, first: Completion) -> None:
-    values, tensor = _values(named, first).astype("<f4").tobytes(), named.tensor
+    values, tensor = _values(named, first).tobytes(), named.tensor
     message.dtype = messages.FLOAT32
     message.shape.extend(tensor.shape)
     if tensor.rows is None or tensor.columns is None:

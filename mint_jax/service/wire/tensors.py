@@ -1,7 +1,8 @@
-"""Tensors of requests: dense, or sparse rows (CSR) whose unlisted cells are 0.
+"""Tokens and tensors of requests; tensors are dense, or sparse rows (CSR) whose unlisted cells are
+0.
 
 Nothing larger than the request is allocated, except by ``Tensor.dense`` and ``packed``, which
-``MAX_CELLS`` bounds: a shape is only a claim.
+``MAX_CELLS`` bounds: a shape is only a claim. ``what`` names a value in messages.
 
 Axes: N positions, K targets of a position, n listed cells.
 """
@@ -13,9 +14,8 @@ from typing import Any, Literal
 import numpy as np
 
 from mint_jax.errors import UserError, choice
-from mint_jax.service.validation import Body
+from mint_jax.service.validation import Body, shown
 from mint_jax.service.wire import messages
-from mint_jax.service.wire.reading import as_int32, integers, numbers, raw, shape_of, shown
 
 MAX_CELLS = 2**22  # N K of sparse tensors, of one request together: 16 MB of answers a field
 FORMS = {  # numpy type of values in protobuf, and whether they are whole numbers
@@ -26,12 +26,73 @@ FORMS = {  # numpy type of values in protobuf, and whether they are whole number
 }
 
 
+def as_int32(values: np.ndarray, what: str) -> np.ndarray:
+    """Returns whole numbers as int32. Raises ``UserError`` if one needs more bits."""
+    if values.size and not -(2**31) <= values.min() <= values.max() < 2**31:
+        wrong = int(values.min() if values.min() < -(2**31) else values.max())
+        raise UserError(f"{what} has {wrong}; expected token ids of this base")
+    return values.astype(np.int32)
+
+
+def array_of(values: list[Any], whole: bool, what: str) -> np.ndarray:
+    """Returns numbers of JSON as int64 or float64 ``[n]``. Raises ``UserError``."""
+    if set(map(type, values)) <= ({int} if whole else {int, float}):
+        try:
+            return np.array(values, np.int64 if whole else np.float64)
+        except OverflowError:
+            pass
+    expected = "whole numbers of 64 bits" if whole else "numbers"
+    raise UserError(f"{what} is {shown(values)}; expected a list of {expected}")
+
+
+def raw(data: bytes, dtype: str, what: str) -> np.ndarray:
+    """Returns little-endian bytes as a flat array, a view. Raises ``UserError``."""
+    size = np.dtype(dtype).itemsize
+    if len(data) % size:
+        raise UserError(
+            f"{what} has {len(data)} bytes; expected a multiple of {size}, little-endian"
+            f" {np.dtype(dtype).name}"
+        )
+    return np.frombuffer(data, dtype)
+
+
+class Chunk(Body):
+    """Text of a model's input. Items of ``tokens`` are validated as one array."""
+
+    type: Literal["encoded_text"] = "encoded_text"
+    tokens: list[Any]
+
+
+class ModelInput(Body):
+    chunks: list[Chunk]
+
+    def tokens(self, what: str) -> np.ndarray:
+        """Returns the text's token ids, int32 ``[N]``."""
+        chunks = [
+            as_int32(array_of(chunk.tokens, True, f"{what}.chunks[{i}].tokens"), what)
+            for i, chunk in enumerate(self.chunks)
+        ]
+        return np.concatenate([np.zeros(0, np.int32), *chunks])
+
+
+def proto_tokens(chunks: Any, what: str) -> np.ndarray:
+    """Returns the token ids of ``Chunk`` messages, int32 ``[N]``."""
+    texts = [np.zeros(0, np.int32)]
+    for i, chunk in enumerate(chunks):
+        if (kind := chunk.WhichOneof("chunk")) != "encoded_text":
+            raise UserError(
+                f"{what}.chunks[{i}] is of type {shown(kind)}; this base reads text only: send"
+                " chunks of type encoded_text"
+            )
+        texts.append(raw(chunk.encoded_text.tokens, "<i4", f"{what}.chunks[{i}].tokens"))
+    return np.concatenate(texts)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Tensor:
     """A tensor as sent.
 
     Attributes:
-        what: names it in messages.
         values: flat, row after row: all cells or the listed ones; int64 or floats.
         shape: one or two axes.
         cells: ``[n]`` int64, flat indices of the listed cells, ascending; None if all are listed.
@@ -47,21 +108,13 @@ class Tensor:
     columns: np.ndarray | None = None
 
     def integers(self) -> np.ndarray:
-        """Returns ``values`` as int32.
-
-        Raises:
-            UserError: they are floats, or need more bits.
-        """
+        """Returns ``values`` as int32. Raises ``UserError`` if they are floats or too large."""
         if self.values.dtype.kind != "i":
             raise UserError(f"{self.what} has numbers of type float; expected int64, token ids")
         return as_int32(self.values, self.what)
 
     def floats(self) -> np.ndarray:
-        """Returns ``values`` as float32.
-
-        Raises:
-            UserError: one is not finite, or too large.
-        """
+        """Returns ``values`` as finite float32. Raises ``UserError``."""
         with np.errstate(over="ignore"):
             out = self.values.astype(np.float32)
         if not np.isfinite(out).all():
@@ -100,13 +153,8 @@ def from_proto(message: Any, what: str) -> Tensor:
         values = (values.astype(np.uint32) << 16).view(np.float32)  # the upper half of a float32
     elif whole:
         values = values.astype(np.int64)
-    if sparse is None:
-        return _dense(what, values, message.shape)
-    rows, columns = (
-        raw(getattr(sparse, n), "<i8", f"{what}: {n}").astype(np.int64, copy=False)
-        for n in ("crow_indices", "col_indices")
-    )
-    return _sparse(what, values, message.shape, rows, columns)
+    csr = [] if sparse is None else [sparse.crow_indices, sparse.col_indices]
+    return _tensor(what, values, message.shape, *(raw(one, "<i8", what) for one in csr))
 
 
 class TensorBody(Body):
@@ -121,43 +169,40 @@ class TensorBody(Body):
 
 def from_json(tensor: TensorBody, what: str) -> Tensor:
     """Returns the tensor of a JSON body. Raises ``UserError`` as ``from_proto`` does."""
-    values = (integers if tensor.dtype.startswith("int") else numbers)(tensor.data, f"{what}: data")
-    shape = tensor.shape or []
-    if tensor.sparse_crow_indices is None and tensor.sparse_col_indices is None:
-        return _dense(what, values, shape)
-    rows = integers(tensor.sparse_crow_indices or [], f"{what}: crow_indices")
-    columns = integers(tensor.sparse_col_indices or [], f"{what}: col_indices")
-    return _sparse(what, values, shape, rows, columns)
+    values = array_of(tensor.data, tensor.dtype.startswith("int"), f"{what}: data")
+    csr = [tensor.sparse_crow_indices, tensor.sparse_col_indices]
+    if csr == [None, None]:
+        return _tensor(what, values, tensor.shape or [])
+    indices = (array_of(one or [], True, f"{what}: indices") for one in csr)
+    return _tensor(what, values, tensor.shape or [], *indices)
 
 
 def to_json(array: np.ndarray) -> dict[str, Any]:
     """Returns an array as a JSON tensor; whole numbers as int64, others as float32."""
-    return {
-        "data": array.reshape(-1).tolist(),
-        "dtype": "int64" if array.dtype.kind == "i" else "float32",
-        "shape": list(array.shape),
-    }
+    dtype = "int64" if array.dtype.kind == "i" else "float32"
+    return {"data": array.reshape(-1).tolist(), "dtype": dtype, "shape": list(array.shape)}
 
 
-def _dense(what: str, values: np.ndarray, dims: Any) -> Tensor:
-    shape = shape_of(dims, values.size, what)
-    if math.prod(shape) != values.size:
+def _tensor(what: str, values: np.ndarray, dims: Any, *csr: np.ndarray) -> Tensor:
+    """Returns a tensor, sparse if CSR's row pointers and columns are given."""
+    shape, n = tuple(dims) or (values.size,), values.size
+    if len(shape) > 2 or any(type(d) is not int or not 0 <= d < 2**62 for d in shape):
         raise UserError(
-            f"{what} has {values.size} values; its shape {list(shape)} has {math.prod(shape)}"
+            f"{what} has shape {shown(list(shape))[:80]}; expected one or two axes, none below 0"
         )
-    return Tensor(what, values, shape)
-
-
-def _sparse(
-    what: str, values: np.ndarray, dims: Any, rows: np.ndarray, columns: np.ndarray
-) -> Tensor:
-    shape = shape_of(dims, values.size, what)
+    if not csr:
+        if math.prod(shape) != n:
+            raise UserError(
+                f"{what} has {n} values; its shape {list(shape)} has {math.prod(shape)}"
+            )
+        return Tensor(what, values, shape)
+    rows, columns = csr
     if len(shape) != 2 or math.prod(shape) > MAX_CELLS:
         raise UserError(
             f"{what} is sparse, of shape {list(shape)}; expected two axes of {MAX_CELLS} cells at"
             " most: send fewer columns"
         )
-    n, (N, K) = values.size, shape
+    N, K = shape
     if rows.size != N + 1 or columns.size != n:
         raise UserError(
             f"{what} has {rows.size} crow_indices, {columns.size} col_indices and {n} values; shape"

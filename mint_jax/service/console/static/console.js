@@ -121,7 +121,7 @@ function request(side) {
     stream_options: { include_usage: true },
     ...(chat ? { messages: [{ role: "user", content: prompt }] } : { prompt }),
   };
-  const headers = { "content-type": "application/json", "x-console-token": form.dataset.token };
+  const headers = { "content-type": "application/json" };
   const options = { method: "POST", headers, body: JSON.stringify(body), signal: stopping.signal };
   return fetch(`${root}/console/playground/${chat ? "chat" : "completions"}`, options);
 }
