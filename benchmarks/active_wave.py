@@ -67,21 +67,20 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
         if stack
     }
 
-    points = []
-    for rows, (times, checked) in found.items():
-        for batch in batches[rows]:
-            points.append(
-                {
-                    "name": batch.name,
-                    "rank": batch.rank,
-                    "distinct": batch.count,
-                    "rows": rows,
-                    "overhead": timing.ratio(times, batch.name, "bare", less=1),
-                    "step_s": timing.median(times[batch.name], 1 / _steps(config, rows)),
-                    "bytes_share": float(f"{batch.count * each[batch.rank] / base.nbytes:.4g}"),
-                    **checked[batch],
-                }
-            )
+    points = [
+        {
+            "name": batch.name,
+            "rank": batch.rank,
+            "distinct": batch.count,
+            "rows": rows,
+            "overhead": timing.ratio(times, batch.name, "bare", less=1),
+            "step_s": timing.median(times[batch.name], 1 / _steps(config, rows)),
+            "bytes_share": float(f"{batch.count * each[batch.rank] / base.nbytes:.4g}"),
+            **checked[batch],
+        }
+        for rows, (times, checked) in found.items()
+        for batch in batches[rows]
+    ]
     points.sort(key=lambda point: (point["rank"], point["distinct"]))
     ranks = sorted(most)
     headlines = {}
@@ -92,12 +91,9 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
                     f"overhead_{count}": point["overhead"],
                     f"bytes_share_{count}": point["bytes_share"],
                 }
-    report: dict[str, Any] = {
-        "bench": "active_wave",
+    return {
         "base": base.name,
         "weights": base.weights,
-        "device": timing.device(),
-        "n": config.n,
         "distinct": max(most.values()),
         **headlines,
         "errors": sum(point["errors"] for point in points),
@@ -109,7 +105,6 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
         "steps_of_a_call": {str(rows): _steps(config, rows) for rows in found},
         "call_seconds": {str(rows): timing.medians_of(times) for rows, (times, _) in found.items()},
     }
-    return report
 
 
 def _steps(config: Any, rows: int) -> int:

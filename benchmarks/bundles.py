@@ -23,12 +23,10 @@ _REGION = re.compile(r"Start(?:/End empty)? region (\d+)")
 
 @dataclasses.dataclass
 class Part:
-    """Part of a schedule.
+    """Part of a schedule: the kernel, a ``loop``, or a ``branch`` that a condition skips.
 
     Attributes:
-        kind: ``kernel``, ``loop``, or ``branch``, a part that a condition skips.
         first, behind: start line, and the line that follows it.
-        parts: loops and branches inside, in order.
         lines: its bundles, without those of its parts.
     """
 

@@ -44,14 +44,7 @@ def base_specs() -> Any:
 
 
 class Plan(NamedTuple):
-    """Contents of a catalog.
-
-    Attributes:
-        entries: revisions in all.
-        per_policy: revisions of each policy.
-        batch: exports of one transaction and one pack.
-        seed: of all bytes.
-    """
+    """Contents of a catalog: ``entries`` revisions, ``batch`` of them in a transaction and pack."""
 
     entries: int
     per_policy: int
@@ -105,11 +98,9 @@ class Payloads:
 
 def open_catalog(folder: Path, database: str | None = None, actor: str = "trainer") -> Catalog:
     """The catalog of a folder, its records in a database elsewhere if one is named."""
-    return (
-        Catalog.open(folder, actor=actor)
-        if database is None
-        else Catalog.open(database, folder / "payloads", actor=actor)
-    )
+    if database is None:
+        return Catalog.open(folder, actor=actor)
+    return Catalog.open(database, folder / "payloads", actor=actor)
 
 
 def fill(folder: Path, plan: Plan, database: str | None = None) -> dict[str, Any]:
@@ -138,11 +129,8 @@ def fill(folder: Path, plan: Plan, database: str | None = None) -> dict[str, Any
             work.append(time.process_time() - used)
             progress.update(batch.stop, f"{batch.stop / sum(seconds):.0f} entries/s")
         counts = catalog.stats()
-    if (counts["revisions"], counts["payloads"], counts["policies"]) != (
-        plan.entries,
-        plan.entries,
-        plan.policies,
-    ):
+    found = counts["revisions"], counts["payloads"], counts["policies"]
+    if found != (plan.entries, plan.entries, plan.policies):
         raise AssertionError(
             f"the catalog should have {plan.entries} different revisions of {plan.policies}"
             f" policies, it has {counts}"
@@ -170,13 +158,8 @@ def on_disk(folder: Path) -> dict[str, int]:
     """Bytes and files below a folder, and the bytes of its database."""
     files = [Path(where) / name for where, _, names in os.walk(folder) for name in names]
     sizes = {path: path.stat().st_size for path in files}
-    return {
-        "bytes": sum(sizes.values()),
-        "files": len(files),
-        "database_bytes": sum(
-            size for path, size in sizes.items() if path.name.startswith("catalog.db")
-        ),
-    }
+    database = sum(size for path, size in sizes.items() if path.name.startswith("catalog.db"))
+    return {"bytes": sum(sizes.values()), "files": len(files), "database_bytes": database}
 
 
 def drop_from_page_cache(folder: Path) -> None:

@@ -15,18 +15,18 @@ is then that of a reader. Each request is timed alone:
 import contextlib
 import json
 import os
-import shutil
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
 from benchmarks import timing, traffic
-from benchmarks.alone import alone
+from benchmarks.alone import alone, scratch
 from benchmarks.catalog_fill import (
     ADAPTER,
     BASE,
@@ -61,7 +61,7 @@ def resolves(
     """Resolves names one after the other.
 
     Args:
-        names: each with the revision number that it stands for.
+        names: each with its revision number.
     """
     seconds, errors = np.empty(count), 0
     progress = Progress(what, count)
@@ -85,16 +85,8 @@ class _Loads:
         self._catalog = catalog
         self._places: dict[str, Place] = {}  # of the request under way
         self._loaded: set[str] = set()
-        host_bytes = config.host_entries * object_bytes
-        self.residency = Residency(
-            self._fetch,
-            unpack,
-            admission,
-            slots,
-            host_bytes,
-            workers=os.cpu_count() or 1,
-            niceness=0,
-        )
+        loading = (self._fetch, unpack, admission, slots, config.host_entries * object_bytes)
+        self.residency = Residency(*loading, workers=os.cpu_count() or 1, niceness=0)
 
     def _fetch(self, digest: str) -> np.ndarray:
         return self._catalog.store.read(self._places[digest])  # verified by residency
@@ -127,10 +119,7 @@ class _Loads:
                 if future.done():
                     tier = "device"
                 [lease] = [future.result()] if future.done() else self.residency.wait_for([digest])
-                for array in (
-                    self.residency.stacks[lease.slot.bucket].factors["dense"]["attn"]["q"].values()
-                ):
-                    array.block_until_ready()
+                jax.block_until_ready(self.residency.stacks[lease.slot.bucket])
                 found[tier].append(time.perf_counter() - began)
                 lease.release()
                 if tier != "device":
@@ -159,30 +148,31 @@ def measure(
     plan = Plan(entries, config.per_policy, config.batch, config.seed)
     rng = np.random.default_rng(config.seed + 1)
     payloads, requests = Payloads(plan.seed), config.requests
-    drawn = lambda kind, count: traffic.draws(kind, plan.policies, count, config.zipf, rng)  # noqa: E731
+
+    def drawn(kind: str, count: int) -> np.ndarray:
+        return traffic.draws(kind, plan.policies, count, config.zipf, rng)
+
+    def latest(policies: np.ndarray) -> Iterator[tuple[str, int]]:
+        return ((f"{plan.policy(p)}@latest", plan.newest(p)) for p in policies.tolist())
+
+    def alias(policies: np.ndarray) -> Iterator[str]:
+        return (name for name, _ in latest(policies))
+
     with open_catalog(Path(folder), database, actor="reader") as catalog:
         catalog.resolve(plan.policy(0))  # compiles the statements
         before = host.rss_bytes()
-        latest = lambda policies: (  # noqa: E731
-            (f"{plan.policy(p)}@latest", plan.newest(p)) for p in policies.tolist()
-        )
         numbers = rng.integers(0, entries, requests).tolist()
         numbered = (
             (f"{plan.policy(k)}@{k // plan.policies + 1}", k // plan.policies + 1) for k in numbers
         )
+        asked = {kind: latest(drawn(kind, requests)) for kind in config.traffic}
         resolve = {
-            **{
-                kind: resolves(
-                    catalog, f"{entries}: {kind} names", latest(drawn(kind, requests)), requests
-                )
-                for kind in config.traffic
-            },
-            "numbers": resolves(catalog, f"{entries}: revisions by number", numbered, requests),
+            kind: resolves(catalog, f"{entries}: {kind} names", names, requests)
+            for kind, names in (asked | {"numbers": numbered}).items()
         }
         after_resolves = host.rss_bytes()
         wrong = _read_back(catalog, plan, payloads, rng)
         loads = _Loads(catalog, config, payloads.nbytes)
-        alias = lambda policies: (f"{plan.policy(p)}@latest" for p in policies.tolist())  # noqa: E731
         # compiles the write
         loads.measure("warm-up", alias(drawn("uniform", config.slots)), config.slots)
         found = {}
@@ -198,9 +188,8 @@ def measure(
         disk = loads.measure(f"{entries}: loads from disk", uniform, config.disk_loads, drop=True)
         loads.residency.close()
         rss = host.rss_bytes()
-        promote = _promotes(
-            catalog, plan, rng.permutation(plan.policies)[: config.promotions].tolist()
-        )
+        moved = rng.permutation(plan.policies)[: config.promotions].tolist()
+        promote = _promotes(catalog, plan, moved)
     names = (*config.traffic, "numbers")
     return {
         "requests": len(names) * requests,
@@ -258,49 +247,29 @@ def _promotes(catalog: Catalog, plan: Plan, policies: Iterable[int]) -> dict[str
 
 def run(config: Any, workdir: Path) -> dict[str, Any]:
     """Runs the bench; returns its report. The catalogs it makes are removed."""
-    folder = workdir / "catalog_scale"
-    report: dict[str, Any] = {
-        "bench": "catalog_scale",
-        "device": timing.device(),
-        "cores": os.cpu_count(),
-    }
     rows: list[dict[str, Any]] = []
-    try:
-        for entries in config.entries:
-            _fresh(folder)
-            began, load_before = time.perf_counter(), os.getloadavg()[0]
-            with _server(config.database) as (database, data):
-                row = alone(
-                    fill,
-                    folder,
-                    Plan(entries, config.per_policy, config.batch, config.seed),
-                    database,
-                )
-                row |= alone(measure, config.to_dict(), str(folder), entries, database)
-                row |= (
-                    {}
-                    if data is None
-                    else {name: row[name] + more for name, more in on_disk(data).items()}
-                )
-            row |= {"load_average": [round(load_before, 1), round(os.getloadavg()[0], 1)]}
-            shutil.rmtree(folder)
-            row["whole_s"] = round(time.perf_counter() - began, 1)
-            rows = sorted([*rows, row], key=lambda row: row["entries"])
-            # what is measured stays, whatever comes
-            (workdir / "catalog_scale.json").write_text(json.dumps(rows, indent=1))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    top = (
-        "entries",
-        "requests",
-        *(f"resolve_{key}" for key in _RESOLVE),
-        "cold_p50_ms",
-        "cold_p99_ms",
-    )
-    report |= {key: rows[-1][key] for key in (*top, "bytes", "files", "rss_bytes", "entries_per_s")}
-    report["rss_over_smallest"] = rows[-1]["rss_after_resolves"] - rows[0]["rss_after_resolves"]
-    report["errors"] = sum(row["errors"] for row in rows)
-    return report | {"sizes": rows}
+    for entries in config.entries:
+        began, load_before = time.perf_counter(), os.getloadavg()[0]
+        plan = Plan(entries, config.per_policy, config.batch, config.seed)
+        made = scratch(workdir / "catalog_scale")
+        with made as folder, _server(config.database) as (database, data):
+            row = alone(fill, folder, plan, database)
+            row |= alone(measure, config.to_dict(), str(folder), entries, database)
+            if data is not None:
+                row |= {name: row[name] + more for name, more in on_disk(data).items()}
+        row |= {"load_average": [round(load_before, 1), round(os.getloadavg()[0], 1)]}
+        row["whole_s"] = round(time.perf_counter() - began, 1)
+        rows = sorted([*rows, row], key=lambda row: row["entries"])
+        # what is measured stays, whatever comes
+        (workdir / "catalog_scale.json").write_text(json.dumps(rows, indent=1))
+    top = ("entries", "requests", *(f"resolve_{key}" for key in _RESOLVE), "cold_p50_ms")
+    top += ("cold_p99_ms", "bytes", "files", "rss_bytes", "entries_per_s")
+    return {key: rows[-1][key] for key in top} | {
+        "cores": os.cpu_count(),
+        "rss_over_smallest": rows[-1]["rss_after_resolves"] - rows[0]["rss_after_resolves"],
+        "errors": sum(row["errors"] for row in rows),
+        "sizes": rows,
+    }
 
 
 @contextlib.contextmanager
@@ -324,8 +293,3 @@ def _server(database: str) -> Iterator[tuple[str | None, Path | None]]:
         yield server.url, server.data
     finally:
         server.stop()
-
-
-def _fresh(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)

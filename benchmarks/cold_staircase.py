@@ -7,7 +7,6 @@ to the first, median and last slot; ``over_one`` is the last over a single reque
 requests also count the reads of storage.
 """
 
-import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ import jax
 import numpy as np
 
 from benchmarks import timing
+from benchmarks.alone import scratch
 from benchmarks.bases import shape as shape_of
 from benchmarks.packed_files import adapter_of
 from benchmarks.packed_store import BASE, TARGETS, Store, forget, residency_of
@@ -30,20 +30,13 @@ from mint_jax.residency.residency import Residency
 
 def run(config: Any, workdir: Path) -> dict[str, Any]:
     """Runs the bench; returns its report. The files it makes are removed."""
-    folder = workdir / "cold_staircase"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    try:
+    with scratch(workdir / "cold_staircase") as folder:
         return _run(config, folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _run(config: Any, folder: Path) -> dict[str, Any]:
-    specs, adapter = (
-        transformer.abstract(shape_of(config.shape)),
-        AdapterConfig(config.rank, 2.0 * config.rank, TARGETS),
-    )
+    specs = transformer.abstract(shape_of(config.shape))
+    adapter = AdapterConfig(config.rank, 2.0 * config.rank, TARGETS)
     wanted = lora_tree.adapter_specs(specs, adapter)
     store, schema = Store(folder / "catalog"), Schema(BASE, adapter, config.dtype)
     values = np.random.default_rng(config.seed)
@@ -85,9 +78,6 @@ def _run(config: Any, folder: Path) -> dict[str, Any]:
             }
         )
     return {
-        "bench": "cold_staircase",
-        "device": timing.device(),
-        "n": config.n,
         "shape": config.shape.to_dict(),
         "rank": config.rank,
         "adapter_bytes": store.nbytes(digests[:1]),

@@ -22,12 +22,7 @@ IGNORED = ("stamp", "config", "command", "load_average")
 
 
 class Line(NamedTuple):
-    """One figure of two reports.
-
-    Attributes:
-        name: path of the figure; of a sweep also the settings of its row.
-        a, b: figures or numbers.
-    """
+    """One figure of two reports, named by its path and, of a sweep, the settings of its row."""
 
     name: str
     a: Any
@@ -41,7 +36,9 @@ class Line(NamedTuple):
     @property
     def is_outside(self) -> bool:
         """True where the intervals do not overlap."""
-        (low_a, high_a), (low_b, high_b) = _ends(self.a), _ends(self.b)
+        (low_a, high_a), (low_b, high_b) = (
+            one["interval"] if timing.is_figure(one) else (one, one) for one in (self.a, self.b)
+        )
         return high_a < low_b or high_b < low_a
 
 
@@ -52,16 +49,15 @@ def read(path: Path) -> dict[str, Any]:
         UserError: the file is missing, or is not a JSON object.
     """
     file = next((path / name for name in FILES if (path / name).is_file()), path)
-    if not file.is_file():
-        raise UserError(
-            f"{path} is no report: give a JSON file, or a folder with {' or '.join(FILES)}"
-        )
     try:
         report = stamp.load(file)
-    except ValueError as error:
-        raise UserError(f"{file} is not JSON ({error}): give a report") from None
+    except (OSError, ValueError) as error:
+        report = error
     if not isinstance(report, dict):
-        raise UserError(f"{file} is a {type(report).__name__}: give a report")
+        raise UserError(
+            f"{path} is no report ({report}): give a JSON file, or a folder with"
+            f" {' or '.join(FILES)}"
+        )
     return report
 
 
@@ -104,10 +100,6 @@ def _walk(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
         for k, child in enumerate(tree):
             name = child.get("name", k) if isinstance(child, dict) else k
             yield from _walk(child, f"{path}/{name}")
-
-
-def _ends(figure: Any) -> tuple[float, float]:
-    return tuple(figure["interval"]) if timing.is_figure(figure) else (figure, figure)
 
 
 def table(lines: list[Line]) -> str:

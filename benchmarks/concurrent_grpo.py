@@ -3,7 +3,7 @@
 Every timed call starts from one training state and runs the same steps with the same seeds, and the
 number of sampled tokens is compared. Rewards take microseconds; ``reward_s`` adds the latency of a
 remote verifier in a second series (``ratio_P_waiting``), which overlapping hides. ``busy`` is the
-share of time in which the devices work; ``timeline`` has the phases of each schedule's last call.
+share of time in which the devices work.
 
 The batched schedule's peak memory is higher by the work in flight: with 8 policies on SmolLM2 a
 cache of 48 pages (71 MB, against 24 MB), and 76 MB of temporaries in the training step. On a CPU
@@ -46,28 +46,11 @@ class _Side:
         self.units = phases_lib.units_of(list(job.members), name)
         self.start = jax.tree.map(jnp.copy, job.trainer.state)
         self.tokens = 0
-        self.spans: list[dict[str, Any]] = []  # phases of the last call
-        self._began = 0.0
         self.busy: list[float] = []  # of each call
 
     def reward(self, name: str, rollout: Any) -> Any:
-        since = time.perf_counter()
         time.sleep(self.reward_s)
-        found = self.job.reward(name, rollout)
-        self._span("reward", [name], since)
-        return found
-
-    def _span(self, phase: str, policies: list[str], since: float) -> None:
-        """A phase that ends now; rewards end in threads of their own."""
-        start, end = since - self._began, time.perf_counter() - self._began
-        self.spans.append(
-            {
-                "phase": phase,
-                "policies": policies,
-                "start_s": round(start, 4),
-                "end_s": round(end, 4),
-            }
-        )
+        return self.job.reward(name, rollout)
 
     def __call__(self) -> None:
         self.reset()
@@ -82,7 +65,7 @@ class _Side:
     def run(self) -> None:
         """The steps of a call."""
         job = self.job
-        self.spans, self._began = [], time.perf_counter()
+        began, on_device = time.perf_counter(), 0.0
         before = job.tokens
         first = dict.fromkeys(job.members, 0)
         overlap = self.name != "sequential"
@@ -93,17 +76,13 @@ class _Side:
                 since = time.perf_counter()
                 if phase == phases_lib.ROLLOUT:
                     samples = job.rollout(unit.names, unit.step)
-                    self._span(phase, unit.names, since)
+                    on_device += time.perf_counter() - since
                     unit.score(self.reward, samples)
                 else:
                     job.update(unit.scored())
-                    self._span(phase, unit.names, since)
+                    on_device += time.perf_counter() - since
         jax.block_until_ready(job.trainer.state)
-        whole = time.perf_counter() - self._began
-        self.busy.append(
-            sum(span["end_s"] - span["start_s"] for span in self.spans if span["phase"] != "reward")
-            / whole
-        )
+        self.busy.append(on_device / (time.perf_counter() - began))
         self.tokens = job.tokens - before
 
     def result(self) -> dict[str, Any]:
@@ -138,10 +117,6 @@ def _series(
         },
         "speedup": {name: timing.ratio(times, slowest, name) for name in schedules},
         "busy": {name: timing.median(side.busy[-config.n :]) for name, side in sides.items()},
-        "timeline": {
-            name: sorted(side.spans, key=lambda span: span["start_s"])
-            for name, side in sides.items()
-        },
         "tokens": {name: side.tokens for name, side in sides.items()},
         "max_difference": {
             name: _distance(results[slowest], results[name])
@@ -151,20 +126,10 @@ def _series(
     }
 
 
-def run(
-    config: Any,
-    workdir: Path,
-) -> dict[str, Any]:
+def run(config: Any, workdir: Path) -> dict[str, Any]:
     """Runs the bench; returns its report."""
     base = open_base(config)
-    report: dict[str, Any] = {
-        "bench": "concurrent_grpo",
-        "base": base.name,
-        "weights": base.weights,
-        "device": timing.device(),
-        "n": config.n,
-        "steps": config.steps,
-    }
+    report: dict[str, Any] = {"base": base.name, "weights": base.weights, "steps": config.steps}
     rollouts = int(config.policy.sampling.group_size)
     # (policies, rollouts) -> series whose rewards take no time
     alone: dict[tuple[int, int], dict[str, Any]] = {}
@@ -196,30 +161,17 @@ def run(
         policies = config.crossover_policies
         if (policies, size) not in alone:
             job = make_grpo(_config_of(config, policies, size), base)
-            alone[policies, size] = _series(
-                config,
-                job,
-                ("sequential", "batched"),
-                0.0,
-                f"{policies} policies, {size} rollouts each",
-            )
+            what = f"{policies} policies, {size} rollouts each"
+            alone[policies, size] = _series(config, job, ("sequential", "batched"), 0.0, what)
         one = alone[policies, size]
-        per_policy = one["tokens"]["batched"] / config.steps / config.crossover_policies
-        curve.append(
-            {
-                "rollouts": size,
-                "sampled_tokens_per_policy": round(per_policy, 1),
-                "ratio": one["ratio"]["batched"],
-            }
-        )
+        each = round(one["tokens"]["batched"] / config.steps / policies, 1)
+        row = {"rollouts": size, "sampled_tokens_per_policy": each}
+        curve.append(row | {"ratio": one["ratio"]["batched"]})
     report["crossover_policies"], report["crossover"] = config.crossover_policies, curve
     return report
 
 
-def _memory(
-    config: dict[str, Any],
-    n: int,
-) -> dict[str, Any]:
+def _memory(config: dict[str, Any], n: int) -> dict[str, Any]:
     """Peak memory of the schedules, each in processes of its own: a process keeps what an earlier
     schedule made it take.
     """
@@ -237,10 +189,7 @@ def _memory(
     }
 
 
-def _peak(
-    config: dict[str, Any],
-    name: str,
-) -> int:
+def _peak(config: dict[str, Any], name: str) -> int:
     """Peak bytes of one schedule: of the device where it counts them, of the process where the host
     is the device.
     """

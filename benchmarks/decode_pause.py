@@ -112,13 +112,6 @@ def decode_pause(config: Any, files: Files) -> dict[str, Any]:
         "decode_pause_p50": _ratio(windows, "loading", 50),
         "decode_noise_p99": _ratio(windows, "again", 99),
         "decode_noise_p50": _ratio(windows, "again", 50),
-        "decode_step_ms": {
-            name: {
-                f"p{q}": timing.percentile([s for steps in of for s in steps], q, 1e3)
-                for q in (50, 99)
-            }
-            for name, of in windows.items()
-        },
         "decode_load_ms": timing.median(seconds, 1e3),
         "decode_steps": sum(map(len, windows["loading"])),
         "decode_loads": len(seconds),
@@ -132,21 +125,12 @@ def _ratio(windows: dict[str, list[list[float]]], name: str, q: float) -> timing
     loading, quiet = windows[name], windows["quiet"]
 
     def of(rounds: np.ndarray) -> float:
-        return float(
-            np.divide(
-                *(
-                    np.percentile(np.concatenate([steps[k] for k in rounds]), q)
-                    for steps in (loading, quiet)
-                )
-            )
-        )
+        slow, fast = (np.concatenate([of[k] for k in rounds]) for of in (loading, quiet))
+        return float(np.percentile(slow, q) / np.percentile(fast, q))
 
     n = len(quiet)
-    drawn = [
-        of(rounds)
-        for rounds in np.random.default_rng(0).integers(0, n, (timing.BOOTSTRAPS // 4, n))
-    ]
-    low, high = np.percentile(drawn, (2.5, 97.5))
+    draws = np.random.default_rng(0).integers(0, n, (timing.BOOTSTRAPS // 4, n))
+    low, high = np.percentile([of(rounds) for rounds in draws], (2.5, 97.5))
     return {
         "percentile": round(of(np.arange(n)), 4),
         "interval": [round(float(low), 4), round(float(high), 4)],

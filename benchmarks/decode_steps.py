@@ -60,33 +60,18 @@ class Steps:
         for r, slot in enumerate(slots):
             request = Request((self._first[r],), slot, max_tokens=self.room, temperature=0.0)
             pages = list(range(r * self._each, (r + 1) * self._each))
-            live.append(
-                (
-                    SampleState(
-                        CachedPrompt(request, ("bench", None)),
-                        0,
-                        r,
-                        pages=pages,
-                        tokens=[self._first[r]] * cached,
-                    ),
-                    self.room,
-                )
-            )
-        plan, places = plans.rows_plan(
-            live, self.rows, 1, self._table, self.base.cfg.vocab_size, stacks
-        )
+            prompt, tokens = CachedPrompt(request, ("bench", None)), [self._first[r]] * cached
+            live.append((SampleState(prompt, 0, r, pages=pages, tokens=tokens), self.room))
+        shape = self.rows, 1, self._table, self.base.cfg.vocab_size, stacks
+        plan, places = plans.rows_plan(live, *shape)
         if places != list(range(len(slots))):
             raise RuntimeError("samples stand in rows of their order")
         if alone is not None:
-            none, _ = plans.rows_plan(
-                [], self.rows, 1, self._table, self.base.cfg.vocab_size, stacks
-            )
+            chosen = np.arange(self.rows) == alone
             plan = jax.tree.map(
-                lambda x, y: np.where(
-                    (np.arange(self.rows) == alone).reshape(-1, *(1,) * (x.ndim - 1)), x, y
-                ),
+                lambda x, y: np.where(chosen.reshape(-1, *(1,) * (x.ndim - 1)), x, y),
                 plan,
-                none,
+                plans.rows_plan([], *shape)[0],
             )
         return plan
 

@@ -8,7 +8,7 @@ vLLM runs with its users' options, compiled, with as many sequences and adapters
 """
 
 import json
-import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,9 @@ import jax
 import numpy as np
 
 from benchmarks import timing, vllm_peer
+from benchmarks.alone import scratch
 from benchmarks.bases import open_base
 from benchmarks.decode_steps import random_stack
-from benchmarks.elsewhere import Elsewhere
 from mint_jax.errors import UserError
 from mint_jax.lora import peft
 from mint_jax.lora import tree as lora_tree
@@ -29,6 +29,57 @@ from mint_jax.models.base import Base
 from mint_jax.models.outline import peft_tables
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Request
+
+
+class Elsewhere:
+    """A peer in an interpreter of its own environment, by lines of JSON.
+
+    Args:
+        program: answers each line of its input with one, after a first one with its ``version``,
+            and ends with its input.
+        log: file for its stderr.
+
+    Raises:
+        RuntimeError: it ended; with its last words.
+    """
+
+    def __init__(self, python: str, program: str, argument: str, log: Path):
+        self._log = log
+        with log.open("w") as out:
+            # -I: not our packages, which its environment lacks
+            command = [python, "-I", program, argument]
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=out, text=True
+            )
+        self.version = self._answer()["version"]
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            self._process.wait(60)
+            words = self._log.read_text().strip().splitlines()
+            raise RuntimeError(
+                f"the peer ended with status {self._process.returncode}:"
+                f" {words[-1] if words else 'no word'}; see {self._log}"
+            )
+        return json.loads(line)
+
+    def ask(self, question: Any) -> Any:
+        """Its answer."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(question) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
 
 def run(config: Any, workdir: Path) -> dict[str, Any]:
@@ -44,15 +95,8 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
             " environment that has vLLM"
         )
     base = open_base(config)
-    report: dict[str, Any] = {
-        "bench": "decode_vs_vllm",
-        "base": base.name,
-        "device": timing.device(),
-        "n": config.n,
-        "vllm": None,
-    }
-    report |= {"weights": base.weights, "adapters": config.adapters}
-    folder = workdir / "adapters"
+    report: dict[str, Any] = {"base": base.name, "weights": base.weights, "vllm": None}
+    report["adapters"] = config.adapters
     peers: dict[str, Elsewhere] = {}
     try:
         for dtype in config.dtypes if config.python else ():
@@ -61,11 +105,11 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
                 config.python, vllm_peer.__file__, settings, workdir / f"vllm_{dtype}.log"
             )
             report["vllm"] = peers[dtype].version
-        return report | _compare(config, base, peers, folder)
+        with scratch(workdir / "adapters") as folder:
+            return report | _compare(config, base, peers, folder)
     finally:
         for peer in peers.values():
             peer.close()
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _settings(config: Any, base: Base, dtype: str) -> dict[str, Any]:
@@ -143,7 +187,6 @@ def _written(
     base: Base, adapter: AdapterConfig, stack: lora_tree.AdapterStack, folder: Path
 ) -> list[Path]:
     """The adapters of a stack as directories of PEFT's."""
-    shutil.rmtree(folder, ignore_errors=True)  # of a run that was ended
     specs = lora_tree.adapter_specs(transformer.abstract(base.cfg), adapter)
     names, _ = peft_tables(base.cfg)
     paths = []

@@ -23,10 +23,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import timing
-from benchmarks.bandwidth import Bandwidth
 from benchmarks.bases import open_base
 from benchmarks.torch_peer import TorchPeer
 from mint_jax.errors import UserError, choice
@@ -45,14 +46,7 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
         if part not in PARTS:
             raise choice("part of the bench", part, PARTS)
     base = open_base(config)
-    report: dict[str, Any] = {
-        "bench": "engine",
-        "base": base.name,
-        "dtype": config.dtype,
-        "device": timing.device(),
-        "n": config.n,
-    }
-    report["weights"] = base.weights
+    report = {"base": base.name, "dtype": config.dtype, "weights": base.weights}
     for part in config.parts:
         rng = np.random.default_rng(config.seed)
         if part == "decode" and base.weights == "blocks":
@@ -60,6 +54,40 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
         else:
             report |= PARTS[part](config, base, rng)
     return report
+
+
+class Bandwidth:
+    """A side of ``timing.in_turn``: bytes per second that the machine can read or
+    copy meanwhile.
+
+    Three ways are tried, the fastest one is used: a sum, a product with two columns, whose weights
+    are read as a decoding step reads its own, and a copy, whose bytes count twice.
+
+    Attributes:
+        way: which was the fastest.
+        nbytes: that one call moves.
+    """
+
+    def __init__(self, nbytes: int):
+        x_ND = jnp.ones((max(1, nbytes // (4 * 1024)), 1024), jnp.float32)
+        v_DM = jnp.ones((1024, 2), jnp.float32)
+        ways: dict[str, tuple[int, Callable[[Any], Any]]] = {
+            "sum": (x_ND.nbytes, jax.jit(jnp.sum)),
+            "product": (x_ND.nbytes, jax.jit(lambda x: x @ v_DM)),
+            "copy": (2 * x_ND.nbytes, jax.jit(lambda x: x + 1)),
+        }
+        self._x = x_ND
+        self.rates = {name: size / _seconds(fn, x_ND) for name, (size, fn) in ways.items()}
+        self.way = max(self.rates, key=lambda name: self.rates[name])
+        self.nbytes, self._move = ways[self.way]
+
+    def __call__(self) -> None:
+        jax.block_until_ready(self._move(self._x))
+
+
+def _seconds(fn: Callable[[Any], Any], x: jax.Array) -> float:
+    """The shortest of five calls."""
+    return min(timing.in_turn("bandwidth", {"": lambda: jax.block_until_ready(fn(x))}, 5)[""])
 
 
 def _prompts(base: Base, rng: np.random.Generator, lengths: Sequence[int]) -> list[tuple[int, ...]]:
@@ -88,34 +116,27 @@ def _decode(
     shares: dict[str, timing.Figure] = {}
     for rows in part.rows:
         prompts = _prompts(base, rng, [part.context + 1] * rows)
-        tried = peer.fastest(
-            lambda prompts=prompts: peer.decoder(np.array(prompts), part.trial_tokens)
-        )
-        draw = peer.decoder(np.array(prompts), part.tokens)
-        engines = {"ours": _fixed(base, rows)} | (
-            {"in_full": _fixed(in_full, rows)} if in_full else {}
-        )
+        tokens = np.array(prompts)
+        tried = peer.fastest(lambda tokens=tokens: peer.decoder(tokens, part.trial_tokens))
+        draw = peer.decoder(tokens, part.tokens)
+        engines = {"ours": _fixed(base, rows)}
+        if in_full:
+            engines["in_full"] = _fixed(in_full, rows)
         requests = [Request(prompt, max_tokens=part.tokens, temperature=0.0) for prompt in prompts]
         for engine in engines.values():
             engine.generate(requests)
         read = [engine.counts["prefilled_tokens"] for engine in engines.values()]
         last: dict[str, np.ndarray] = {}
 
-        def ours(
-            name: str,
-            engine: Engine,
-            requests: Sequence[Request] = requests,
-            last: dict[str, Any] = last,
-        ) -> None:
-            last[name] = np.array([c.tokens for [c] in engine.generate(requests)])
+        def ours(name: str, asked: Any = requests, of: Any = engines, last: Any = last) -> None:
+            last[name] = np.array([c.tokens for [c] in of[name].generate(asked)])
 
         def peers(draw: Callable[[], np.ndarray] = draw, last: dict[str, Any] = last) -> None:
             last["peer"] = draw()
 
-        sides = {name: functools.partial(ours, name, engine) for name, engine in engines.items()}
-        times = timing.in_turn(
-            f"decoding {rows} rows", {**sides, "peer": peers, "read": reading}, config.n
-        )
+        sides = {name: functools.partial(ours, name) for name in engines}
+        sides |= {"peer": peers, "read": reading}
+        times = timing.in_turn(f"decoding {rows} rows", sides, config.n)
         if [engine.counts["prefilled_tokens"] for engine in engines.values()] != read:
             raise RuntimeError("prompts were to stay in the cache, and were read again")
         step = _step_bytes(base, rows, part.context + 1 + (part.tokens - 1) / 2)
@@ -225,21 +246,13 @@ def _continuous(config: Any, base: Base, rng: np.random.Generator) -> dict[str, 
     longest = {i: max(tokens[j] for j in group) for group in groups for i in group}
 
     def lockstep() -> None:
-        long = [
-            dataclasses.replace(request, max_tokens=longest[i])
-            for i, request in enumerate(requests())
-        ]
-        said["lockstep"] = [
-            c.tokens[:most] for [c], most in zip(static_loop(engine, long, part.rows), tokens)
-        ]
+        long = [dataclasses.replace(one, max_tokens=longest[i]) for i, one in enumerate(requests())]
+        made = static_loop(engine, long, part.rows)
+        said["lockstep"] = [c.tokens[:most] for [c], most in zip(made, tokens)]
 
     engine.warm()
-    times = timing.in_turn(
-        "ragged lengths",
-        {"continuous": continuous, "lockstep": lockstep, "static": static},
-        config.n,
-        warm=0,
-    )
+    sides = {"continuous": continuous, "lockstep": lockstep, "static": static}
+    times = timing.in_turn("ragged lengths", sides, config.n, warm=0)
     steps = sum(longest.values())
     return {
         "ratio_continuous": timing.ratio(times, "lockstep", "continuous"),
@@ -257,9 +270,8 @@ def _prefix(config: Any, base: Base, rng: np.random.Generator) -> dict[str, Any]
     prompts = _prompts(base, rng, [part.prompt] * part.samples)
 
     def one() -> None:
-        engine.generate(
-            [Request(prompts[0], n=part.samples, max_tokens=part.tokens, tenant=next(_tenants))]
-        )
+        options = {"max_tokens": part.tokens, "tenant": next(_tenants)}
+        engine.generate([Request(prompts[0], n=part.samples, **options)])
 
     def distinct() -> None:
         tenant = next(_tenants)
@@ -268,9 +280,8 @@ def _prefix(config: Any, base: Base, rng: np.random.Generator) -> dict[str, Any]
         )
 
     engine.warm()
-    times = timing.in_turn(
-        "samples of one prompt", {"one": one, "distinct": distinct}, config.n, warm=0
-    )
+    sides = {"one": one, "distinct": distinct}
+    times = timing.in_turn("samples of one prompt", sides, config.n, warm=0)
     return {
         "ratio_prefix": timing.ratio(times, "distinct", "one"),
         "prefix_seconds": timing.medians_of(times),

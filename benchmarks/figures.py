@@ -17,7 +17,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from benchmarks import launch, tables, timing
 from benchmarks.sweeps import runner
@@ -28,15 +28,12 @@ from mint_jax.harness.start import say
 
 
 class Run(NamedTuple):
-    """One report.
+    """One report, ``folder/name.json``; ``minutes`` to ``empty_cache`` as in ``Grid``.
 
     Attributes:
-        name: stem of its file.
         config: path below ``configs``; a size follows a colon.
-        minutes, options, seeds, empty_cache: as in ``Grid``.
         pictures: (file in the workdir, name among the reports).
         committed: False for a run that only prepares another one.
-        folder: of the report.
     """
 
     name: str
@@ -52,18 +49,14 @@ class Run(NamedTuple):
     @property
     def point(self) -> Point:
         """The run as a point of ``runner``."""
-        of = Grid(
-            config=f"configs/{self.config}",
-            options=self.options,
-            seeds=self.seeds,
-            minutes=self.minutes,
-            empty_cache=self.empty_cache,
-        )
-        return Point(self.name, of, {})
+        shared = ("options", "seeds", "minutes", "empty_cache")
+        own = {name: getattr(self, name) for name in shared}
+        return Point(self.name, Grid(config=f"configs/{self.config}", **own), {})
 
 
 _SEEDS = (0, 1, 2)
 _SPARSE_BASE = "--config.base={workdir}/points/pretrain_moe/base"
+_MEMORY = ("--config.memory=(8,)", "--config.memory_n=5")
 _VLLM = "--config.python={workdir}/vllm/bin/python"
 _MISMATCHES = {  # report -> options by which the trainer differs from the sampler
     "grpo_moe": (),
@@ -74,10 +67,7 @@ _MISMATCHES = {  # report -> options by which the trainer differs from the sampl
 _REPLAY = {"": (), "_no_replay": ("--config.policies.*.sampling.replay=False",)}
 RUNS = (
     Run(
-        "quickstart",
-        "quickstart.py",
-        11,
-        seeds=(0, 1),
+        *("quickstart", "quickstart.py", 11, (), (0, 1)),
         pictures=(("rewards.png", "quickstart_rewards.png"),),
         empty_cache=True,
     ),
@@ -90,12 +80,7 @@ RUNS = (
         for suffix, replay in _REPLAY.items()
     ),
     Run("train_vs_peft", "bench/train_vs_peft.py", 7, ("--config.compile_s=75",)),
-    Run(
-        "concurrent_grpo",
-        "bench/concurrent_grpo.py",
-        9,
-        ("--config.memory=(8,)", "--config.memory_n=5"),
-    ),
+    Run("concurrent_grpo", "bench/concurrent_grpo.py", 9, _MEMORY),
     Run("engine", "bench/engine.py", 10),
     Run("decode_vs_vllm", "bench/decode_vs_vllm.py", 8, (_VLLM,)),
     Run("active_wave", "bench/active_wave.py", 8),
@@ -110,43 +95,25 @@ RUNS = (
     Run("revision_stores", "bench/revision_stores.py", 3),
 )
 BASES = (
-    "qwen3_4b",
-    "qwen3_30b_a3b",
-    "qwen3_30b_a3b_experts",
-    "qwen3_235b_a22b",
-    "kimi_k2",
-    "kimi_k2_experts",
-    "glm_5",
+    *("qwen3_4b", "qwen3_30b_a3b", "qwen3_30b_a3b_experts", "qwen3_235b_a22b"),
+    *("kimi_k2", "kimi_k2_experts", "glm_5"),
 )
+
+
+def _pod(name: str, base: str, **more: Any) -> Run:
+    return Run(name, f"scale_up/{base}.py", 4, folder=tables.PODS, **more)
+
+
 POD_RUNS = (
-    *(
-        Run(
-            name,
-            f"scale_up/{name}.py",
-            4,
-            pictures=(("scale_up.png", f"{name}.png"),),
-            folder=tables.PODS,
-        )
-        for name in BASES
-    ),
-    Run(
-        "kimi_k2_smallest",
-        "scale_up/kimi_k2.py",
-        4,
-        ("--config.topology=smallest", "--config.chip=v5p"),
-        folder=tables.PODS,
+    *(_pod(name, name, pictures=(("scale_up.png", f"{name}.png"),)) for name in BASES),
+    _pod(
+        "kimi_k2_smallest", "kimi_k2", options=("--config.topology=smallest", "--config.chip=v5p")
     ),
     Run("kernels", "bench/schedule.py", 1, folder=tables.PODS),
 )
 SWEEPS = (
-    "active_wave",
-    "cold_staircase",
-    "handoff",
-    "packed_load",
-    "catalog",
-    "concurrent_grpo",
-    "scale_up",
-    "learning",
+    *("active_wave", "cold_staircase", "handoff", "packed_load", "catalog", "concurrent_grpo"),
+    *("scale_up", "learning"),
 )
 
 

@@ -6,16 +6,14 @@ part: it is skipped where less than the first is left of ``config.seconds``, and
 row after the second. Skipped parts and failures are rows too.
 
 Shares compare with what the same card does in the same run (``floors``): reading memory, and a
-chain of products of the model's own shapes. ``first_s`` is a first call, compilation included;
-``profile`` lists the kernels of one call. ``peers`` runs transformers and PEFT on random weights of
-the same shape, in a process of its own.
+chain of products of the model's own shapes. ``first_s`` is a first call, compilation included.
+``peers`` runs transformers and PEFT on random weights of the same shape, in a process of its own.
 """
 
 import functools
 import json
 import multiprocessing
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -43,7 +41,6 @@ from mint_jax.train.config import LossConfig, PolicyConfig
 from mint_jax.train.trainer import Trainer
 
 Row = dict[str, Any]
-TOP_KERNELS = 25  # of a profile
 
 
 def run(config: Any, workdir: Path) -> dict[str, Any]:
@@ -63,14 +60,13 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
             for row in getattr(bench, name)():
                 rows.append(_reported(file, {"part": name, "s": _since(began)} | row))
                 if time.monotonic() > min(began + most, deadline):
-                    rows.append(
-                        _reported(file, {"part": name, "stopped": f"after {_since(began)} s"})
-                    )
+                    stopped = {"part": name, "stopped": f"after {_since(began)} s"}
+                    rows.append(_reported(file, stopped))
                     break
         except Exception as error:  # a part that fails leaves the others their time
             traceback.print_exc()
             rows.append(_reported(file, {"part": name, "failed": repr(error)[:500]}))
-    return {"bench": "gpu", "base": config.base, "device": timing.device(), "rows": rows}
+    return {"base": config.base, "rows": rows}
 
 
 def _since(began: float) -> float:
@@ -176,16 +172,15 @@ class _Bench:
     # -- training
 
     def train_1(self) -> Iterator[Row]:
-        """One policy has all rows."""
-        yield from self._train(1)
+        return self._train(1)
 
     def train_passes(self) -> Iterator[Row]:
-        """One policy has all rows, of which a pass has some: activations of fewer are kept."""
-        yield from self._train(1, self.config.train.pass_tokens)
+        """One policy in passes of fewer rows, of which fewer activations are kept."""
+        return self._train(1, self.config.train.pass_tokens)
 
     def train_8(self) -> Iterator[Row]:
         """The same rows, shared by 8 policies."""
-        yield from self._train(8)
+        return self._train(8)
 
     def _train(self, policies: int, most: int = 0) -> Iterator[Row]:
         part = self.config.train
@@ -201,10 +196,6 @@ class _Bench:
             trainer.update(groups)
             return trainer.state
 
-        def backward() -> Any:
-            trainer.forward_backward(groups)
-            return trainer.state
-
         first, times = _timed(step, self.config.n)
         seconds, tokens = float(np.median(times)), part.rows * part.tokens
         stats = jax.local_devices()[0].memory_stats() or {}
@@ -218,11 +209,6 @@ class _Bench:
             "share_of_matmul": self._share(self._floor(flops=4 * self.weights * tokens), seconds),
             "peak_bytes_so_far": stats.get("peak_bytes_in_use"),
         }
-        if most:
-            return
-        _, times = _timed(backward, self.config.n)
-        yield {"name": "forward and backward", "step_s": timing.median(times)}
-        yield {"name": "profile of a step"} | profile(step)
 
     def _row_of_tokens(self, count: int) -> Group:
         tokens = self._tokens(count)
@@ -236,9 +222,8 @@ class _Bench:
         the cache.
         """
         part = self.config.decode
-        self.engine = engine = Engine(
-            self.base, rows=part.rows, max_rows=max(part.rows), cache_bytes=part.cache_bytes
-        )
+        sizes = {"rows": part.rows, "max_rows": max(part.rows), "cache_bytes": part.cache_bytes}
+        self.engine = engine = Engine(self.base, **sizes)
         short, long = STEPS, STEPS + part.tokens
         for rows in sorted(part.rows, reverse=True):
             prompts = [tuple(self._tokens(part.context + 1)) for _ in range(rows)]
@@ -247,11 +232,8 @@ class _Bench:
                 engine.generate([Request(p, max_tokens=tokens, temperature=0.0) for p in prompts])
 
             first, _ = _timed(lambda: sample(long), 0)
-            times = timing.in_turn(
-                f"{rows} rows",
-                {"short": lambda: sample(short), "long": lambda: sample(long)},
-                self.config.n,
-            )
+            sides = {"short": lambda: sample(short), "long": lambda: sample(long)}
+            times = timing.in_turn(f"{rows} rows", sides, self.config.n)
             steps = [(b - a) / part.tokens for a, b in zip(times["short"], times["long"])]
             positions = part.context + (short + long) / 2
             nbytes = self.base.nbytes + rows * positions * self._position_bytes()
@@ -271,9 +253,8 @@ class _Bench:
     def prefill(self) -> Iterator[Row]:
         """One prompt that is not in the cache, and its first token."""
         count = self.config.prefill.tokens
-        engine = self.engine or Engine(
-            self.base, rows=(1,), max_rows=1, cache_bytes=self.config.decode.cache_bytes
-        )
+        room = self.config.decode.cache_bytes
+        engine = self.engine or Engine(self.base, rows=(1,), max_rows=1, cache_bytes=room)
 
         def read() -> None:
             engine.generate([Request(tuple(self._tokens(count)), max_tokens=1, temperature=0.0)])
@@ -324,8 +305,6 @@ class _Bench:
                 "over_bare": timing.ratio(times, name, "bare", less=1),
                 "bytes_over_bare": round(nbytes / base_bytes - 1, 4),
             }
-        for name in ("bare", str(counts[-1])):
-            yield {"name": f"profile of {STEPS} steps, {name}"} | profile(sides[name])
 
     def handoff(self) -> Iterator[Row]:
         """An optimizer step, and the first token of exactly these weights: the sampler reads the
@@ -343,7 +322,6 @@ class _Bench:
             engine.generate([request], trainer.stacks)
 
         first, times = _timed(hand_over, part.n)
-        yield {"name": "profile of a handoff"} | profile(hand_over)
         yield {
             "name": f"rank {part.rank}",
             "first_s": first,
@@ -368,45 +346,6 @@ class _Bench:
             yield {"stopped": "at the deadline"}
         else:
             yield {"exit": child.exitcode}
-
-
-def profile(call: Callable[[], Any]) -> Row:
-    """Kernels of one call by the profiler: the ones that took longest, how many there are, and the
-    milliseconds in which any runs.
-    """
-    options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # a call of the host's is an event of its own
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder, profiler_options=options):
-            jax.block_until_ready(call())
-        [file] = Path(folder).rglob("*.xplane.pb")
-        data = jax.profiler.ProfileData.from_file(str(file))
-    kernels_of: dict[str, list[float]] = {}
-    spans = []
-    for plane in data.planes:
-        if not plane.name.startswith("/device:GPU"):
-            continue
-        for line in plane.lines:
-            if not line.name.startswith("Stream"):
-                continue
-            for event in line.events:
-                kernels_of.setdefault(event.name, []).append(event.duration_ns)
-                spans.append((event.start_ns, event.start_ns + event.duration_ns))
-    busy, end = 0.0, 0.0
-    for start, stop in sorted(spans):
-        busy += max(0.0, stop - max(start, end))
-        end = max(end, stop)
-    longest = sorted(kernels_of.items(), key=lambda item: -sum(item[1]))[:TOP_KERNELS]
-    if not spans:
-        return {
-            "planes": [[plane.name, *(line.name for line in plane.lines)] for plane in data.planes]
-        }
-    return {
-        "kernels": len(spans),
-        "busy_ms": round(busy / 1e6, 3),
-        "span_ms": round((end - min(start for start, _ in spans)) / 1e6, 3),
-        "top": [[name[:80], len(ns), round(sum(ns) / 1e6, 3)] for name, ns in longest],
-    }
 
 
 def _peers(config_json: str, file: str) -> None:
@@ -440,10 +379,9 @@ def _peers(config_json: str, file: str) -> None:
         return out
 
     torch.manual_seed(0)
+    how = {"dtype": getattr(torch, config["dtype"]), "attn_implementation": "sdpa"}
     with torch.device(where):
-        model = AutoModelForCausalLM.from_config(
-            Qwen3Config(**fields), dtype=getattr(torch, config["dtype"]), attn_implementation="sdpa"
-        )
+        model = AutoModelForCausalLM.from_config(Qwen3Config(**fields), **how)
     model.eval()
 
     def decoding(rows: int) -> Row:
@@ -453,12 +391,11 @@ def _peers(config_json: str, file: str) -> None:
         prompt = torch.randint(3, fields["vocab_size"], shape, device=where)
         at = prompt[:, -1:].clone()
         places = torch.full((rows, 1), decode["context"], device=where)
-        model(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cached = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
+        model(prompt, **cached)
 
         def one() -> None:
-            out = model(
-                at, past_key_values=cache, use_cache=True, logits_to_keep=1, position_ids=places
-            )
+            out = model(at, position_ids=places, **cached)
             at.copy_(out.logits[:, -1].argmax(-1, keepdim=True))
 
         step: Callable[[], Any] = one
@@ -491,10 +428,9 @@ def _peers(config_json: str, file: str) -> None:
     def training(policies: int) -> Row:
         """Policies one after another; every pass has ``peers.rows`` rows at most."""
         peer: Any = None
+        rank = {"r": train["rank"], "lora_alpha": 2 * train["rank"]}
         for i in range(policies):
-            lora = LoraConfig(
-                r=train["rank"], lora_alpha=2 * train["rank"], target_modules="all-linear"
-            )
+            lora = LoraConfig(target_modules="all-linear", **rank)
             if peer is None:
                 peer = get_peft_model(model, lora, "p0", autocast_adapter_dtype=False)
             else:
@@ -529,17 +465,12 @@ def _peers(config_json: str, file: str) -> None:
             "tokens_per_s": round(tokens / float(np.median(times))),
         }
 
-    train_parts = [functools.partial(training, policies) for policies in (1, 8)]
-    todo: list[Callable[[], Row]] = [
-        train_parts[0],
-        *(functools.partial(grouped, rows) for rows in sorted(decode["rows"], reverse=True)),
-        train_parts[1],
-        functools.partial(decoding, max(decode["rows"])),
-    ]
-    for measure in todo:
+    todo = [(training, 1), *((grouped, rows) for rows in sorted(decode["rows"], reverse=True))]
+    todo += [(training, 8), (decoding, max(decode["rows"]))]
+    for measure, count in todo:
         try:
-            with torch.set_grad_enabled(measure in train_parts):
-                row = measure()
+            with torch.set_grad_enabled(measure is training):
+                row = measure(count)
         except Exception as error:  # the others may run
             traceback.print_exc()
             row = {"failed": repr(error)[:500]}

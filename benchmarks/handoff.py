@@ -10,9 +10,9 @@ the handoff and 64 tokens. ``ratios`` compare ``merged_disk`` with every path; `
 and ratios for each number of tokens.
 """
 
+import contextlib
 import dataclasses
 import os
-import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -22,18 +22,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import timing
+from benchmarks.alone import scratch
 from benchmarks.bases import open_base, random_base
 from benchmarks.bases import shape as shape_of
-from benchmarks.merge import merged
 from mint_jax import params as params_lib
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import Schema, pack, unpack
-from mint_jax.errors import choice
+from mint_jax.errors import UserError, choice
 from mint_jax.lora import tree as lora_tree
-from mint_jax.lora.tree import AdapterConfig
+from mint_jax.lora.tree import AdapterConfig, AdapterStack
 from mint_jax.metrics import Progress
 from mint_jax.models import hf
 from mint_jax.models.base import Base
+from mint_jax.models.precision import as_stored
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Request
 from mint_jax.train.batch import Group, TrainSequence
@@ -41,6 +42,32 @@ from mint_jax.train.config import LossConfig, PolicyConfig
 from mint_jax.train.trainer import Trainer
 
 POLICY = "policy"
+
+
+@jax.jit
+@as_stored
+def merged(params: Any, stack: AdapterStack, slot: jax.Array) -> Any:
+    """A second copy of the base with one slot's deltas added, ``W + scale A^T B`` (``unembed`` and
+    ``embed`` left alone).
+
+    Raises:
+        UserError: weights that are held in fewer bits than products have.
+    """
+    if any(w.ndim > 1 and w.dtype != params["final_norm"].dtype for w in jax.tree.leaves(params)):
+        raise UserError(
+            "merged weights need the base's in full: set as_stored to False and quantise to ''"
+        )
+    factors = dict(params_lib.leaves_with_path(stack.factors))
+
+    def leaf(path: str, w: jax.Array) -> jax.Array:
+        owner = path.removesuffix("/w")
+        if f"{owner}/a" not in factors or w.ndim < 3:
+            return w + jnp.zeros((), w.dtype)  # a copy: the baseline's weights are all its own
+        a, b = factors[f"{owner}/a"][:, slot], factors[f"{owner}/b"][:, slot]
+        delta = jnp.einsum("L...RD,L...RF->L...DF", a, b, preferred_element_type=jnp.float32)
+        return (w.astype(jnp.float32) + stack.scale[slot] * delta).astype(w.dtype)
+
+    return params_lib.map_with_path(leaf, params)
 
 
 class _Paths:
@@ -95,18 +122,14 @@ class _Paths:
         self.exported.append(revision.digest)
         adapter, schema = unpack(self.catalog.load(revision.digest))
         bucket = self.slot.bucket
-        self.serving[bucket] = self.place(
-            self.serving[bucket], jnp.int32(0), adapter, jnp.float32(schema.config.scale)
-        )
+        scale = jnp.float32(schema.config.scale)
+        self.serving[bucket] = self.place(self.serving[bucket], jnp.int32(0), adapter, scale)
         self.bytes["adapter_disk"] = len(data)
         return self.base, jax.block_until_ready(self.serving)
 
     def _merged(self) -> Any:
-        return jax.block_until_ready(
-            merged(
-                self.base.params, self.trainer.stacks[self.slot.bucket], jnp.int32(self.slot.index)
-            )
-        )
+        stack, slot = self.trainer.stacks[self.slot.bucket], jnp.int32(self.slot.index)
+        return jax.block_until_ready(merged(self.base.params, stack, slot))
 
     def merged_memory(self) -> tuple[Base, Any]:
         params = self._merged()
@@ -122,12 +145,8 @@ class _Paths:
         with open(file, "rb+") as handle:
             os.fsync(handle.fileno())
         self.bytes["merged_disk"] = file.stat().st_size
-        return (
-            dataclasses.replace(
-                self.base, params=hf.load(folder, cfg, self.base.mesh, self.base.dtype)
-            ),
-            None,
-        )
+        params = hf.load(folder, cfg, self.base.mesh, self.base.dtype)
+        return dataclasses.replace(self.base, params=params), None
 
 
 PATHS = ("merged_disk", "merged_memory", "adapter_disk", "adapter_memory")
@@ -139,12 +158,10 @@ def _measure(
     """All paths of one base, whose catalog and checkpoints are its own: a catalog holds adapters of
     a policy for one base only.
     """
-    paths = _Paths(base, rank, folder)
-    try:
-        return _in_turn(config, paths, tokens, what)
-    finally:
-        paths.catalog.close()
-        shutil.rmtree(folder, ignore_errors=True)
+    with scratch(folder):
+        paths = _Paths(base, rank, folder)
+        with contextlib.closing(paths.catalog):
+            return _in_turn(config, paths, tokens, what)
 
 
 def _in_turn(config: Any, paths: _Paths, tokens: tuple[int, ...], what: str) -> dict[str, Any]:
@@ -215,7 +232,7 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
     """
     if unknown := sorted({*config.parts} - {"base", "large"}):
         raise choice("a part", unknown[0], ("base", "large"))
-    report: dict[str, Any] = {"bench": "handoff", "device": timing.device(), "n": config.n}
+    report: dict[str, Any] = {}
     if "base" in config.parts:
         base = open_base(config)
         tokens = (config.new_tokens, *config.more_tokens)
@@ -228,12 +245,6 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
     shape = config.shape
     large = random_base(shape_of(shape), jnp.dtype(shape.dtype))
     name = f"{shape.name}, {shape.layers} of {shape.all_layers} layers"
-    found = _measure(
-        config,
-        large,
-        shape.rank,
-        (shape.new_tokens, *shape.more_tokens),
-        workdir / "handoff_large",
-        name,
-    )
+    tokens = (shape.new_tokens, *shape.more_tokens)
+    found = _measure(config, large, shape.rank, tokens, workdir / "handoff_large", name)
     return report | {"large": {"base": name, "dtype": shape.dtype} | found}

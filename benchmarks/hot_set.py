@@ -40,21 +40,9 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
                     rates[name].append(policy(trace, capacity, config) / len(trace))
                 progress.update(len(points) * config.n + len(rates["lru"]), f"{kind} {capacity}")
             hits = {name: timing.mean(values) for name, values in rates.items()}
-            points.append(
-                {
-                    "name": f"{kind} {capacity}",
-                    "traffic": kind,
-                    "capacity": capacity,
-                    "hit_rate": hits,
-                }
-            )
-    return {
-        "bench": "hot_set",
-        "names": config.names,
-        "requests": config.requests,
-        "n": config.n,
-        "points": points,
-    }
+            point = {"name": f"{kind} {capacity}", "traffic": kind, "capacity": capacity}
+            points.append(point | {"hit_rate": hits})
+    return {"names": config.names, "requests": config.requests, "points": points}
 
 
 def slots(trace: Sequence[int], capacity: int, config: Any) -> int:

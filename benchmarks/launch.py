@@ -15,6 +15,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from benchmarks import timing
 from mint_jax import api, host, launch, stamp
 from mint_jax.errors import choice
 from mint_jax.files import write_file
@@ -70,6 +71,9 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
     saved = settings.plain(config.to_dict() if isinstance(config, ConfigDict) else config)
     write_file(workdir / "config.json", json.dumps(saved, indent=1) + "\n")
     result = importlib.import_module(f"benchmarks.{config.bench}").run(config, workdir)
+    if config.bench != "sweep":
+        own = {"n": config.n} if "n" in config else {}
+        result = {"bench": config.bench, "device": timing.device()} | own | result
     stamped = result | {"stamp": stamp.stamp(saved)}
     write_file(workdir / "result.json", json.dumps(stamped) + "\n")
     return result

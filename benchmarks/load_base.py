@@ -6,7 +6,6 @@ plain and quantised: peak resident memory over the bytes of the base. Then the l
 """
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from benchmarks import timing
-from benchmarks.alone import alone
+from benchmarks.alone import alone, scratch
 from benchmarks.bases import open_base
 from mint_jax import host, params
 from mint_jax.mesh import make_mesh
@@ -111,28 +110,18 @@ def logits_error(base: Base, kind: str) -> dict[str, Any]:
 
 def run(config: Any, workdir: Path) -> dict[str, Any]:
     """Writes, loads, compares; see the module."""
-    directory = workdir / "checkpoint"
-    directory.mkdir(parents=True, exist_ok=True)
-    report: dict[str, Any] = {
-        "bench": "load_base",
-        "device": timing.device(),
-        "loads": {},
-        "quantised": {},
-    }
+    report: dict[str, Any] = {"loads": {}, "quantised": {}}
     kinds = ["", *quantised.KINDS]
-    try:
+    with scratch(workdir / "checkpoint") as directory:
         report["checkpoint_bytes"] = write_checkpoint(
             directory, config.model.to_dict(), config.gigabytes
         )
         progress = Progress("loading", config.n * len(kinds))
         rows: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
         for k in range(config.n):
-            for kind, loads in rows.items():
+            for i, (kind, loads) in enumerate(rows.items()):
                 loads.append(alone(load_here, str(directory), kind))
-                progress.update(
-                    k * len(kinds) + len([r for r in rows.values() if len(r) > k]),
-                    kind or "bfloat16",
-                )
+                progress.update(k * len(kinds) + i + 1, kind or "bfloat16")
         for kind, loads in rows.items():
             report["loads"][kind or "bfloat16"] = {
                 "base_bytes": loads[0]["base_bytes"],
@@ -140,8 +129,6 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
                     (row["rss_peak"] - row["rss_before"]) / row["base_bytes"] for row in loads
                 ),
             }
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
     base = open_base(config)
     for kind in quantised.KINDS:
         report["quantised"][kind] = logits_error(base, kind)

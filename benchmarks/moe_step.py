@@ -70,17 +70,11 @@ class _Stack:
         return attach_blocks({self.rank: stack}, {self.rank: jnp.arange(policies)})
 
     def forward(
-        self,
-        x_BTD: jax.Array,
-        lora: AdapterView | None,
-        params: Any,
-        through: Routed,
-        sliced: bool = False,
+        self, x_BTD: jax.Array, lora: Any, params: Any, through: Routed, sliced: bool = False
     ) -> jax.Array:
         """``[B, T, D]`` behind all layers; ``through`` computes the experts. ``sliced``: the scan
         slices them out of their stacks.
         """
-
         layers, stacks = {"moe": params}, stacked.WholeStacks(None, None, {})
         if not sliced:  # as the decoder has them
             layers, stacks = stacked.detach(layers, False)
@@ -91,17 +85,8 @@ class _Stack:
             h = rms_norm(x, p["norm"], self.cfg.norm_eps)
             assert self.cfg.experts is not None
             route = router.route(h, p, None, self.cfg.experts)
-            return (
-                x
-                + through(
-                    h,
-                    route.ids,
-                    route.weights,
-                    p["experts"],
-                    None if lora is None else lora.in_layer(number).at("experts"),
-                ),
-                None,
-            )
+            delta = None if lora is None else lora.in_layer(number).at("experts")
+            return x + through(h, route.ids, route.weights, p["experts"], delta), None
 
         return jax.lax.scan(layer, x_BTD, (layers, jnp.arange(self.size.layers)))[0]
 
@@ -156,9 +141,6 @@ def ragged_routed(
 def run(config: Any, workdir: Path) -> dict[str, Any]:
     """Runs the bench; returns its report."""
     report: dict[str, Any] = {
-        "bench": "moe_step",
-        "device": timing.device(),
-        "n": config.n,
         "rank": config.rank,
         "size": config.size.to_dict(),
         "ragged_size": config.ragged.to_dict(),
@@ -175,10 +157,8 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
         report[f"{name}_seconds"] = timing.medians_of(times)
     middle = config.ragged_policies
     small = _Stack(config.ragged, config.rank, config.seed)
-    sides = {
-        "ours": small.side(middle, routed, True),
-        "ragged": small.side(middle, ragged_routed, True),
-    }
+    forms = {"ours": routed, "ragged": ragged_routed}
+    sides = {name: small.side(middle, form, True) for name, form in forms.items()}
     times = timing.in_turn("ragged_dot", sides, config.n)
     report["ratio_ragged"] = timing.ratio(times, "ragged", "ours")
     report["ragged_seconds"] = timing.medians_of(times)
@@ -192,17 +172,11 @@ def _decode(config: Any) -> dict[str, timing.Figure]:
     """By rows: the time of a step with slices of experts over that without."""
     out = {}
     for rows in config.decode.rows:
-        stack = _Stack(
-            ConfigDict(config.decode.to_dict() | {"rows": rows, "tokens": 1}),
-            config.rank,
-            config.seed,
-        )
-        sides = {
-            name: stack.side(0, routed, False, name == "sliced") for name in ("sliced", "ours")
-        }
-        out[str(rows)] = timing.ratio(
-            timing.in_turn(f"decode {rows}", sides, config.n), "sliced", "ours"
-        )
+        size = ConfigDict(config.decode.to_dict() | {"rows": rows, "tokens": 1})
+        stack, names = _Stack(size, config.rank, config.seed), ("sliced", "ours")
+        sides = {name: stack.side(0, routed, False, name == "sliced") for name in names}
+        times = timing.in_turn(f"decode {rows}", sides, config.n)
+        out[str(rows)] = timing.ratio(times, *names)
     return out
 
 

@@ -85,13 +85,9 @@ class Files:
             layers = at(self.wanted, path)["a"].shape[0]
             each = len(modules) // layers  # experts, or one
             for factor, letter in (("a", "A"), ("b", "B")):
-                names = [f"base_model.model.{module}.lora_{letter}.weight" for module in modules]
-                rows = [
-                    stack(
-                        [arrays[name] for name in names[i * each : (i + 1) * each]], factor == "b"
-                    )
-                    for i in range(layers)
-                ]
+                own = [arrays[f"base_model.model.{m}.lora_{letter}.weight"] for m in modules]
+                parts = [own[i * each : (i + 1) * each] for i in range(layers)]
+                rows = [stack(part, factor == "b") for part in parts]
                 flat[f"{path}/{factor}"] = stack(rows, False).reshape(
                     at(self.wanted, path)[factor].shape
                 )
@@ -101,12 +97,8 @@ class Files:
         """The file with one tensor per layer, projection and factor."""
         tensors = load_file(self.middle)
         layers = {path: spec.shape[0] for path, spec in params_lib.leaves_with_path(self.wanted)}
-        return params_lib.nest(
-            {
-                path: np.stack([tensors[f"{path}/{i}"] for i in range(n)])
-                for path, n in layers.items()
-            }
-        )
+        stacks = {p: np.stack([tensors[f"{p}/{i}"] for i in range(n)]) for p, n in layers.items()}
+        return params_lib.nest(stacks)
 
 
 def adapter_of(wanted: Any, rng: np.random.Generator, dtype: str) -> Any:

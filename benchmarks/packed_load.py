@@ -5,9 +5,7 @@ All sides read the same values from files in the page cache and end when the slo
 digest and checks the layout, which no other side does. The ratios over it:
 
 - ``ratio_packed``: one array per module, as PEFT and vLLM keep them: safetensors ``load_file`` of
-  37,248 tensors, one device array each, stacked on the device and written to the slot. MinT's own
-  unpacked path took 0.367 s to read such a file and 0.754 s to build its objects, on its machine in
-  PyTorch; these are quoted, not measured.
+  37,248 tensors, one device array each, stacked on the device and written to the slot.
 - ``ratio_stacked_on_host``: the same file stacked by numpy on the host; 14 stacks become arrays.
 - ``ratio_672``: a file with stacked experts: one tensor per layer, projection and factor.
 - ``ratio_peft_load_adapter``: PEFT's ``load_adapter`` of a small dense adapter into a torch model.
@@ -15,13 +13,11 @@ digest and checks the layout, which no other side does. The ratios over it:
 ``cold_over_1`` is ``distinct`` simultaneous cold loads over one. The files are in memory, so cores
 are the limit: ``cold_over_1_floor`` is 16 loads on all cores over one load on one core, from CPU
 times; ``cold_over_1_cpu`` is the same where one load uses all cores. ``host_bytes_ratio`` is the
-growth of resident memory over the bytes that the host cache counts. ``cpu_seconds`` and
-``cpu_ratio`` cover all threads of the process, so that other load on the machine matters less.
-``decode_pause_p99`` is described in ``decode_pause``.
+growth of resident memory over the bytes that the host cache counts. ``decode_pause_p99`` is
+described in ``decode_pause``.
 """
 
 import os
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,9 +28,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import timing
-from benchmarks.alone import alone
+from benchmarks.alone import alone, scratch
 from benchmarks.decode_pause import decode_pause
-from benchmarks.packed_files import Files
+from benchmarks.packed_files import Files, adapter_of
 from benchmarks.packed_store import BASE, TARGETS, Store, forget, load, residency_of
 from mint_jax import host
 from mint_jax.catalog.packed import Schema, pack, unpack
@@ -45,7 +41,7 @@ from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import AdapterConfig, AdapterStack, Slot
 from mint_jax.metrics import Progress
 from mint_jax.models import hf, transformer
-from mint_jax.models.config import ModelConfig
+from mint_jax.models.config import ModelConfig, from_hf
 from mint_jax.residency.admission import Admission, verify
 from mint_jax.residency.residency import Residency
 
@@ -125,11 +121,6 @@ def _loads(config: Any, files: Files) -> dict[str, Any]:
         f"{many}_floor": round(cpu["all"] / cpu["packed"] / (os.cpu_count() or 1), 3),
         f"{many}_cpu": timing.ratio(work, "all", "packed"),
         f"same{config.distinct}_loads": again,
-        "cpu_ratio_packed": timing.ratio(work, "per_tensor", "packed"),
-        "cpu_ratio_stacked_on_host": timing.ratio(work, "stacked_on_host", "packed"),
-        "cpu_ratio_672": timing.ratio(work, "middle", "packed"),
-        "cpu_seconds": {name: round(s, 4) for name, s in cpu.items()},
-        "load_seconds": {name: [round(s, 4) for s in values] for name, values in times.items()},
         "load_average": [round(x, 1) for x in os.getloadavg()],
         "same_values": same,
     }
@@ -224,6 +215,8 @@ def _against_peft(config: Any, folder: Path) -> dict[str, Any]:
     size = config.peft
     heads = size.d_model // 64 or 1
     fields = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
         "vocab_size": 256,
         "hidden_size": size.d_model,
         "intermediate_size": 3 * size.d_model,
@@ -233,39 +226,19 @@ def _against_peft(config: Any, folder: Path) -> dict[str, Any]:
         "head_dim": size.d_model // heads,
         "tie_word_embeddings": False,
     }
-    cfg = ModelConfig(
-        "llama",
-        256,
-        size.d_model,
-        size.layers,
-        heads,
-        heads,
-        size.d_model // heads,
-        3 * size.d_model,
-        tie_embeddings=False,
-    )
-    specs, adapter_config = (
-        transformer.abstract(cfg),
-        AdapterConfig(size.rank, 2.0 * size.rank, TARGETS),
-    )
-    rng = np.random.default_rng(config.seed)
-    adapter = jax.tree.map(
-        lambda s: rng.standard_normal(s.shape, np.float32),
-        lora_tree.adapter_specs(specs, adapter_config),
-    )
-    path = folder / "peft"
-    peft.write_peft(
-        path, adapter, adapter_config, hf.module_names(cfg, lora_tree.projections(specs, TARGETS))
-    )
+    cfg = from_hf(fields)
+    specs = transformer.abstract(cfg)
+    adapter_config = AdapterConfig(size.rank, 2.0 * size.rank, TARGETS)
+    wanted = lora_tree.adapter_specs(specs, adapter_config)
+    adapter = adapter_of(wanted, np.random.default_rng(config.seed), "float32")
+    path, names = folder / "peft", hf.module_names(cfg, lora_tree.projections(specs, TARGETS))
+    peft.write_peft(path, adapter, adapter_config, names)
     store = Store(folder / "dense")
     [digest] = store.add([pack(adapter, Schema(BASE, adapter_config, "float32"))])
     residency = residency_of(store, specs, 1)
     torch.manual_seed(0)
-    model = PeftModel.from_pretrained(
-        transformers.LlamaForCausalLM(transformers.LlamaConfig(**fields)),
-        path,
-        adapter_name="first",
-    )
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**fields))
+    model = PeftModel.from_pretrained(llama, path, adapter_name="first")
 
     def theirs() -> None:
         model.load_adapter(path, adapter_name="second")
@@ -288,16 +261,8 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
     """Runs the bench; returns its report. The files it makes are removed."""
     if config.n < 5:
         raise UserError(f"n is {config.n}; medians need at least 5")
-    folder = workdir / "packed_load"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    report: dict[str, Any] = {
-        "bench": "packed_load",
-        "device": timing.device(),
-        "cores": os.cpu_count(),
-        "n": config.n,
-    }
-    try:
+    report: dict[str, Any] = {"cores": os.cpu_count()}
+    with scratch(workdir / "packed_load") as folder:
         files = Files(config, folder)
         report |= {
             "shape": config.shape.to_dict(),
@@ -319,6 +284,4 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
             raise choice("a part", unknown[0], parts)
         for name in config.parts:
             report |= parts[name]()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     return report

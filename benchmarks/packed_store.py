@@ -34,22 +34,13 @@ class Store:
         self.reads: list[str] = []
         self._leases: dict[str, Lease] = {}
 
-    def add(self, objects: Iterable[bytes], together: bool = False) -> list[str]:
-        """Exports packed adapters, each as a policy of its own; their digests.
-
-        Args:
-            together: in one pack; else each has its own.
-        """
-        exports = (Export(f"p{len(self.found) + k}", data, 1) for k, data in enumerate(objects))
-        made = (
-            self.catalog.export_many(list(exports), create=True)
-            if together
-            else [self._export(one) for one in exports]
-        )
+    def add(self, objects: Iterable[bytes]) -> list[str]:
+        """Exports packed adapters, each as a policy and in a pack of its own; their digests."""
+        made = []
+        for k, data in enumerate(objects):
+            one = Export(f"p{len(self.found) + k}", data, 1)
+            made += self.catalog.export_many([one], create=True)
         return self.lease(revision.digest for revision in made)
-
-    def _export(self, one: Export) -> Any:
-        return self.catalog.export_many([one], create=True)[0]
 
     def lease(self, digests: Iterable[str]) -> list[str]:
         """Resolves and leases revisions, as a job does before it loads them."""

@@ -39,12 +39,9 @@ class Options(NamedTuple):
     compiled: bool = False
 
     def __str__(self) -> str:
-        words = [
-            f"{self.attention} attention",
-            f"{self.threads} thread{'s' if self.threads > 1 else ''}",
-            f"{self.cache} cache",
-        ]
-        return ", ".join([*words, *(["torch.compile"] if self.compiled else [])])
+        threads = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
+        words = f"{self.attention} attention, {threads}, {self.cache} cache"
+        return words + ", torch.compile" * self.compiled
 
 
 class Work(NamedTuple):
@@ -136,21 +133,19 @@ class PeftPeer:
         import torch
 
         tokens = torch.tensor(prompts_BT, dtype=torch.long)
+        length = {"min_new_tokens": new_tokens, "max_new_tokens": new_tokens}
         self.model.eval()
-        try:
-            with torch.inference_mode():
-                out = self.model.generate(
-                    input_ids=tokens,
-                    attention_mask=torch.ones_like(tokens),
-                    adapter_names=list(adapters),
-                    do_sample=False,
-                    min_new_tokens=new_tokens,
-                    max_new_tokens=new_tokens,
-                    pad_token_id=0,
-                    cache_implementation=self.options.cache,
-                )
-        finally:
-            self.model.train()
+        with torch.inference_mode():
+            out = self.model.generate(
+                input_ids=tokens,
+                attention_mask=torch.ones_like(tokens),
+                adapter_names=list(adapters),
+                do_sample=False,
+                pad_token_id=0,
+                cache_implementation=self.options.cache,
+                **length,
+            )
+        self.model.train()
         return out[:, tokens.shape[1] :].numpy()
 
 
@@ -245,9 +240,5 @@ def _compile(
         try:
             answer.send((name, round(_seconds(peer, options, work), 3)))
         except Exception as error:
-            answer.send(
-                (
-                    name,
-                    f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}",
-                )
-            )
+            words = (str(error).splitlines() or [""])[0][:160]
+            answer.send((name, f"failed: {type(error).__name__}: {words}"))

@@ -63,17 +63,14 @@ class PostgresServer:
             if self._user:
                 os.chown(self.data, self._user["user"], self._user["group"])
             self._initialise(options)
-            for _ in range(5):
+            for left in reversed(range(5)):
                 self.port = free_port()
                 try:
                     self.start()
                     break
                 except PortTaken:
-                    continue
-            else:
-                raise RuntimeError(
-                    "PostgreSQL does not start: five ports in a row were taken by others"
-                )
+                    if not left:
+                        raise
         except (OSError, subprocess.SubprocessError) as error:
             self.stop()
             raise RuntimeError(f"PostgreSQL does not start: {error}") from error
@@ -85,11 +82,9 @@ class PostgresServer:
     def _new_folder(self, *wanted: str | None, executable: bool = False) -> Path:
         """A temporary folder that the server's user can reach."""
         for parent in (*wanted, tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm"):
-            if (
-                parent is None
-                or not os.access(parent, os.W_OK)
-                or (self._user and not _open_to_all(Path(parent)))
-            ):
+            if parent is None or not os.access(parent, os.W_OK):
+                continue
+            if self._user and not _open_to_all(Path(parent)):
                 continue
             if executable and os.statvfs(parent).f_flag & os.ST_NOEXEC:
                 continue
@@ -98,8 +93,7 @@ class PostgresServer:
             made.chmod(0o755)
             return made
         raise RuntimeError(
-            "PostgreSQL does not start: no folder for temporary files that its user 'nobody' may"
-            " enter"
+            "PostgreSQL does not start: its user 'nobody' may enter no folder for temporary files"
         )
 
     def _binaries(self) -> Path:
@@ -112,27 +106,15 @@ class PostgresServer:
         if not self._user or _open_to_all(package / inside):
             return package / inside
         copy = self._new_folder(executable=True)
-        shutil.copytree(package / "pginstall", copy / package.name / "pginstall", symlinks=True)
-        # found from the programs by a relative path
-        libraries = package.with_name(package.name + ".libs")
-        if libraries.is_dir():
-            shutil.copytree(libraries, copy / libraries.name, symlinks=True)
+        # the libraries are found from the programs by a relative path
+        for one in (package / "pginstall", package.with_name(package.name + ".libs")):
+            if one.is_dir():
+                shutil.copytree(one, copy / one.relative_to(package.parent), symlinks=True)
         return copy / package.name / inside
 
     def _initialise(self, options: tuple[str, ...]) -> None:
-        command = [
-            self.bin / "initdb",
-            "-D",
-            self.data,
-            "-U",
-            "postgres",
-            "-A",
-            "trust",
-            "-E",
-            "UTF8",
-            "--locale=C",
-            *options,
-        ]
+        how = ("-U", "postgres", "-A", "trust", "-E", "UTF8", "--locale=C", *options)
+        command = [self.bin / "initdb", "-D", self.data, *how]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, **self._where())
         if done.returncode:
             raise RuntimeError(f"PostgreSQL's initdb failed: {done.stdout}{done.stderr}".strip())
@@ -143,17 +125,10 @@ class PostgresServer:
 
     def start(self) -> None:
         """Starts the server, on the port it had, and waits until it is ready."""
-        settings = {
-            "listen_addresses": "127.0.0.1",
-            "port": self.port,
-            "unix_socket_directories": "",
-        } | self._settings
-        command = [
-            self.bin / "postgres",
-            "-D",
-            self.data,
-            *(part for item in settings.items() for part in ("-c", "{}={}".format(*item))),
-        ]
+        settings = {"listen_addresses": "127.0.0.1", "unix_socket_directories": ""}
+        settings |= {"port": self.port} | self._settings
+        command = [self.bin / "postgres", "-D", self.data]
+        command += [part for item in settings.items() for part in ("-c", "{}={}".format(*item))]
         log = self.folder / "log"
         with log.open("w") as out:
             self._process = subprocess.Popen(

@@ -8,7 +8,6 @@ revisions a store held; nothing is extrapolated.
 
 import json
 import random
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from benchmarks import timing
+from benchmarks.alone import scratch
 from benchmarks.bases import shape
 from benchmarks.catalog_fill import drop_from_page_cache
 from benchmarks.packed_files import adapter_of
@@ -132,28 +132,16 @@ def measure(config: Any, folder: Path, lone: bytes) -> dict[str, Any]:
 
 
 def _seconds(call: Callable[[], Any]) -> float:
-    start = time.perf_counter()
+    began = time.perf_counter()
     call()
-    return time.perf_counter() - start
+    return time.perf_counter() - began
 
 
 def run(config: Any, workdir: Path) -> dict[str, Any]:
     """Runs the benchmark; returns its report and removes its files."""
     if config.n < 5:
         raise UserError(f"n is {config.n}; medians need at least 5")
-    folder = (workdir / "revision_stores").absolute()
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
     [lone] = packed_adapters(config, 0, 1)
-    try:
+    with scratch((workdir / "revision_stores").absolute()) as folder:
         many = measure(config, folder, lone)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    return {
-        "bench": "revision_stores",
-        "device": timing.device(),
-        "n": config.n,
-        "revision_bytes": len(lone),
-        "entries": config.entries,
-        "folder": {"many": many},
-    }
+    return {"revision_bytes": len(lone), "entries": config.entries, "folder": {"many": many}}

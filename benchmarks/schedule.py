@@ -31,8 +31,6 @@ from benchmarks import bundles
 from benchmarks.bundles import Part
 from mint_jax.aot import chips
 from mint_jax.errors import UserError, choice
-from mint_jax.harness import report
-from mint_jax.harness.start import say
 from pallas_kernels import cost
 from pallas_kernels.packed_lora import pallas_tpu
 from pallas_kernels.packed_matmul import pallas_tpu as packed_matmul
@@ -67,22 +65,11 @@ def run(config: Any, folder: Path) -> dict[str, Any]:
         raise choice("chip", unknown[0], CHIPS)
     dumps = folder / "dumps"
     shape = {"tile": TILE, "d_in": D, "d_out": [F, F], "rank": RANK, "factors": W}
-    result = {
-        "bench": "schedule",
+    return {
         "shape": shape | {"dtype": "bfloat16"},
         "libtpu": importlib.metadata.version("libtpu"),
         "chips": {name: _count(name, dumps / name.split(":")[0]) for name in config.chips},
     }
-    rows = [
-        (name, kernel, n, of["bundles"], f"{100 * of['over_base']:.1f}")
-        for name, chip in result["chips"].items()
-        for kernel in ("add", "backward")
-        for n, of in chip[kernel].items()
-    ]
-    title = f"packed LoRA of rank {RANK} on {D} -> {[F, F]}, a tile of {TILE} rows"
-    report.table(title, ("chip", "kernel", "adapters", "bundles", "over the base's, %"), rows)
-    say("bundles of the static schedule: no time, and nothing of copies that are waited for")
-    return result
 
 
 def _compile(folder: Path, chip: str) -> None:

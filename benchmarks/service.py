@@ -1,13 +1,11 @@
 """Many tenants train and sample over one base in one process, below HTTP: database, queues, loop.
 
-- ``cpu_ratio_N``: CPU seconds of N tenants' rounds one tenant after another over all at once;
-  ``wall_ratio_N``: the same in seconds. A round is a forward-backward and an update.
-  ``cpu_round_N``: CPU seconds of a round of all at once.
+- ``cpu_ratio_N``: CPU seconds of N tenants' rounds one tenant after another over all at once. A
+  round is a forward-backward and an update.
 - ``flood_p95_ratio``: 95th percentile of a tenant's rounds while another tenant floods the queue,
   over that alone.
 - ``gap_p50_ms``, ``gap_p90_ms``: wait of decoding rows for a training slice; ``gap_bound_ms`` is
-  the requested limit, ``gap_least_ms`` the shortest slice. ``decode_share``: tokens a second during
-  training over those without.
+  the requested limit. ``decode_share``: tokens a second during training over those without.
 - ``rss_a_tenant``: growth of resident memory for each tenant without a slot, over the bytes of its
   adapter and moments.
 - ``handoff_p50_ms``, ``handoff_p95_ms``: from an update's response until its weights can be
@@ -17,16 +15,16 @@
 - ``errors``: failed requests.
 """
 
-import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks import timing
+from benchmarks.alone import scratch
 from benchmarks.bases import open_base
 from mint_jax import host
 from mint_jax.lora.tree import AdapterConfig
@@ -113,25 +111,6 @@ class _Tenants:
             self.round(name)
 
 
-def _costs(
-    sides: dict[str, Callable[[], None]], n: int, what: str
-) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Seconds, and seconds of CPU, of every side in turn; the first round is not counted."""
-    wall: dict[str, list[float]] = {name: [] for name in sides}
-    cpu: dict[str, list[float]] = {name: [] for name in sides}
-    progress = Progress(what, n + 1)
-    for k in range(n + 1):
-        for name, call in sides.items():
-            began, used = time.perf_counter(), time.process_time()
-            call()
-            wall[name].append(time.perf_counter() - began)
-            cpu[name].append(time.process_time() - used)
-        progress.update(
-            k + 1, " ".join(f"{name} {values[-1]:.2f} s" for name, values in wall.items())
-        )
-    return {k: v[1:] for k, v in wall.items()}, {k: v[1:] for k, v in cpu.items()}
-
-
 def _shared(config: Any, tenants: _Tenants, names: Sequence[str]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for count in config.tenants:
@@ -140,12 +119,8 @@ def _shared(config: Any, tenants: _Tenants, names: Sequence[str]) -> dict[str, A
             "alone": lambda m=chosen: tenants.one_by_one(m),
             "together": lambda m=chosen: tenants.together(m),
         }
-        wall, cpu = _costs(sides, config.n, f"{count} tenants")
-        out |= {
-            f"cpu_ratio_{count}": timing.ratio(cpu, "alone", "together"),
-            f"wall_ratio_{count}": timing.ratio(wall, "alone", "together"),
-        }
-        out[f"cpu_round_{count}"] = timing.median(cpu["together"])
+        cpu = timing.in_turn(f"{count} tenants", sides, config.n, clock=time.process_time)
+        out[f"cpu_ratio_{count}"] = timing.ratio(cpu, "alone", "together")
     return out
 
 
@@ -181,9 +156,7 @@ def _flood(config: Any, tenants: _Tenants, small: str, large: str) -> dict[str, 
     thread.join()
     both = {"flooded": flooded, "alone": alone}
     return {
-        "flood_p95_ratio": timing.percentile_ratio(both, "flooded", "alone", 95),
-        "flood_p50_ratio": timing.ratio(both, "flooded", "alone"),
-        "flood_rounds": config.flood_rounds,
+        "flood_p95_ratio": timing.ratio(both, "flooded", "alone", q=95),
     }
 
 
@@ -227,14 +200,11 @@ def _gaps(config: Any, tenants: _Tenants, names: Sequence[str]) -> dict[str, Any
         for thread in threads:
             thread.join()
         progress.update(min(config.n, len(rates["training"])))
-    least = min(seconds for _, backward, seconds in durable.live.times if backward)
     return {
         "gap_p50_ms": timing.percentile(durable.gaps, 50, 1e3),
         "gap_p90_ms": timing.percentile(durable.gaps, 90, 1e3),
         "gap_bound_ms": 1e3 * durable.gap_s,
-        "gap_least_ms": round(1e3 * least, 1),
         "decode_share": timing.ratio(rates, "training", "quiet"),
-        "decode_tokens_per_s": timing.medians_of(rates),
     }
 
 
@@ -301,11 +271,9 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
         max_rows=config.decode.rows,
         gap_s=config.gap_s,
     )
-    folder = workdir / "server"
-    shutil.rmtree(folder, ignore_errors=True)
-    server = Server(base, folder, sizes)
-    server.warm(lambda what, done, total: Progress("compiling", total).update(done, what))
-    try:
+    with scratch(workdir / "server") as folder:
+        server = Server(base, folder, sizes)
+        server.warm(lambda what, done, total: Progress("compiling", total).update(done, what))
         with server.running():
             tenants = _Tenants(config, server)
             names = [tenants.join() for _ in range(max(*config.tenants, 2))]
@@ -315,17 +283,12 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
                 | _gaps(config, tenants, names)
             )
             found |= _handoff(config, tenants, names[0]) | _memory(config, tenants, server.live)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     live = server.live
     tokens = config.sequences * config.tokens
     return {
-        "bench": "service",
         "base": config.base,
         "dtype": config.dtype,
         "weights": base.weights,
-        "device": timing.device(),
-        "n": config.n,
         "errors": tenants.errors,
         **found,
         "tokens_a_round": tokens,
@@ -333,8 +296,4 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
         "tokens_over_padded": round(
             live.counts["tokens"] / max(1, live.counts["padded_tokens"]), 3
         ),
-        "costs_s": {
-            f"{s.blocks} x {s.rows} x {s.tokens}{'' if b else ' forward'}": round(c, 3)
-            for s, b, c in live.times
-        },
     }

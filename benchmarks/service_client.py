@@ -24,15 +24,14 @@ POLL_S = 45.0  # the official client's patience with one long poll
 
 
 class Served:
-    """The job ``serve`` in a process of its own; ``listening`` and ``ready`` wait for it, in this
-    order.
+    """The job ``serve`` in a process of its own; ``listening`` and then ``ready`` wait for it.
 
     Args:
         program: the module that runs jobs.
         config: with its size, as in ``configs/serve.py:ci``.
         workdir: what it prints on stderr goes to ``<workdir>.log``.
         options: of its config, by name.
-        environment: what differs from this process's.
+        environment: variables that differ from this process's.
     """
 
     def __init__(
@@ -47,17 +46,10 @@ class Served:
         self._workdir = workdir
         self._log = workdir.with_name(f"{workdir.name}.log")
         settings = [f"--config.{name}={value}" for name, value in options.items()]
-        command = [
-            sys.executable,
-            "-m",
-            program,
-            f"--config={config}",
-            f"--workdir={workdir}",
-            *settings,
-        ]
+        arguments = [f"--config={config}", f"--workdir={workdir}", *settings]
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
-                command,
+                [sys.executable, "-m", program, *arguments],
                 env=os.environ | (environment or {}),
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -65,19 +57,11 @@ class Served:
             )
 
     def listening(self) -> str:
-        """Waits until its port is open; its URL.
-
-        Raises:
-            RuntimeError: it ended before; with its log's end.
-        """
+        """Waits until the port is open; returns the server's URL."""
         return self._wait_for("listening")
 
     def ready(self) -> str:
-        """Waits until everything is compiled; its URL.
-
-        Raises:
-            RuntimeError: it ended before; with its log's end.
-        """
+        """Waits until everything is compiled; returns the server's URL."""
         return self._wait_for("ready")
 
     def _wait_for(self, word: str) -> str:
@@ -222,23 +206,17 @@ class Policy:
         self.id, self.sent = f"{session}:train:{place}", 0
 
     async def create(self, base: str, rank: int, seed: int) -> None:
-        body = {
-            "session_id": self.session,
-            "model_seq_id": self.place,
-            "base_model": base,
-            "lora_config": {"rank": rank, "seed": seed},
-        }
-        await self.client.result((await self.client.ask("create_model", body))["request_id"])
+        lora = {"rank": rank, "seed": seed}
+        await self._made("create_model", {"base_model": base, "lora_config": lora})
 
     async def load(self, path: str) -> None:
         """Creates it from a training state."""
-        body = {
-            "session_id": self.session,
-            "model_seq_id": self.place,
-            "path": path,
-            "optimizer": True,
-        }
-        await self.client.result((await self.client.ask("load_weights", body))["request_id"])
+        body = {"path": path, "optimizer": True}
+        await self._made("load_weights", body)
+
+    async def _made(self, path: str, body: Mapping[str, Any]) -> None:
+        place = {"session_id": self.session, "model_seq_id": self.place}
+        await self.client.result((await self.client.ask(path, {**place, **body}))["request_id"])
 
     async def send(self, path: str, body: Mapping[str, Any]) -> str:
         """The id of its next request."""

@@ -2,22 +2,16 @@
 
 The first ``policies`` clients train and save one policy each; the others sample random revisions.
 All send heartbeats. The policies first make the revisions, and each revision's greedy tokens are
-recorded.
+recorded. ``..._p50_ms`` and ``..._p99_ms`` go from sending to the result, long polls included; a
+round is a forward-backward and an update, sent together.
 
-- ``rounds``, ``saves``, ``samples``, ``heartbeats``: requests answered during the load;
-  ``..._p50_ms``, ``..._p99_ms``: from sending to the result, long polls included. A round is a
-  forward-backward and an update, sent together; a save is one of weights to sample from.
-- ``errors``: refused or failed requests; ``first_errors``: their messages. ``again``: retries by
-  status.
-- ``wrong_revisions``: of ``checked`` responses those from another revision. A response is scored
-  again under the same path, the revision's greedy tokens are sampled again, and where its training
-  state was saved (``checked_in_training``) a policy made from it scores the tokens too.
-  ``most_error``: largest difference of a log-probability, nats; ``least_distance``: smallest
-  difference between the greedy log-probabilities of two revisions, which a mix-up would show.
-- ``rss_mb_start``, ``rss_mb_end``: resident memory of the server around the load.
-  ``rss_mb_grown``: lowest memory of the last third less that of the second third, less the growth
-  of caches (``caches_mb_grown``); the benchmark fails above ``growth_mb``.
-- ``made_s``: seconds to make the revisions; ``revisions_after``: their number at the end.
+``wrong_revisions`` are those of ``checked`` responses that come from another revision. A response
+is scored again under the same path, the revision's greedy tokens are sampled again, and where its
+training state was saved (``checked_in_training``) a policy made from it scores the tokens too.
+``most_error``: largest difference of a log-probability, nats; ``least_distance``: smallest
+difference between the greedy log-probabilities of two revisions, which a mix-up would show.
+``rss_mb_grown``: lowest memory of the last third less that of the second third, less the growth of
+caches (``caches_mb_grown``); the benchmark fails above ``growth_mb``.
 """
 
 import asyncio
@@ -59,12 +53,11 @@ KINDS = ("round", "save", "sample", "heartbeat")
 
 
 class _Revision(NamedTuple):
-    """A revision that can be sampled.
+    """A revision that can be sampled, by the path of its weights.
 
     Attributes:
-        path: of the weights.
         state: path of the training state that was saved with it; empty if none was.
-        tokens, logprobs: drawn greedily behind the common prompt when it was new.
+        tokens, logprobs: drawn greedily after the common prompt when it was new.
     """
 
     path: str
@@ -74,9 +67,7 @@ class _Revision(NamedTuple):
 
 
 class _Session:
-    """One client with connections of its own: its session, and a sampling session for each revision
-    that it sampled.
-    """
+    """One client: its connections, its session, and a sampling session for each revision."""
 
     def __init__(self, load: "_Load", number: int, client: Client):
         self.load, self.number, self.client = load, number, client
@@ -143,14 +134,9 @@ class _Session:
 
     async def round(self, policy: Policy) -> list[bytes]:
         c = self.load.config
-        asked = [
-            (
-                "forward_backward",
-                forward_backward([self.row(c.tokens + 1) for _ in range(c.sequences)]),
-            ),
-            ("optim_step", optim(LEARNING_RATE)),
-        ]
-        ids = [await policy.send(path, body) for path, body in asked]
+        rows = [self.row(c.tokens + 1) for _ in range(c.sequences)]
+        asked = {"forward_backward": forward_backward(rows), "optim_step": optim(LEARNING_RATE)}
+        ids = [await policy.send(path, body) for path, body in asked.items()]
         return [await self.client.result(id) for id in ids]
 
     async def save(self, policy: Policy, name: str, state: bool) -> _Revision:
@@ -228,15 +214,12 @@ class _Load:
     async def _wrong(
         self, session: _Session, revision: _Revision, prompt: list[int], answer: Any
     ) -> bool:
-        whole = prompt + answer["tokens"]
-        scored = await (await session.sampler(revision.path)).sample(
-            whole, 1, 0.0, prompt_logprobs=True
-        )
+        whole, sampler = prompt + answer["tokens"], await session.sampler(revision.path)
+        scored = await sampler.sample(whole, 1, 0.0, prompt_logprobs=True)
         scores = [scored["prompt_logprobs"][len(prompt) :]]
         if revision.state:
-            scores.append(
-                (await self._scored_in_training(session, revision, whole))[len(prompt) - 1 :]
-            )
+            found = await self._scored_in_training(session, revision, whole)
+            scores.append(found[len(prompt) - 1 :])
             self.checked_in_training += 1
         errors = [float(np.abs(np.subtract(one, answer["logprobs"])).max()) for one in scores]
         self.most_error = max(self.most_error, *errors)
@@ -260,9 +243,8 @@ class _Load:
     async def run(self, served: Served) -> dict[str, Any]:
         """Makes the revisions, then loads the server; what was found."""
         c = self.config
-        base = json.loads(await self.clients[0].get("/api/v1/get_server_capabilities"))[
-            "supported_models"
-        ][0]["model_name"]
+        served_models = await self.clients[0].get("/api/v1/get_server_capabilities")
+        base = json.loads(served_models)["supported_models"][0]["model_name"]
         sessions = [_Session(self, number, client) for number, client in enumerate(self.clients)]
         for session in sessions:
             await session.open()
@@ -281,12 +263,10 @@ class _Load:
             group.create_task(self._watch(served))
             for session in sessions:
                 group.create_task(session.heartbeats())
-                own = (
-                    session.training(policies[session.number])
-                    if session.number < c.policies
-                    else session.sampling()
-                )
-                group.create_task(own)
+                if session.number < c.policies:
+                    group.create_task(session.training(policies[session.number]))
+                else:
+                    group.create_task(session.sampling())
         took = time.perf_counter() - began
         return {
             **self._requests(took),
@@ -307,10 +287,8 @@ class _Load:
         while not self.over:
             at = time.perf_counter() - began
             if at >= asked_at:
-                state, asked_at = (
-                    json.loads(await self.clients[0].get("/debug/state")),
-                    at + self.config.seconds / 10,
-                )
+                state = json.loads(await self.clients[0].get("/debug/state"))
+                asked_at = at + self.config.seconds / 10
                 caches = state["residency"]["host"]["bytes"] + state["training"]["host_bytes"]
             self.rss.append((at, served.rss_bytes(), caches))
             counts = ", ".join(
@@ -330,22 +308,17 @@ class _Load:
         }
         out["again"] = dict(sum((client.again for client in self.clients), collections.Counter()))
         for kind in KINDS:
-            times = self.seconds[kind]
-            out[f"{kind}s"] = len(times)
-            if times:
-                out |= {f"{kind}_p{q}_ms": timing.percentile(times, q, 1e3) for q in (50, 99)}
+            found = timing.percentiles(self.seconds[kind])
+            out |= {f"{kind}_{name}": figure for name, figure in found.items()}
+            out[f"{kind}s"] = len(self.seconds[kind])
         return out
 
     def _memory(self) -> dict[str, float]:
         """Megabytes when the load began and ended, and their growth in its last third."""
         grown, caches = growth(self.rss)
-        caches = {
-            "rss_mb_start": self.rss[0][1],
-            "rss_mb_end": self.rss[-1][1],
-            "rss_mb_grown": grown,
-            "caches_mb_grown": caches,
-        }
-        return {name: round(float(size) / 1e6, 1) for name, size in caches.items()}
+        found = {"rss_mb_start": self.rss[0][1], "rss_mb_end": self.rss[-1][1]}
+        found |= {"rss_mb_grown": grown, "caches_mb_grown": caches}
+        return {name: round(float(size) / 1e6, 1) for name, size in found.items()}
 
 
 def growth(read: Sequence[tuple[float, int, int]]) -> tuple[int, int]:
@@ -404,17 +377,10 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
             f" third of the load; expected {config.growth_mb} MB at most"
         )
     return {
-        "bench": "service_load",
-        "base": config.base,
-        "dtype": config.dtype,
-        "device": timing.device(),
+        **{name: config[name] for name in ("base", "dtype", "clients", "policies", "revisions")},
         "cores": os.cpu_count(),
-        "clients": config.clients,
-        "policies": config.policies,
         "slots": config.server.slots,
-        "revisions": config.revisions,
         "adapters": config.server.adapters,
-        "rank": config.rank,
         **found,
         "tokens_sampled": ended["tokens_sampled"],
         "training_steps": ended["training_steps"],

@@ -17,17 +17,7 @@ from mint_jax.harness.workdir import WorkdirLock
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of a sweep.
-
-    Attributes:
-        bench: always sweep.
-        sweep: name of the sweep.
-        size: size of the points, as the report names it.
-        claim: what the sweep shows, in a sentence.
-        grids: points over one job or benchmark each.
-        references: figures that others report.
-        pictures: what is drawn.
-    """
+    """Settings of a sweep; ``claim`` says in a sentence what it shows."""
 
     bench: str
     sweep: str
@@ -78,15 +68,10 @@ def _run(made: Settings, points: list[grid.Point], workdir: Path) -> dict[str, A
     for entry in entries:
         if entry["state"] == "failed":
             say(f"[sweep] {entry['name']} failed: {entry['reason']}")
-    return {
-        "bench": "sweep",
-        "sweep": made.sweep,
-        "size": made.size,
+    return {name: whole[name] for name in ("bench", "sweep", "size", "failed", "pictures")} | {
         "points": len(entries),
         "rows": sum(len(entry["rows"]) for entry in entries),
-        "failed": failed,
         "report": str(workdir / "report.json"),
-        "pictures": whole["pictures"],
     }
 
 
@@ -107,7 +92,7 @@ def points_of(made: Settings) -> list[grid.Point]:
         for setting in filter(None, (picture.x, picture.panels, *picture.by)):
             if setting not in {**of.axes, **of.each}:
                 raise choice(f"a setting of pictures.{name}", setting, {**of.axes, **of.each})
-        drawn = {"lines": of.figures, "timeline": of.data, "curves": {picture.y: ""}}[picture.kind]
+        drawn = of.figures if picture.kind == "lines" else {picture.y: ""}
         if picture.y not in drawn:
             raise choice(f"pictures.{name}.y", picture.y, drawn)
     return grid.points_of(made.grids)

@@ -3,21 +3,17 @@
 One thread moves the alias ``serving`` of some policies in a catalog of 10^4 revisions. Threads of
 this process and another process resolve these aliases, in turn with names of the whole catalog.
 Every move and read records its start and end on the monotonic clock that all processes share. The
-same moves run first without readers (``quiet``), then with only the other process (``elsewhere``):
-the difference is Python's, whose threads run one at a time.
+same moves run first without readers (``quiet``).
 
 A read is **stale** if it shows a value that the alias had at no time between the last move that
 ended before the read started and the last move that started before the read ended. ``decided``
-counts reads with one valid value; ``soon`` those that started within 5 ms after a move of their
-policy.
+counts reads with one valid value.
 
 ``postgres`` is the same on a PostgreSQL server on loopback; null without one.
 """
 
-import contextlib
 import multiprocessing
 import os
-import shutil
 import threading
 import time
 from array import array
@@ -28,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks import timing
+from benchmarks.alone import scratch
 from benchmarks.catalog_fill import Plan, fill, open_catalog
 from benchmarks.postgres_server import PostgresServer
 from mint_jax.catalog.lifecycle import Catalog
@@ -35,7 +32,6 @@ from mint_jax.errors import UserError
 from mint_jax.metrics import Progress
 
 ALIAS = "serving"
-SOON_NS = 5_000_000
 _FIELDS = 4  # of a read: policy, began, ended, number
 READY_S = 120.0
 
@@ -56,14 +52,14 @@ class Move(NamedTuple):
 
 
 def judge(moves: Sequence[Move], reads: np.ndarray, first: int) -> dict[str, int]:
-    """Counts reads that are stale, decided and soon; see the module.
+    """Counts reads that are stale, and decided ones; see the module.
 
     Args:
         moves: by one writer, in order.
         reads: rows of policy, began, ended, number.
         first: number that every alias named before its first move.
     """
-    stale = decided = soon = 0
+    stale = decided = 0
     for policy in np.unique(reads[:, 0]).tolist():
         own = [move for move in moves if move.policy == policy]
         began, ended = (
@@ -79,22 +75,17 @@ def judge(moves: Sequence[Move], reads: np.ndarray, first: int) -> dict[str, int
         stale += int((numbers[low[one]] != rows[one, 3]).sum())
         for i in np.flatnonzero(~one):
             stale += int(rows[i, 3] not in numbers[low[i] : high[i] + 1])
-        after = low > 0
-        soon += int((rows[after, 1] - ended[low[after] - 1] < SOON_NS).sum())
-    return {"stale_reads": stale, "decided": decided, "soon": soon}
+    return {"stale_reads": stale, "decided": decided}
 
 
 def _read(
     catalog: Catalog, plan: Plan, policies: Sequence[int], seed: int, stop: Any, ready: Any
-) -> tuple[array, array, int]:
-    """Resolves until stopped; reads of ``serving``, nanoseconds of the other requests, errors."""
+) -> tuple[array, int]:
+    """Resolves until stopped; returns reads of ``serving`` and the number of errors."""
     rng = np.random.default_rng(seed)
-    reads, rest, errors = array("q"), array("q"), 0
+    reads, errors = array("q"), 0
     while not stop.is_set():
-        hot, other = (
-            rng.integers(0, len(policies), 256).tolist(),
-            rng.integers(0, plan.policies, 256).tolist(),
-        )
+        hot, other = (rng.integers(0, n, 256).tolist() for n in (len(policies), plan.policies))
         for k, policy in zip(hot, other, strict=True):
             try:
                 began = time.monotonic_ns()
@@ -102,13 +93,12 @@ def _read(
                 ended = time.monotonic_ns()
                 reads.extend((k, began, ended, found.number))
                 catalog.resolve(f"{plan.policy(policy)}@latest")
-                rest.append(time.monotonic_ns() - ended)
             except UserError:
                 errors += 1
             if stop.is_set():
                 break
         ready.set()
-    return reads, rest, errors
+    return reads, errors
 
 
 def _read_elsewhere(
@@ -121,8 +111,8 @@ def _read_elsewhere(
 ) -> None:
     """``_read`` in a process of its own."""
     with open_catalog(Path(where[0]), where[1], actor="another process") as catalog:
-        reads, rest, errors = _read(catalog, plan, policies, 1_000, stop, ready)
-    answer.send((reads.tobytes(), rest.tobytes(), errors))
+        reads, errors = _read(catalog, plan, policies, 1_000, stop, ready)
+    answer.send((reads.tobytes(), errors))
 
 
 class _Writer:
@@ -144,19 +134,13 @@ class _Writer:
         if back:
             stack.pop()
         else:
-            stack.append(
-                int(
-                    self._rng.choice(
-                        [n for n in range(1, self._plan.per_policy + 1) if n != stack[-1]]
-                    )
-                )
-            )
+            numbers = [n for n in range(1, self._plan.per_policy + 1) if n != stack[-1]]
+            stack.append(int(self._rng.choice(numbers)))
         began = time.monotonic_ns()
-        found = (
-            self._catalog.rollback(name, ALIAS)
-            if back
-            else self._catalog.promote(name, stack[-1], ALIAS)
-        )
+        if back:
+            found = self._catalog.rollback(name, ALIAS)
+        else:
+            found = self._catalog.promote(name, stack[-1], ALIAS)
         ended = time.monotonic_ns()
         self.errors += found.number != stack[-1]
         self.moves.append(Move(k, began, ended, stack[-1], "rollback" if back else "promote"))
@@ -170,13 +154,11 @@ class _Writer:
         return self.moves[first:]
 
 
-def _percentiles(nanoseconds: Any) -> dict[str, timing.Figure] | None:
-    return timing.percentiles(np.asarray(nanoseconds), scale=1e-6) or None
-
-
 def _latency(moves: Sequence[Move]) -> dict[str, Any]:
     return {
-        kind: _percentiles([move.ended - move.began for move in moves if move.kind == kind])
+        kind: timing.percentiles(
+            [move.ended - move.began for move in moves if move.kind == kind], scale=1e-6
+        )
         for kind in ("promote", "rollback")
     }
 
@@ -197,15 +179,12 @@ def measure(config: Any, folder: Path, database: str | None, what: str) -> dict[
     """
     plan = Plan(config.entries, config.per_policy, config.batch, config.seed)
     filled = fill(folder, plan, database)
-    policies = (
-        np.random.default_rng(config.seed)
-        .choice(plan.policies, config.policies, replace=False)
-        .tolist()
-    )
+    rng = np.random.default_rng(config.seed)
+    policies = rng.choice(plan.policies, config.policies, replace=False).tolist()
     spawn = multiprocessing.get_context("spawn")
     stop, ready = spawn.Event(), spawn.Event()
     theirs, answer = spawn.Pipe(duplex=False)
-    found: list[tuple[array, array, int]] = []
+    found: list[tuple[array, int]] = []
     started = [threading.Event() for _ in range(config.threads)]
     with open_catalog(folder, database, actor="operator") as catalog:
         writer = _Writer(catalog, plan, policies, config.seed)
@@ -224,11 +203,9 @@ def measure(config: Any, folder: Path, database: str | None, what: str) -> dict[
         process.start()
         answer.close()
         try:
-            _wait([ready])
-            apart = writer.run(config.moves // 2, f"{what}: moves, another process reads")
             for other in readers:
                 other.start()
-            _wait(started)
+            _wait([ready, *started])
             began = time.monotonic()
             busy = writer.run(config.moves, f"{what}: moves under traffic")
             seconds = time.monotonic() - began
@@ -239,15 +216,13 @@ def measure(config: Any, folder: Path, database: str | None, what: str) -> dict[
                     other.join()
         if not theirs.poll(READY_S):
             raise UserError("the other process that reads has ended without its results")
-        reads, rest, errors = theirs.recv()
+        reads, errors = theirs.recv()
         process.join(READY_S)
         elsewhere = np.frombuffer(reads, np.int64).reshape(-1, _FIELDS)
         # the audit log knows each of them
-        log = sum(1 for move in writer.moves if move.policy == 0)
-        kept = (
-            len(catalog.history(plan.policy(policies[0]), ALIAS, limit=len(writer.moves) + 2)) - 1
-        )
-    here = [np.frombuffer(reads, np.int64).reshape(-1, _FIELDS) for reads, _, _ in found]
+        log, most = sum(move.policy == 0 for move in writer.moves), len(writer.moves) + 2
+        kept = len(catalog.history(plan.policy(policies[0]), ALIAS, limit=most)) - 1
+    here = [np.frombuffer(reads, np.int64).reshape(-1, _FIELDS) for reads, _ in found]
     first = busy[0].began
     both = np.concatenate([*here, elsewhere])
     during = both[both[:, 1] >= first]
@@ -258,61 +233,37 @@ def measure(config: Any, folder: Path, database: str | None, what: str) -> dict[
         "moves": len(busy),
         **_latency(busy),
         "quiet": _latency(quiet),
-        "elsewhere": _latency(apart),
         "moves_per_s": round(len(busy) / seconds, 1),
         "reads": len(both),
         "reads_elsewhere": len(elsewhere),
         "reads_per_s": round(2 * len(during) / seconds),
-        "read": _percentiles(during[:, 2] - during[:, 1]),
-        "other_reads": _percentiles(
-            np.concatenate(
-                [np.frombuffer(values, np.int64) for values in (rest, *(o for _, o, _ in found))]
-            )
-        ),
         **verdict,
-        "errors": errors + sum(e for _, _, e in found) + writer.errors + abs(log - kept),
+        "errors": errors + sum(e for _, e in found) + writer.errors + abs(log - kept),
         "fill_entries_per_s": filled["entries_per_s"],
     }
 
 
 def run(config: Any, workdir: Path) -> dict[str, Any]:
     """Runs the bench; returns its report. What it makes is removed."""
-    folder = workdir / "switch"
-    report: dict[str, Any] = {
-        "bench": "switch",
-        "device": timing.device(),
-        "cores": os.cpu_count(),
-        "threads": config.threads,
-    }
+    report: dict[str, Any] = {"cores": os.cpu_count(), "threads": config.threads, "postgres": None}
 
     def on(what: str, database: str | None = None) -> dict[str, Any]:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        began = os.getloadavg()[0]
-        return measure(config, folder, database, what) | {
-            "load_average": [round(began, 1), round(os.getloadavg()[0], 1)]
-        }
+        with scratch(workdir / "switch") as folder:
+            began = os.getloadavg()[0]
+            found = measure(config, folder, database, what)
+        return found | {"load_average": [round(began, 1), round(os.getloadavg()[0], 1)]}
 
+    report["sqlite"] = on("SQLite")
     try:
-        report["sqlite"] = on("SQLite")
-        with contextlib.ExitStack() as stack:
-            report |= {"postgres": None}
-            if not config.postgres:
-                report["postgres_missing"] = "not asked for"
-            else:
-                try:
-                    server = PostgresServer()
-                except RuntimeError as error:
-                    report["postgres_missing"] = str(error)
-                else:
-                    stack.callback(server.stop)
-                    report["postgres"] = on("PostgreSQL", server.url)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        server = PostgresServer() if config.postgres else None
+    except RuntimeError as error:
+        server, report["postgres_missing"] = None, str(error)
+    if server is not None:
+        try:
+            report["postgres"] = on("PostgreSQL", server.url)
+        finally:
+            server.stop()
     both = [report[name] for name in ("sqlite", "postgres") if report[name] is not None]
-    own = report["sqlite"]
-    for kind in ("promote", "rollback"):
-        report |= {f"{kind}_{key}": value for key, value in own[kind].items()}
     return report | {
         key: sum(row[key] for row in both) for key in ("reads", "stale_reads", "errors")
     }

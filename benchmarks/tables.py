@@ -98,11 +98,8 @@ class Reports:
             if not timing.is_figure(above):
                 return above / divisor
             (low, high), (least, most) = above["interval"], divisor["interval"]
-            return {
-                "median": above["median"] / divisor["median"],
-                "interval": [low / most, high / least],
-                "n": min(above["n"], divisor["n"]),
-            }
+            whole, n = above["median"] / divisor["median"], min(above["n"], divisor["n"])
+            return {"median": whole, "interval": [low / most, high / least], "n": n}
         if row := re.fullmatch(r"(\w+)\[(.*)\]\.(\w+)", path):
             return _row(self[name], *row.groups())
         found: Any = self[name]
@@ -127,11 +124,10 @@ class Reports:
 def _row(report: Mapping[str, Any], grid: str, settings: str, figure: str) -> Any:
     """Returns a figure of the one row of a sweep that has these settings."""
     wanted = dict(one.split("=", 1) for one in re.split(r",(?=\w+=)", settings) if one)
+    rows = [row for at in report["points"] if at["grid"] == grid for row in at["rows"]]
     found = [
         row["figures"][figure]
-        for point in report["points"]
-        if point["grid"] == grid
-        for row in point["rows"]
+        for row in rows
         if all(str(row["settings"].get(name)) == value for name, value in wanted.items())
         and figure in row["figures"]
     ]

@@ -23,7 +23,11 @@ BOOTSTRAPS = 4000
 
 
 def in_turn(
-    what: str, sides: Mapping[str, Callable[[], Any]], n: int, warm: int = 1
+    what: str,
+    sides: Mapping[str, Callable[[], Any]],
+    n: int,
+    warm: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Seconds of every side, ``n`` times each, in turn, so that a slow spell of the machine meets
     all of them.
@@ -39,9 +43,9 @@ def in_turn(
     progress = Progress(what, n)
     for k in range(n):
         for name, call in sides.items():
-            began = time.perf_counter()
+            began = clock()
             call()
-            out[name].append(time.perf_counter() - began)
+            out[name].append(clock() - began)
         progress.update(
             k + 1, " ".join(f"{name} {values[-1]:.2f} s" for name, values in out.items())
         )
@@ -81,22 +85,16 @@ def _quantile(values: Iterable[float], q: float, scale: float, name: str) -> Fig
     ordered = np.sort(np.fromiter(values, np.float64)) * scale
     n = len(ordered)
     half = 1.96 * math.sqrt(n * q * (1 - q))
-    low, high = max(0, math.floor(n * q - half)), min(n - 1, math.ceil(n * q + half))
-    return {
-        name: _short(np.quantile(ordered, q)),
-        "interval": [_short(ordered[low]), _short(ordered[high])],
-        "n": n,
-    }
+    ends = max(0, math.floor(n * q - half)), min(n - 1, math.ceil(n * q + half))
+    interval = [_short(ordered[end]) for end in ends]
+    return {name: _short(np.quantile(ordered, q)), "interval": interval, "n": n}
 
 
 def mean(values: Iterable[float]) -> Figure:
     """The mean of a sample with its 95 % bootstrap interval."""
     x = np.fromiter(values, np.float64)
-    return {
-        "mean": _short(x.mean()),
-        "interval": _ends(x[_draws(len(x))].mean(axis=1)),
-        "n": len(x),
-    }
+    ends = _ends(x[_draws(len(x))].mean(axis=1))
+    return {"mean": _short(x.mean()), "interval": ends, "n": len(x)}
 
 
 def total(values: Iterable[float]) -> Figure:
@@ -105,28 +103,20 @@ def total(values: Iterable[float]) -> Figure:
     return {"total": _short(x.sum()), "interval": _ends(x[_draws(len(x))].sum(axis=1)), "n": len(x)}
 
 
-def ratio(times: Mapping[str, list[float]], slow: str, fast: str, less: float = 0.0) -> Figure:
-    """Returns the median of ``slow`` over that of ``fast``; ``less`` is subtracted
+def ratio(
+    times: Mapping[str, list[float]], slow: str, fast: str, less: float = 0.0, q: float = 50
+) -> Figure:
+    """Returns the q-th percentile of ``slow`` over that of ``fast``; ``less`` is subtracted
     (1 makes it an overhead).
     """
     a, b = (np.array(times[name]) for name in (slow, fast))
     draws = _draws(len(a))
-    ratios = np.median(a[draws], axis=1) / np.median(b[draws], axis=1)
-    return {
-        "median": _short(np.median(a) / np.median(b) - less),
-        "interval": _ends(ratios - less),
-        "n": len(a),
-    }
-
-
-def percentile_ratio(times: Mapping[str, list[float]], slow: str, fast: str, q: float) -> Figure:
-    """``ratio`` of the q-th percentiles."""
-    a, b = (np.array(times[name]) for name in (slow, fast))
-    draws = _draws(len(a))
     ratios = np.percentile(a[draws], q, axis=1) / np.percentile(b[draws], q, axis=1)
     return {
-        "percentile": _short(np.percentile(a, q) / np.percentile(b, q)),
-        "interval": _ends(ratios),
+        "median" if q == 50 else "percentile": _short(
+            np.percentile(a, q) / np.percentile(b, q) - less
+        ),
+        "interval": _ends(ratios - less),
         "n": len(a),
     }
 
@@ -145,30 +135,22 @@ def merge(runs: Sequence[Any]) -> Any:
     if all(run == first for run in runs) and not isinstance(first, float):
         return first
     if all(isinstance(run, int | float) for run in runs):
-        return {
-            "median": _short(statistics.median(runs)),
-            "interval": [min(runs), max(runs)],
-            "n": len(runs),
-        }
+        middle = _short(statistics.median(runs))
+        return {"median": middle, "interval": [min(runs), max(runs)], "n": len(runs)}
     return list(runs)
 
 
 def value(figure: Any) -> float:
     """The number of a figure, or of a plain number."""
-    return (
-        next(figure[name] for name in VALUES if name in figure)
-        if isinstance(figure, dict)
-        else figure
-    )
+    if not isinstance(figure, dict):
+        return figure
+    return next(figure[name] for name in VALUES if name in figure)
 
 
 def is_figure(tree: Any) -> bool:
     """Returns True if a part of a report is a figure."""
-    return (
-        isinstance(tree, dict)
-        and {"interval", "n"} <= tree.keys()
-        and any(name in tree for name in VALUES)
-    )
+    keys = tree.keys() if isinstance(tree, dict) else set()
+    return {"interval", "n"} <= keys and not keys.isdisjoint(VALUES)
 
 
 def _draws(n: int) -> np.ndarray:

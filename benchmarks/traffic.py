@@ -21,11 +21,10 @@ class Zipf:
 
 
 def draws(kind: str, n: int, count: int, exponent: float, rng: np.random.Generator) -> np.ndarray:
-    """``count`` requests to ``n`` names, ``[count]``.
+    """Returns the names of ``count`` requests, ``[count]`` below ``n``.
 
-    ``bursts``: ``SESSIONS`` sessions are open at once, each of a name drawn uniformly; a request is
-    of a random one of them, which ends after ``REQUESTS`` and is followed by that of another name.
-    Every name is as popular as every other, and hot for a while.
+    ``bursts``: a request is of one of ``SESSIONS`` open sessions, each of a name drawn uniformly,
+    which ends after ``REQUESTS`` and is followed by another name's.
 
     Raises:
         UserError: no such kind.

@@ -33,23 +33,18 @@ LEARNING_RATE = 1e-5
 def _trainer(config: Any, base: Base, rng: np.random.Generator) -> Trainer:
     """Policies whose B is not zero, so that every product matters."""
     adapter = AdapterConfig(config.rank, 2.0 * config.rank)
-    loss, optimizer = (
-        LossConfig("importance_sampling"),
-        OptimizerConfig(LEARNING_RATE, max_grad_norm=1.0),
-    )
-    trainer = Trainer(
-        base,
-        [PolicyConfig(f"p{i}", adapter, optimizer, loss, seed=i) for i in range(config.policies)],
-    )
+    loss = LossConfig("importance_sampling")
+    optimizer = OptimizerConfig(LEARNING_RATE, max_grad_norm=1.0)
+    named = [
+        PolicyConfig(f"p{i}", adapter, optimizer, loss, seed=i) for i in range(config.policies)
+    ]
+
+    def noisy(path: str, x: Any) -> Any:
+        return x if path.endswith("/a") else rng.normal(0, 0.01, x.shape).astype(np.float32)
+
+    trainer = Trainer(base, named)
     for name in trainer.policies:
-        fresh = trainer.adapter(name)
-        noisy = params_lib.map_with_path(
-            lambda path, x: (
-                x if path.endswith("/a") else rng.normal(0, 0.01, x.shape).astype(np.float32)
-            ),
-            fresh,
-        )
-        trainer.load_adapter(name, noisy)
+        trainer.load_adapter(name, params_lib.map_with_path(noisy, trainer.adapter(name)))
     return trainer
 
 
@@ -73,21 +68,14 @@ class _Workload:
         count = T - self.prompt
         sequences = []
         for b in range(B):
+            tokens = self.tokens_PBT[p, b, self.prompt :].tolist()
+            weights, old = [1 / (B * count)] * count, self.old_logp[p, b].tolist()
             advantages = [float(self.advantages_PB[p, b])] * count
-            sequences.append(
-                TrainSequence(
-                    self.tokens_PBT[p, b, self.prompt :].tolist(),
-                    [1 / (B * count)] * count,
-                    advantages,
-                    self.old_logp[p, b].tolist(),
-                )
-            )
+            sequences.append(TrainSequence(tokens, weights, advantages, old))
         prefixes = self.tokens_PBT[p, :, : self.prompt].tolist()
-        return (
-            [Group(prefixes[0], sequences)]
-            if self.shared
-            else [Group(prefix, [s]) for prefix, s in zip(prefixes, sequences)]
-        )
+        if self.shared:
+            return [Group(prefixes[0], sequences)]
+        return [Group(prefix, [s]) for prefix, s in zip(prefixes, sequences)]
 
     def torch_updates(self, count: int) -> list[tuple[Any, ...]]:
         """The peer's updates of the first ``count`` policies."""
@@ -106,17 +94,8 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
         "train": _Workload(config, base.cfg.vocab_size, config.tokens // 2, True, rng),
         "train_distinct": _Workload(config, base.cfg.vocab_size, 1, False, rng),
     }
-    report: dict[str, Any] = {
-        "bench": "train_vs_peft",
-        "base": base.name,
-        "weights": base.weights,
-        "device": timing.device(),
-        "policies": config.policies,
-        "rows": config.rows,
-        "tokens": config.tokens,
-        "rank": config.rank,
-        "n": config.n,
-    }
+    report: dict[str, Any] = {"base": base.name, "weights": base.weights}
+    report |= {name: config[name] for name in ("policies", "rows", "tokens", "rank")}
     with tempfile.TemporaryDirectory(dir=workdir) as folder:
         made = (base.directory, _export(trainer, base, Path(folder)), LEARNING_RATE)
         rows = _Rows(config, base, rng)
@@ -151,10 +130,8 @@ def _export(trainer: Trainer, base: Base, folder: Path) -> dict[str, Path]:
     for name in trainer.policies:
         adapter = trainer.adapter(name)
         paths = {path.rsplit("/", 1)[0] for path, _ in params_lib.leaves_with_path(adapter)}
-        out[name] = folder / name
-        write_peft(
-            out[name], adapter, trainer.policies[name].adapter, hf.module_names(base.cfg, paths)
-        )
+        out[name], names = folder / name, hf.module_names(base.cfg, paths)
+        write_peft(out[name], adapter, trainer.policies[name].adapter, names)
     return out
 
 
@@ -184,10 +161,9 @@ def _train(
 def _sample(
     config: Any, base: Base, trainer: Trainer, peer: PeftPeer, options: Options, rows: _Rows
 ) -> dict[str, Any]:
+    greedy = {"max_tokens": config.sample_tokens, "temperature": 0.0}
     requests = [
-        Request(
-            tuple(prompt), trainer.slots[name], max_tokens=config.sample_tokens, temperature=0.0
-        )
+        Request(tuple(prompt), trainer.slots[name], **greedy)
         for prompt, name in zip(rows.prompts.tolist(), rows.names)
     ]
     peer.use(options)

@@ -47,14 +47,8 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
         sides["one_by_one"] = one_by_one
     times = timing.in_turn(f"{config.policies} policies", sides, config.n)
     return {
-        "bench": "train_wave",
         "base": base.name,
-        "device": timing.device(),
-        "n": config.n,
-        "policies": config.policies,
-        "rank": config.rank,
-        "rows": config.rows,
-        "tokens": config.tokens,
+        **{name: config[name] for name in ("policies", "rank", "rows", "tokens")},
         "overhead": timing.ratio(times, "together", "one", less=1),
         "ratio_one_by_one": (
             timing.ratio(times, "one_by_one", "together") if "one_by_one" in times else None

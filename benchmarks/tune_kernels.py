@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from benchmarks import timing
-from mint_jax.errors import UserError
+from mint_jax.errors import UserError, choice
 from mint_jax.metrics import Progress
 from pallas_kernels import cache, dispatch, tuning
 from pallas_kernels.calls import Call, calls
@@ -34,15 +34,14 @@ Side = Callable[[], Any]
 
 
 class Found(NamedTuple):
-    """The fastest sizes of one call.
+    """The fastest sizes of one call, under ``key`` of the table.
 
     Attributes:
-        key: of the table.
-        rule: what was taken before.
+        rule: sizes before the search.
         best: the same where nothing was surely faster.
         ratio: of the times of ``rule`` and ``best``; None where they are the same.
-        tried: how many sizes were measured.
-        refused: sizes that were not, and why.
+        tried: number of sizes that were measured.
+        refused: other sizes, with the reason.
     """
 
     key: str
@@ -138,19 +137,10 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
     """Runs the bench; returns its report."""
     device = jax.local_devices()[0]
     platform = dispatch.platform_here()
-    report: dict[str, Any] = {
-        "bench": "tune_kernels",
-        "device": timing.device(),
-        "kind": device.device_kind,
-        "n": config.n,
-        "calls": [],
-    }
+    report: dict[str, Any] = {"kind": device.device_kind, "calls": []}
     if platform not in ("tpu", "cuda"):
-        return report | {
-            "empty": (
-                f"kernels whose sizes can be chosen are of TPUs and GPUs, and this is {platform}"
-            )
-        }
+        why = f"kernels whose sizes can be chosen are of TPUs and GPUs, and this is {platform}"
+        return report | {"empty": why}
     chosen = list(_chosen(config, calls(device, platform)))
     rng, progress = np.random.default_rng(config.seed), Progress("tuning", len(chosen))
     for k, call in enumerate(chosen):
@@ -171,19 +161,13 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
 
 
 def _chosen(config: Any, calls: Iterator[Call]) -> Iterator[Call]:
-    every = list(calls)
-    if unknown := sorted(set(config.ops) - {call.op for call in every}):
-        raise UserError(
-            f"ops has {unknown[0]!r}; expected some of:"
-            f" {', '.join(dict.fromkeys(call.op for call in every))}"
-        )
-    counts: dict[str, int] = {}
-    for call in every:
-        counts[call.op] = counts.get(call.op, 0) + 1
-        if (not config.ops or call.op in config.ops) and (
-            not config.shapes or counts[call.op] <= config.shapes
-        ):
-            yield call
+    by_op: dict[str, list[Call]] = {}
+    for call in calls:
+        by_op.setdefault(call.op, []).append(call)
+    if unknown := sorted(set(config.ops) - set(by_op)):
+        raise choice("op", unknown[0], by_op)
+    for op in config.ops or by_op:
+        yield from by_op[op][: config.shapes or None]
 
 
 def keep(found: Found, op: str, device: str, workdir: Path, in_cache: bool) -> None:

@@ -1,4 +1,4 @@
-"""Decodes with vLLM on CPUs: the program that ``elsewhere`` runs in vLLM's environment.
+"""Decodes with vLLM on CPUs: the program that ``decode_vs_vllm`` runs in vLLM's environment.
 
 It needs the standard library and vLLM alone, reads batches of requests as JSON lines, and writes
 the sampled tokens of each. It has no network access and sends no usage reports.

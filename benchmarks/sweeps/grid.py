@@ -18,22 +18,18 @@ class Grid:
     """Points over one job.
 
     Attributes:
-        config: of the job that every point runs, with its size, such as
-            configs/bench/handoff.py:ci; {setting} as in options.
+        config: of the job, with its size; {setting} as in options.
         about: what the grid shows, in a line.
-        axes: setting and its values; there is a point for each combination.
-        without: combinations that are left out: settings of an axis or several, by name.
+        axes: setting -> values; there is a point for each combination.
+        without: settings of combinations that are left out.
         options: of the command line; {setting} is a point's value, {workdir} the sweep's folder.
         seeds: one run each, whose numbers are merged; none: one run without a seed.
-        minutes: that a run takes, roughly; the time left goes by it.
-        each: setting and values that one run measures together; the report has a row for each
-            combination.
-        figures: name of a figure and where it stands in the run's result: a/b, where name=value
-            finds an entry of a list.
-        data: the same for what is drawn and is no figure.
+        minutes: of a run, roughly, for the time left.
+        each: setting -> values that one run measures together, a row each.
+        figures: name -> path in the run's result: a/b, where name=value finds an entry of a list.
         empty_cache: runs start with an empty cache of compiled programs and converted bases.
         curve: a column of the run's metrics.jsonl that is kept step by step.
-        curve_of: whose rows of it, by name.
+        curve_of: name of the rows of that column.
     """
 
     config: str
@@ -45,7 +41,6 @@ class Grid:
     minutes: float = 1.0
     each: dict[str, Any] = dataclasses.field(default_factory=dict)
     figures: dict[str, str] = dataclasses.field(default_factory=dict)
-    data: dict[str, str] = dataclasses.field(default_factory=dict)
     empty_cache: bool = False
     curve: str = ""
     curve_of: str = ""
@@ -53,15 +48,12 @@ class Grid:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reference:
-    """Figures of the same quantity that others report.
+    """Figures of the same quantity that others report, ``who`` in ``source``.
 
     Attributes:
-        who: as tables and pictures name it.
-        source: where it is reported.
-        grid: of the points that it is compared with.
-        settings: that it was measured at, by the names of the grid's.
-        figures: name of a figure and its value.
-        note: what is different there.
+        grid: of the points that they are compared with.
+        settings: of the measurement, by the names of the grid's.
+        note: differences from ours.
     """
 
     who: str
@@ -78,10 +70,9 @@ class Picture:
 
     Attributes:
         grid: whose rows.
-        kind: lines (a figure over a setting), curves (over steps, with bands) or timeline (a lane a
-            policy).
+        kind: lines (a figure over a setting) or curves (over steps, with bands).
         x: setting on the horizontal axis of lines.
-        y: figure on the vertical one of lines; of timeline the name of the data.
+        y: figure on the vertical one.
         by: settings that part the rows into lines; all others must be of one value, or are panels.
         panels: setting of which each value has a panel of its own.
         log: axes with a logarithmic scale: x, y or xy.
@@ -154,7 +145,7 @@ def points_of(grids: Mapping[str, Grid]) -> list[Point]:
     for point in points:
         point.arguments()
         for row in point.rows():
-            for path in (*grids[point.grid].figures.values(), *grids[point.grid].data.values()):
+            for path in grids[point.grid].figures.values():
                 _fill(path, row, f"grids.{point.grid}.figures")
     names = [point.name for point in points]
     if twice := {name for name in names if names.count(name) > 1}:

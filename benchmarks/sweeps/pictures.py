@@ -1,4 +1,4 @@
-"""Draws a sweep: figures over a setting, curves with bands, and timelines of the device."""
+"""Draws a sweep: figures over a setting, and curves with bands."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -7,29 +7,19 @@ from typing import Any
 from benchmarks import timing
 from benchmarks.sweeps.grid import Picture
 
-KINDS = ("lines", "curves", "timeline")
-COLOURS = {"rollout": "C0", "reward": "C7", "update": "C3"}
+KINDS = ("lines", "curves")
 
 
 def draw(pictures: Mapping[str, Picture], report: Mapping[str, Any], workdir: Path) -> list[str]:
     """Draws those of which there are rows; names of the files in the workdir."""
     drawn = []
     for name, picture in pictures.items():
-        rows = [
-            row
-            for point in report["points"]
-            if point["grid"] == picture.grid
-            for row in point["rows"]
-        ]
-        if rows:
-            references = [
-                one
-                for one in report["references"]
-                if one["grid"] == picture.grid and picture.y in one["figures"]
-            ]
-            {"lines": _lines, "curves": _curves, "timeline": _timeline}[picture.kind](
-                picture, rows, references, workdir / f"{name}.png"
-            )
+        points = [point for point in report["points"] if point["grid"] == picture.grid]
+        if rows := [row for point in points for row in point["rows"]]:
+            references = [one for one in report["references"] if one["grid"] == picture.grid]
+            references = [one for one in references if picture.y in one["figures"]]
+            kind = {"lines": _lines, "curves": _curves}[picture.kind]
+            kind(picture, rows, references, workdir / f"{name}.png")
             drawn.append(f"{name}.png")
     return drawn
 
@@ -40,10 +30,8 @@ def _panels(picture: Picture, rows: Sequence[Any]) -> Iterator[tuple[str, list[A
         yield "", list(rows)
         return
     for value in dict.fromkeys(row["settings"][picture.panels] for row in rows):
-        yield (
-            f"{picture.panels} {value}",
-            [row for row in rows if row["settings"][picture.panels] == value],
-        )
+        own = [row for row in rows if row["settings"][picture.panels] == value]
+        yield f"{picture.panels} {value}", own
 
 
 def _series(picture: Picture, rows: Sequence[Any]) -> dict[str, list[Any]]:
@@ -68,15 +56,8 @@ def _lines(picture: Picture, rows: Sequence[Any], references: Sequence[Any], pat
             middle = [timing.value(y) for _, y in points]
             low = [max(0.0, m - end[0]) for m, end in zip(middle, ends)]
             high = [max(0.0, end[1] - m) for m, end in zip(middle, ends)]
-            ax.errorbar(
-                [x for x, _ in points],
-                middle,
-                yerr=[low, high],
-                marker="o",
-                ms=4,
-                capsize=2,
-                label=label,
-            )
+            style = {"marker": "o", "ms": 4, "capsize": 2, "label": label}
+            ax.errorbar([x for x, _ in points], middle, yerr=[low, high], **style)
         _references(ax, picture, references)
         ax.set(title=title, xlabel=picture.x)
         if "x" in picture.log:
@@ -120,13 +101,8 @@ def _curves(picture: Picture, rows: Sequence[Any], references: Sequence[Any], pa
         for label, [row, *_] in series.items():
             curve = row["curve"]
             [line] = ax.plot(curve["steps"], curve["median"])
-            ax.fill_between(
-                curve["steps"],
-                curve["low"],
-                curve["high"],
-                alpha=0.5 / max(3, len(series)),
-                color=line.get_color(),
-            )
+            look = {"alpha": 0.5 / max(3, len(series)), "color": line.get_color()}
+            ax.fill_between(curve["steps"], curve["low"], curve["high"], **look)
             lines.setdefault(f"{label}, n {curve['n']}", line)
         ax.set(title=title, xlabel="step")
         ax.grid(alpha=0.3)
@@ -138,56 +114,13 @@ def _curves(picture: Picture, rows: Sequence[Any], references: Sequence[Any], pa
     _save(figure, path, below=0.06 * rows_of_legend + 0.02)
 
 
-def _timeline(picture: Picture, rows: Sequence[Any], references: Sequence[Any], path: Path) -> None:
-    """A lane a policy and one of the device, a panel a row; all on one scale of time."""
-    import matplotlib.patches as patches
-
-    figure, axes = _figure(len(rows), width=9.0, height=2.2, stacked=True)
-    longest = max(span["end_s"] for row in rows for span in row["data"][picture.y])
-    for ax, row in zip(axes, rows):
-        spans = row["data"][picture.y]
-        names = sorted(
-            {name for span in spans for name in span["policies"]},
-            key=lambda name: (len(name), name),
-        )
-        lanes = {name: k for k, name in enumerate(["device", *names])}
-        for span in spans:
-            on_device = ["device"] if span["phase"] != "reward" else []
-            for name in [*on_device, *span["policies"]]:
-                ax.barh(
-                    lanes[name],
-                    span["end_s"] - span["start_s"],
-                    left=span["start_s"],
-                    height=0.8,
-                    color=COLOURS[span["phase"]],
-                )
-        ax.set_yticks(list(lanes.values()), list(lanes), fontsize=6)
-        ax.invert_yaxis()
-        ax.set_xlim(0, longest)
-        ax.set_title(
-            ", ".join(f"{name} {value}" for name, value in row["settings"].items()), fontsize=9
-        )
-    axes[0].legend(
-        handles=[patches.Patch(color=colour, label=phase) for phase, colour in COLOURS.items()],
-        fontsize=7,
-        loc="upper right",
-    )
-    axes[-1].set_xlabel("seconds")
-    _save(figure, path)
-
-
-def _figure(
-    panels: int, width: float = 4.6, height: float = 3.6, stacked: bool = False
-) -> tuple[Any, list[Any]]:
+def _figure(panels: int) -> tuple[Any, list[Any]]:
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    rows, columns = (panels, 1) if stacked else (1, panels)
-    figure, axes = plt.subplots(
-        rows, columns, figsize=(width * columns, height * rows), squeeze=False, sharey=not stacked
-    )
+    figure, axes = plt.subplots(1, panels, figsize=(4.6 * panels, 3.6), squeeze=False, sharey=True)
     return figure, list(axes.flat)
 
 

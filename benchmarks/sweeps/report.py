@@ -39,14 +39,10 @@ def table_of(points: Sequence[Mapping[str, Any]], references: Iterable[Mapping[s
     """
     references = list(references)
     ours = [(point, row) for point in points for row in point["rows"]]
-    settings = _names(
-        [row["settings"] for _, row in ours] + [point["settings"] for point in points]
-    )
+    settings = _names([row["settings"] for _, row in ours] + [one["settings"] for one in points])
     figures = _names([row["figures"] for _, row in ours] + [one["figures"] for one in references])
-    lines = [
-        _line(["whose", *settings, *figures]),
-        "|" + " --- |" * (1 + len(settings) + len(figures)),
-    ]
+    head = ["whose", *settings, *figures]
+    lines = [_line(head), "|" + " --- |" * len(head)]
     for point in points:
         for row in point["rows"]:
             cells = _values(settings, row["settings"]) + _values(figures, row["figures"])
@@ -98,6 +94,5 @@ def _values(names: Sequence[str], of: Mapping[str, Any]) -> list[str]:
 
 
 def _line(cells: Iterable[Any]) -> str:
-    return (
-        "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
-    )
+    words = (str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells)
+    return "| " + " | ".join(words) + " |"

@@ -14,13 +14,7 @@ STAMP = ("commit", "dirty", "date", "machine", "versions", "config")
 
 
 def entry_of(point: Point, records: Mapping[str, dict[str, Any]], workdir: Path) -> dict[str, Any]:
-    """A point as the report has it.
-
-    Returns:
-        ``name``, ``grid``, ``settings``, ``state``, ``reason``, ``command``, ``seconds``; of one
-        that is done also ``rows`` (settings, figures, data) and where they come from: ``commit``,
-        ``dirty``, ``date``, ``machine``, ``versions``, ``config``.
-    """
+    """A point as the report has it; a finished one has ``rows`` and the keys of ``STAMP`` too."""
     runs = runs_of([point])
     outcomes = [records[run.name] for run in runs]
     failed = [
@@ -62,10 +56,6 @@ def _row(
         for name, path in point.of.figures.items()
     }
     row: dict[str, Any] = {"settings": settings, "figures": figures}
-    if point.of.data:
-        row["data"] = {
-            name: figure_at(results[-1], path, settings) for name, path in point.of.data.items()
-        }
     if point.of.curve:
         name = point.of.curve_of.format(**settings)
         row["curve"] = band(
@@ -75,14 +65,10 @@ def _row(
 
 
 def merged(values: Sequence[Any]) -> Any:
-    """One run's figure as it is; of several the median of their values, and smallest and
-    largest.
-    """
-    return (
-        values[0]
-        if len(values) == 1
-        else timing.merge([float(timing.value(value)) for value in values])
-    )
+    """One run's figure as it is; of several the median, smallest and largest value."""
+    if len(values) == 1:
+        return values[0]
+    return timing.merge([float(timing.value(value)) for value in values])
 
 
 def band(columns: Sequence[Mapping[int, float]]) -> dict[str, list[float] | int]:

@@ -70,8 +70,7 @@ def run_all(
     """Runs what is not done.
 
     Args:
-        program: returns the command of a config, which takes ``--config``, ``--workdir`` and
-            options, and writes ``result.json``.
+        program: returns the command of a config, which writes ``result.json``.
 
     Returns:
         By name of a run its record: ``state`` (done or failed), ``reason``, ``seconds``, ``key``,
@@ -80,18 +79,14 @@ def run_all(
     runs, code = runs_of(points), [stamp.code(), stamp.changes()]
     records = {run.name: _record(run, workdir, code) for run in runs}
     todo = [run for run in runs if records[run.name] is None]
-    if len(todo) < len(runs):
-        say(
-            f"{len(runs) - len(todo)} of {len(runs)} runs are done already, in {workdir / 'points'}"
-        )
+    if done := len(runs) - len(todo):
+        say(f"{done} of {len(runs)} runs are done already, in {workdir / 'points'}")
     expected, spent = 0.0, 0.0
     for k, run in enumerate(todo):
         pace = spent / expected if spent else 1.0
         left = 60 * pace * sum(one.point.of.minutes for one in todo[k:])
-        say(
-            f"[runs] {len(runs) - len(todo) + k + 1}/{len(runs)} {run.name} ({clock(spent)}, about"
-            f" {clock(left)} left)"
-        )
+        progress = f"{clock(spent)}, about {clock(left)} left"
+        say(f"[runs] {done + k + 1}/{len(runs)} {run.name} ({progress})")
         records[run.name] = record = _run(run, workdir, code, program(run.point.of.config))
         expected, spent = expected + 60 * run.point.of.minutes, spent + record["seconds"]
         if record["state"] == "failed":
@@ -102,16 +97,13 @@ def run_all(
 def _record(run: Run, workdir: Path, code: Any) -> dict[str, Any] | None:
     """Returns the record of a finished run of this key; removes the folder of another key."""
     folder, key = run.folder(workdir), run.key(code)
-    try:
-        begun = (folder / "key").read_text()
-        record = json.loads((folder / "record.json").read_text())
-    except FileNotFoundError:
-        record = {}
-        begun = (folder / "key").read_text() if (folder / "key").is_file() else ""
-    if begun != key:
+    if not (folder / "key").is_file() or (folder / "key").read_text() != key:
         shutil.rmtree(folder, ignore_errors=True)
         return None
-    return record if record.get("state") == "done" and record["key"] == key else None
+    if not (folder / "record.json").is_file():
+        return None
+    record = json.loads((folder / "record.json").read_text())
+    return record if record["state"] == "done" and record["key"] == key else None
 
 
 def _run(run: Run, workdir: Path, code: Any, command: Sequence[str]) -> dict[str, Any]:
@@ -148,11 +140,7 @@ def _run(run: Run, workdir: Path, code: Any, command: Sequence[str]) -> dict[str
 def _wait(command: list[str], log: Any, environment: dict[str, str]) -> int:
     """The exit status of a process that does not outlive this one."""
     process = subprocess.Popen(
-        [*_WITH_PARENT, *command],
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=log,
-        env=environment,
+        [*_WITH_PARENT, *command], stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
     )
     try:
         return process.wait()

@@ -79,14 +79,10 @@ def get_config(size: str = "cpu") -> ConfigDict:
                 "minutes": 0.3 if tiny else 1.2,
                 "each": {"schedule": SCHEDULES},
                 "figures": _series("rewards_at_once"),
-                "data": {"timeline": "policies_{policies}/rewards_at_once/timeline/{schedule}"},
             },
             "rewards_waiting": {
                 "config": bench,
-                "about": (
-                    "A reward takes reward_s seconds, of a verifier elsewhere; the timelines show"
-                    " what the device does meanwhile."
-                ),
+                "about": ("A reward takes reward_s seconds, of a verifier elsewhere."),
                 "axes": {"policies": few, "reward_s": (0.05,) if tiny else (0.2, 1.0)},
                 "options": (
                     *shared,
@@ -97,7 +93,6 @@ def get_config(size: str = "cpu") -> ConfigDict:
                 "minutes": 0.3 if tiny else 1.5,
                 "each": {"schedule": SCHEDULES},
                 "figures": _series("rewards_waiting"),
-                "data": {"timeline": "policies_{policies}/rewards_waiting/timeline/{schedule}"},
             },
             "crossover": {
                 "config": bench,
@@ -200,8 +195,6 @@ def get_config(size: str = "cpu") -> ConfigDict:
         {
             "speedup_at_once": {"grid": "rewards_at_once"} | lines,
             "speedup_waiting": {"grid": "rewards_waiting", "panels": "reward_s"} | lines,
-            "timeline_waiting": {"grid": "rewards_waiting", "kind": "timeline", "y": "timeline"},
-            "timeline_at_once": {"grid": "rewards_at_once", "kind": "timeline", "y": "timeline"},
             "crossover": {"grid": "crossover", "x": "rollouts", "y": "speedup", "log": "x"},
         }
     )

@@ -64,7 +64,6 @@ def get_config(size: str = "cpu") -> ConfigDict:
         "minutes": 1.0 if tiny else 3.0,
         "each": {"program": PROGRAMS},
         "figures": figures,
-        "data": {"collectives": "{program}/collectives"},
     }
     # latent attention has other projections, of which "all-linear" is the one name that holds for
     # both

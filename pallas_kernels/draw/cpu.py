@@ -12,11 +12,7 @@ from pallas_kernels.draw.xla import Drawn
 def require(
     z: jax.Array, temperature: jax.Array, keys: jax.Array, rows: jax.Array | None = None
 ) -> None:
-    """Raises if ``draw`` cannot serve these arrays or shapes.
-
-    Raises:
-        NotImplementedError: with the reason.
-    """
+    """Raises NotImplementedError with the reason if ``draw`` cannot serve these arrays."""
     if z.dtype != jnp.float32:
         raise NotImplementedError(f"logits in {z.dtype} have no kernel")
     native.require_one_device()

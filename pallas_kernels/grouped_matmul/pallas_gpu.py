@@ -28,7 +28,6 @@ class Config(NamedTuple):
         rows: rows of a tile, T.
         columns: columns of a block of the result.
         depth: part of K in one step.
-        warps: warps of a program.
         stages: pipelined loads.
     """
 
@@ -58,11 +57,7 @@ def config(x: jax.Array, w: jax.Array, sizes: jax.Array, transposed: bool) -> Co
 
 
 def require(x: jax.Array, w: jax.Array, sizes: jax.Array, index: jax.Array | None) -> None:
-    """Raises if the kernel cannot serve these arrays.
-
-    Raises:
-        NotImplementedError: with the reason.
-    """
+    """Raises NotImplementedError with the reason if the kernel cannot serve these arrays."""
     if x.dtype not in (jnp.bfloat16, jnp.float32):
         raise NotImplementedError(f"rows are {x.dtype}; bfloat16 and float32 are served")
     if w.dtype not in (jnp.bfloat16, jnp.float32, jnp.int8, jnp.float8_e4m3fn):

@@ -34,11 +34,7 @@ def require(
     rows: jax.Array | None = None,
     transposed: bool = False,
 ) -> None:
-    """Raises if ``matmul`` cannot serve these arrays or shapes.
-
-    Raises:
-        NotImplementedError: with the reason.
-    """
+    """Raises NotImplementedError with the reason if ``matmul`` cannot serve these arrays."""
     for w in stacks:
         if (
             w.dtype not in WEIGHTS

@@ -35,7 +35,6 @@ class Config(NamedTuple):
         columns: columns of a block of the result.
         depth: part of D in one step.
         parts: S.
-        warps: warps of a program.
         stages: pipelined loads.
     """
 
@@ -76,11 +75,7 @@ def require(
     rows: jax.Array | None = None,
     transposed: bool = False,
 ) -> None:
-    """Raises if ``matmul`` cannot serve these arrays or shapes.
-
-    Raises:
-        NotImplementedError: with the reason.
-    """
+    """Raises NotImplementedError with the reason if ``matmul`` cannot serve these arrays."""
     if x.dtype != jnp.bfloat16:
         raise NotImplementedError(f"rows are {x.dtype}; bfloat16 is served")
     M = x[..., 0].size

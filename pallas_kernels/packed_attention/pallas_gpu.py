@@ -45,7 +45,6 @@ class Block(NamedTuple):
 
     Attributes:
         queries, keys: sizes of a block, Q and S.
-        warps: warps of a program.
         stages: pipelined loads.
     """
 

@@ -36,7 +36,6 @@ class Config(NamedTuple):
         rows: rows of a tile, T.
         depth: columns of wide arrays in one step.
         sums: columns of wide arrays in a block of the factors' gradients.
-        warps: warps of a program.
         stages: pipelined loads.
     """
 
@@ -87,11 +86,7 @@ def _rule(x: jax.Array, a: Sequence[jax.Array]) -> Config:
 
 
 def require_add(x: jax.Array, a: Sequence[jax.Array], b: Sequence[jax.Array], *rest: Any) -> None:
-    """Raises if ``add`` cannot serve these arrays.
-
-    Raises:
-        NotImplementedError: with the reason.
-    """
+    """Raises NotImplementedError with the reason if ``add`` cannot serve these arrays."""
     R = a[0].shape[1]
     if x.dtype not in (jnp.bfloat16, jnp.float32):
         raise NotImplementedError(f"rows are {x.dtype}; bfloat16 and float32 are served")

@@ -45,11 +45,7 @@ def require_add(
     onto: Sequence[jax.Array],
     *rest: Any,
 ) -> None:
-    """Raises if ``add`` cannot serve these arrays.
-
-    Raises:
-        NotImplementedError: with the reason.
-    """
+    """Raises NotImplementedError with the reason if ``add`` cannot serve these arrays."""
     tiles.require(x, a, b, pairs=True)
     config = tiles.config("packed_lora", x, a, b)
     tile = tiles.tile_rows(x, config)
@@ -69,11 +65,7 @@ def require_backward(
     dx_onto: jax.Array,
     *rest: Any,
 ) -> None:
-    """Raises if ``backward`` cannot serve these arrays.
-
-    Raises:
-        NotImplementedError: with the reason.
-    """
+    """Raises NotImplementedError with the reason if ``backward`` cannot serve these arrays."""
     tiles.require(x, a, b, pairs=True)
     config = tiles.config("packed_lora backward", x, a, b)
     tile, R = tiles.tile_rows(x, config), tiles.held_rank(a)

@@ -65,11 +65,7 @@ def require(
     first: jax.Array | None = None,
     w_scale: Arrays | None = None,
 ) -> None:
-    """Raises if ``matmul`` cannot serve these arrays.
-
-    Raises:
-        NotImplementedError: with the reason.
-    """
+    """Raises NotImplementedError with the reason if ``matmul`` cannot serve these arrays."""
     tiles.require(x, a, b)
     for one in w:
         if w_scale is None and one.dtype != x.dtype:

@@ -150,11 +150,7 @@ def _mask(seen_BS: jax.Array, chosen: jax.Array | None, run_B: jax.Array) -> jax
 
 
 def require_one_dtype(queries: Sequence[jax.Array], pools: Sequence[jax.Array]) -> None:
-    """Raises if a kernel cannot serve these dtypes.
-
-    Raises:
-        NotImplementedError: with the reason.
-    """
+    """Raises NotImplementedError with the reason if a kernel cannot serve these dtypes."""
     dtypes = {x.dtype for x in (*queries, *pools)}
     if len(dtypes) > 1 or not dtypes <= {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)}:
         raise NotImplementedError(

@@ -52,7 +52,6 @@ class Config(NamedTuple):
         keys: positions of a step, S; at most RUN.
         most: maximum columns of one matmul.
         parts: parts of a row, N.
-        warps: warps of a program.
         stages: pipelined loads.
     """
 

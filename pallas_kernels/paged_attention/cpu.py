@@ -17,11 +17,7 @@ LANES = 16  # of the widest vectors; a head is a multiple
 
 
 def require(q: jax.Array, k: jax.Array, v: jax.Array, rows: Rows) -> None:
-    """Raises if ``attend`` cannot serve these arrays or shapes.
-
-    Raises:
-        NotImplementedError: with the reason.
-    """
+    """Raises NotImplementedError with the reason if ``attend`` cannot serve these arrays."""
     if any(one.dtype != jnp.float32 for one in (q, k, v)):
         raise NotImplementedError(f"dtypes {q.dtype}, {k.dtype} and {v.dtype}, and not float32")
     if q.shape[-1] % LANES or k.shape[-1] != v.shape[-1]:

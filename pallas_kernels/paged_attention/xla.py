@@ -25,14 +25,7 @@ def scored(
     )
 
 
-def attend(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    rows: Rows,
-    *,
-    scale: float,
-) -> Partial:
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, rows: Rows, *, scale: float) -> Partial:
     """Implements ``paged_attention``."""
 
     def score(q_BKMH: jax.Array, pages: jax.Array, seen_BS: jax.Array) -> Partial:

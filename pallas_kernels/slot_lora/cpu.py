@@ -13,11 +13,7 @@ from pallas_kernels import native
 
 
 def require_add(x: jax.Array, a: jax.Array, b: jax.Array, onto: jax.Array) -> None:
-    """Raises if ``add`` cannot serve these arrays or shapes.
-
-    Raises:
-        NotImplementedError: with the reason.
-    """
+    """Raises NotImplementedError with the reason if ``add`` cannot serve these arrays."""
     if any(one.dtype != jnp.float32 for one in (x, a, b, onto)):
         raise NotImplementedError(
             f"dtypes {x.dtype}, {a.dtype}, {b.dtype} and {onto.dtype}, and not float32"

@@ -37,7 +37,6 @@ class Config(NamedTuple):
         depth: columns of the rows in one step.
         parts: S.
         columns: columns of a block of the result.
-        warps: warps of a program.
         stages: pipelined loads.
     """
 
@@ -110,11 +109,7 @@ def config(x: jax.Array, a: jax.Array, F: int, how: Turn) -> Config:
 
 
 def require_add(x: jax.Array, a: jax.Array, b: jax.Array, onto: jax.Array) -> None:
-    """Raises if ``add`` cannot serve these arrays or shapes.
-
-    Raises:
-        NotImplementedError: with the reason.
-    """
+    """Raises NotImplementedError with the reason if ``add`` cannot serve these arrays."""
     require_packed(x, [a], [b])
 
 

@@ -22,11 +22,7 @@ from pallas_kernels.products import dot
 
 
 def require_add(x: jax.Array, a: jax.Array, b: jax.Array, onto: jax.Array) -> None:
-    """Raises if ``add`` cannot serve these arrays or shapes.
-
-    Raises:
-        NotImplementedError: with the reason.
-    """
+    """Raises NotImplementedError with the reason if ``add`` cannot serve these arrays."""
     packed.require_add(x, [a], [b], [onto])
 
 

@@ -159,34 +159,6 @@ def test_flops_of_dots_and_of_the_convolutions_that_stand_for_them(lhs, rhs, out
     assert hlo.Module(text).cost().flops == 2 * products
 
 
-def test_a_collective_that_several_fusions_carry_on_counts_once():
-    parts = "".join(
-        f"""%part.{k} (a{k}: f32[8], b{k}: f32[4,4]) -> f32[32] {{
-  %a{k} = f32[8]{{0}} parameter(0)
-  %b{k} = f32[4,4]{{1,0}} parameter(1)
-  %d{k} = f32[4,4]{{1,0}} dot(%b{k}, %b{k}), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
-  ROOT %g{k} = f32[32]{{0}} all-gather(%a{k}), channel_id=7, replica_groups=[1,4]<=[4], dimensions={{0}}
-}}
-
-"""  # noqa: E501
-        for k in range(3)
-    )
-    calls = "".join(
-        f"  %f{k} = f32[32]{{0}} fusion(%x, %y), kind=kCustom, calls=%part.{k}\n" for k in range(3)
-    )
-    other = (
-        "  ROOT %h = f32[32]{0} all-gather(%x), channel_id=8, replica_groups=[1,4]<=[4],"
-        " dimensions={0}\n"
-    )
-    entry = (
-        "ENTRY %main (x: f32[8], y: f32[4,4]) -> f32[32] {\n  %x = f32[8]{0} parameter(0)\n  %y ="
-        " f32[4,4]{1,0} parameter(1)\n"
-    )
-    cost = hlo.Module(f"HloModule jit_k\n\n{parts}{entry}{calls}{other}}}\n").cost()
-    assert (cost.counts, cost.bytes) == ({"all-gather": 2}, {"all-gather": 2 * 32 * 3})
-    assert cost.flops == 3 * 2 * 4**3
-
-
 def test_a_scan_over_sharded_layers(mesh8):
     L, B, D, F = 6, 32, 64, 128
 
@@ -234,24 +206,3 @@ def test_collectives_in_a_loop_of_unknown_length_are_minima_but_in_a_step():
     module = hlo.Module(jax.jit(fn).lower(jnp.ones((4, 4))).compile().as_text(), steps=True)
     cost = module.cost()  # the outer loop is the step, the one inside it is not
     assert (cost.unknown_loops, cost.least) == (1, {"all-reduce"})
-
-
-@pytest.mark.parametrize(
-    ("scopes", "said", "trips"),
-    [
-        ("runs", {"runs": 6}, 6),
-        ("teams/while/body/runs", {"runs": 6, "teams": 2, "teams/runs": 9}, 9),
-        ("runs", {"teams/runs": 9}, None),
-    ],
-    ids=["one", "nested", "not said"],
-)
-def test_turns_of_a_loop_of_unknown_length_may_be_stated_by_its_scopes(scopes, said, trips):
-    text = (
-        LOOP.replace("CONDITION", DATA)
-        .replace("NOTED", "")
-        .replace("jit(f)/while", f"jit(f)/attn/{scopes}/while")
-    )
-    once, cost = hlo.Module(text).cost(), hlo.Module(text, trips=said).cost()
-    assert cost.unknown_loops == (trips is None)
-    assert cost.least == (frozenset(once.counts) if trips is None else frozenset())
-    assert cost.counts == {kind: (trips or 1) * n for kind, n in once.counts.items()}

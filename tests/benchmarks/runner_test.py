@@ -22,7 +22,6 @@ GRID = Grid(
     options=("--config.k={k}",),
     each={"side": ("x",)},
     figures=FIGURES,
-    data={},
 )
 
 
@@ -71,30 +70,6 @@ def test_points_run_once_with_progress_until_something_changes(tmp_path, monkeyp
     run(grid, tmp_path)
     run(dataclasses.replace(grid, options=(*grid.options, "--config.more=1")), tmp_path)
     assert ran(tmp_path) == {"g-k=0": 4, "g-k=1": 1, "g-k=2": 1}
-
-
-def test_seeds_are_merged_and_curves_have_bands(tmp_path):
-    grid = dataclasses.replace(
-        GRID, axes={"k": (0,)}, seeds=(0, 1, 5), curve="reward", curve_of="p"
-    )
-    points, records = run(grid, tmp_path)
-    entry = rows.entry_of(points[0], records, tmp_path)
-    assert entry["seeds"] == [0, 1, 5]
-    [row] = entry["rows"]
-    assert row["figures"] == {
-        "s": {"median": 2.0, "interval": [1.0, 6.0], "n": 3},
-        "count": {"median": 7.0, "interval": [7.0, 7.0], "n": 3},
-    }
-    assert row["curve"] == {
-        "steps": [0, 1, 2],
-        "median": [1, 2, 3],
-        "low": [0, 1, 2],
-        "high": [5, 6, 7],
-        "n": 3,
-    }
-    (tmp_path / "points" / "g-k=0-seed1" / "metrics.jsonl").unlink()
-    lost = rows.entry_of(points[0], records, tmp_path)
-    assert (lost["state"], lost["reason"]) == ("failed", "metrics.jsonl has no reward of p")
 
 
 def test_kill_9_loses_one_point(tmp_path):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import dispatch, latent_attention, paged_attention
+from pallas_kernels import dispatch, paged_attention
 from pallas_kernels.latent_attention import pallas as latent_pallas
 from pallas_kernels.latent_attention import reference as latent_reference
 from pallas_kernels.latent_attention import xla as latent_xla
@@ -286,36 +286,3 @@ def test_a_kernel_says_why_it_does_not_serve_and_shapes_are_checked(rng):
     short = args[3]._replace(table=args[3].table[:, :3])
     with pytest.raises(ValueError, match="D a multiple of 4"):
         paged_attention.paged_attention(*args[:3], short, scale=SCALE)
-
-
-def test_keys_that_an_indexer_chooses_are_left_to_xla(rng):
-    """And are the only ones that are read: two tokens of three heads."""
-    *queries, latent, rope, rows = latent_arguments(rng, 3, 6, 128, 64, 1, "float32")
-    layer, table, prefix, own, first = rows
-    chosen = rng.random((3, 2, table.shape[1] // 4, 128)) < 0.5
-    args = *queries, latent, rope, rows
-    reasons = dict(dispatch.explain(latent_attention.ATTEND, *args, chosen))
-    for kernel in ("pallas_tpu", "pallas_gpu"):
-        assert reasons[kernel] == "does not serve: an indexer chooses the keys"
-    made = latent_attention.latent_attention(*args, chosen, scale=SCALE)
-    for b in range(3):
-        for t in range(2):
-            positions = np.arange(chosen[b, t].size)
-            there = filled(int(prefix[b]), int(own[b]), positions) & chosen[b, t].reshape(-1)
-            at = np.flatnonzero(there)
-            at = at[at >= int(first[b]) * 128]
-            page = np.asarray(table)[b, at // 32]
-            values, rotary = (
-                np.array(x, np.float64)[int(layer), page, at % 32, :n]
-                for x, n in ((latent, 128), (rope, 64))
-            )
-            heads = slice(3 * t, 3 * t + 3)
-            q = np.concatenate([np.array(x, np.float64)[b, heads] for x in queries], axis=1)
-            s = q @ np.concatenate([values, rotary], axis=1).T * SCALE
-            if len(at):
-                w = np.exp(s - s.max(1, keepdims=True))
-                np.testing.assert_allclose(
-                    np.array(made.value / made.total)[b, heads],
-                    w / w.sum(1, keepdims=True) @ values,
-                    atol=TOLERANCE["float32"],
-                )

@@ -81,23 +81,6 @@ def test_a_program_has_the_sizes_of_what_it_is_for_whatever_was_compiled_before(
         assert grids(gpu.text(call, *args)) == grids(tuned)
 
 
-@pytest.mark.parametrize(
-    "text", ["{", '{"packed_lora": {"key": {}}}', '{"packed_lora": [1]}', "[]"]
-)
-def test_a_file_that_is_no_table_is_named(empty_cache, text):
-    path = empty_cache / "tuned" / "packed_lora" / tuning.filename(DEVICE)
-    path.parent.mkdir(parents=True)
-    path.write_text(text)
-    with pytest.raises(
-        ValueError,
-        match=(
-            f"{re.escape(str(path))} is not a table of measured sizes .* delete it, or"
-            " measure again"
-        ),
-    ):
-        tuning.table("packed_lora", DEVICE)
-
-
 def interpreted(rng) -> tuple[Call, tuple]:
     args = arguments(rng, 70, 128, (128,), 16, 9, "float32")
     call = lambda x, a, b, onto, factor: pallas_gpu.add(x, a, b, onto, factor, interpret=True)  # noqa: E731
