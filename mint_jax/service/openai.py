@@ -167,12 +167,12 @@ class OpenAI:
             for number, stream in enumerate(streams):
                 inbox.follow(number, stream)
             while left:
-                came = await inbox.take()
+                arrived = await inbox.take()
                 try:
                     chunks: list[Any] = answer.chunks(
-                        [(n, piece) for n, piece in came if piece is not None]
+                        [(n, piece) for n, piece in arrived if piece is not None]
                     )
-                    for number in [n for n, piece in came if piece is None]:
+                    for number in [n for n, piece in arrived if piece is None]:
                         chunks += answer.last_chunks(number, streams[number].result(0))
                         left -= 1
                 except Exception as error:
