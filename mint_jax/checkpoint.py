@@ -211,11 +211,7 @@ class Checkpoints:
         ]
 
     def _check(self, step: int) -> None:
-        """Checks on process 0 that every file of a checkpoint is unchanged.
-
-        Raises:
-            UserError: names the damaged file and the newest intact older checkpoint.
-        """
+        """Checks on process 0 that every file of a checkpoint is unchanged."""
 
         def look() -> None:
             folder = self.directory / f"step_{step}"
@@ -315,11 +311,7 @@ def _keys(tree: Any) -> set[str]:
 
 
 class _DropClosedLoop:
-    """Unraisable-exception hook that drops errors which ``wait`` raises anyway.
-
-    A failed save closes its event loop; TensorStore's other writes then report to it, with a stack
-    trace each.
-    """
+    """Unraisable-exception hook that drops late writes of a failed save; ``wait`` raises it."""
 
     def __init__(self, hook: Callable[[Any], Any]):
         self._hook = hook
@@ -333,9 +325,7 @@ class _DropClosedLoop:
 
 
 def _is_not_raised_by_wait(record: logging.LogRecord) -> bool:
-    """Filters out log records of errors in Orbax threads and tasks, one stack trace per array;
-    ``wait`` raises one of them.
-    """
+    """Filters out log records of errors in Orbax threads and tasks, one stack trace per array."""
     # asyncio names the abandoned task in the message
     where = record.pathname if record.name != "asyncio" else record.getMessage()
     return record.levelno < logging.ERROR or "/orbax/checkpoint/" not in where

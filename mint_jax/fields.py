@@ -74,9 +74,7 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def _is_plainly(kind: Any, value: Any) -> bool:
-    """Returns true if a value is certainly of a type. Fast, since the catalog makes a million such
-    objects.
-    """
+    """Returns true if a value is certainly of a type; a fast path for a million objects."""
     if type(value) is tuple:
         item = _item(kind)
         return item is not None and all(type(each) is item for each in value)

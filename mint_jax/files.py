@@ -10,9 +10,7 @@ from pathlib import Path
 
 
 def _temporary_name(target: Path) -> Path:
-    """Returns a unique temporary name in the same folder, hence on the same disk: a rename moves no
-    bytes.
-    """
+    """Returns a unique temporary name in the same folder, hence on the same disk."""
     return target.parent / f".{target.name[:100]}-{uuid.uuid4().hex}"
 
 

@@ -164,9 +164,7 @@ def _give_up(message: str) -> None:
 
 
 def _settings(environment: Mapping[str, str]) -> tuple[str, int, int] | None:
-    """Returns coordinator, number of processes and index of this one; None if no variable is
-    set.
-    """
+    """Returns coordinator, number of processes and own index; None without variables."""
     found = {name: environment[name] for name in VARIABLES if environment.get(name)}
     if not found:
         return None
@@ -268,11 +266,7 @@ def _hear(key: str, name: str) -> Any:
 
 
 def _wait_for(key: str, kind: str = "") -> Any:
-    """Returns the value of a key once another process has set it; ``kind`` is ``_bytes`` for bytes.
-
-    Raises:
-        RuntimeError: a process failed, or process 0 is gone.
-    """
+    """Returns the value of a key once another process has set it."""
     while True:
         try:
             return getattr(_client(), f"blocking_key_value_get{kind}")(key, POLL_S * 1000)

@@ -119,34 +119,6 @@ def bash(text: str, folder: Path, shell: str = "bash") -> str:
     return done.stdout
 
 
-def fenced() -> list[tuple[str, str]]:
-    """Page and text of every block of commands."""
-    found = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-    blocks = [(page, one) for page in found for one in BLOCK.finditer(page.read_text())]
-    return [
-        (str(page.relative_to(ROOT)), one["text"]) for page, one in blocks if one["kind"] == "bash"
-    ]
-
-
-def test_commands_can_be_pasted_into_any_shell():
-    """Interactive zsh knows no comments and fails on a pattern that matches no file; ``echo``
-    changes backslashes in some shells.
-    """
-    assert len(fenced()) > 8
-    for page, text in fenced():
-        bare = re.sub(r"'[^']*'|\"[^\"]*\"", "''", text)  # what quotes hold is taken as it is
-        assert not re.search(r"(^|\s)#", bare), f"{page} has a comment in {text}"
-        assert not re.search(r"[*?\[\]]|(?<!catalog)\(|=\(", bare), (
-            f"{page} has a pattern in {text}"
-        )
-        assert not re.search(
-            r"^\s*(echo|alias|source|export|function)\b|\[\[|<<<|\$'", bare, re.M
-        ), f"{page} is not of every shell: {text}"
-        for shell in SHELLS:
-            done = subprocess.run([shell, "-n"], input=text, capture_output=True, text=True)
-            assert done.returncode == 0, f"{page}, {shell}: {done.stderr}"
-
-
 @pytest.mark.long
 def test_the_commands_of_the_readme_and_the_index_on_the_quickstarts_output(tmp_path):
     made = tmp_path / "made"

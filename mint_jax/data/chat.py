@@ -311,9 +311,7 @@ def messages_of(value: Any, column: str, where: str) -> list[Message]:
 
 
 def _message(message: Message, where: str) -> Message:
-    """Returns a message in the form of chat templates and of the service: call arguments as
-    objects, text parts joined. Null fields count as absent.
-    """
+    """Returns a message in the form of chat templates and of the service."""
     message = {name: value for name, value in message.items() if value is not None}
     content, calls = message.get("content"), message.get("tool_calls")
     if (

@@ -165,9 +165,7 @@ def _present(fields: Iterable[tuple[str, Any]]) -> Row:
 
 
 def _reader(type_: Any) -> Callable[[Any], Any]:
-    """Returns a function from Arrow values to JSON values: null fields of structs are dropped, maps
-    become objects.
-    """
+    """Returns a function from Arrow values to JSON values."""
     from pyarrow import types
 
     if types.is_struct(type_):

@@ -96,9 +96,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _keep_blanks(part: Any) -> bool:
-    """Makes a post-processor include a token's blanks in its offsets; returns true if it trimmed
-    them.
-    """
+    """Makes a post-processor include a token's blanks in its offsets."""
     if isinstance(part, list):
         return sum(map(_keep_blanks, part)) > 0
     if not isinstance(part, dict):
@@ -112,9 +110,7 @@ def _keep_blanks(part: Any) -> bool:
 def _class_of(
     config: dict[str, Any], model: dict[str, Any], source: dict[str, Any], directory: Path
 ) -> str:
-    """Returns the name of the tokenizer class that transformers uses; empty if it uses
-    ``tokenizer.json`` unchanged.
-    """
+    """Returns the name of transformers' tokenizer class; empty to take the file as it is."""
     model_type = model.get("model_type", "")
     named = str(config.get("tokenizer_class") or model.get("tokenizer_class") or "").removesuffix(
         "Fast"
@@ -180,9 +176,7 @@ def _built(kind: str, source: dict[str, Any], fast: Any, config: dict[str, Any],
 
 
 def _check_cleanup(config: dict[str, Any], source: dict[str, Any], directory: Path) -> None:
-    """Refuses cleanup of blanks in decoded text where transformers would do it; BPE does so only if
-    forced.
-    """
+    """Refuses cleanup of blanks in decoded text where transformers would do it."""
     forced = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
     is_bpe = source.get("model", {}).get("type") == "BPE"
     if config.get("clean_up_tokenization_spaces") and (not is_bpe or config.get(forced)):
@@ -200,13 +194,7 @@ def _add_tokens(
     source: dict[str, Any],
     directory: Path,
 ) -> dict[str, str]:
-    """Adds the tokens that other files name, in the order that gives them transformers' ids. Tokens
-    without a row in the model are left out.
-
-    Returns:
-        the text of each named special token: of ``NAMED``, of the class, and others such as
-            ``image_token``.
-    """
+    """Adds the tokens that other files name, in the order that gives them transformers' ids."""
     listed = config.get("added_tokens_decoder")
     if listed is None:
         config = config | read_json(directory / "special_tokens_map.json")
@@ -261,9 +249,7 @@ def _add_tokens(
 
 
 def _token(value: Any, special: bool) -> Any:
-    """Returns a token given as text or with its flags, special if it is named so; None for any
-    other value.
-    """
+    """Returns a token given as text or with its flags; None for other values."""
     from tokenizers import AddedToken
 
     if isinstance(value, str):

@@ -29,9 +29,7 @@ def last_number(text: str) -> str | None:
 
 
 def _score(completion: str, example: Example) -> float:
-    """Returns 1 if the last number is the answer. If the answer is not a number, the text must
-    equal it.
-    """
+    """Returns 1 if the last number is the answer, or the text is an answer without a number."""
     if not _NUMBER.fullmatch(example.answer):
         return float(completion.strip() == example.answer)
     return float(last_number(completion) == last_number(example.answer))

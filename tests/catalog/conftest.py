@@ -22,7 +22,7 @@ DATABASES = ("sqlite", "postgres")
 # lookup and the tables are in `make test`.
 LONG_ON_POSTGRES = {
     f"{name}_test"
-    for name in ("collection", "damage", "exports", "hostile", "kill", "places", "sessions", "tags")
+    for name in ("collection", "damage", "exports", "hostile", "kill", "places", "sessions")
 }
 
 

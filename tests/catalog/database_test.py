@@ -202,12 +202,6 @@ class TestLostServer:
         server.halt(signal.SIGQUIT)
         server.start()
 
-    def test_idle_connections(self, postgres_server, catalog):
-        self.crash(postgres_server)
-        assert catalog.resolve("p").number == 1
-        self.crash(postgres_server)
-        assert catalog.export("p", packed(2), 2).number == 2
-
     def test_inside_a_transaction(self, postgres_server, catalog):
         runs = []
 
@@ -254,15 +248,3 @@ class TestLostServer:
         assert crashes == [committed]
         assert result == len(runs) == (1 if committed else 2)
         assert catalog.stats()["schemas"] == 2
-
-    def test_for_good(self, postgres_server, catalog):
-        catalog.database.timeout_s = 0.5
-        postgres_server.halt(signal.SIGQUIT)
-        try:
-            with pytest.raises(UserError, match="check that the server runs"):
-                catalog.resolve("p")
-            with pytest.raises(UserError, match="check that the server runs"):
-                catalog.promote("p", 1)
-        finally:
-            postgres_server.start()
-        assert catalog.promote("p", 1).number == 1

@@ -7,7 +7,6 @@ from blake3 import blake3
 
 from mint_jax.catalog.packed import Schema
 from mint_jax.catalog.records.exports import Export
-from mint_jax.catalog.records.tables import payloads, revisions
 from mint_jax.errors import UserError
 from mint_jax.lora.tree import AdapterConfig
 from tests.catalog.adapters import OTHER, SCHEMA, packed
@@ -83,38 +82,6 @@ def test_a_policy_keeps_its_schema_but_for_the_dtype(catalog):
         catalog.export("p", b"something else", 1)
     with pytest.raises(UserError, match="step of an export of 'p' is -1"):
         catalog.export("p", packed(1), -1)
-
-
-def test_the_log_is_in_order_though_the_clock_goes_back(catalog, clock):
-    start = clock.now
-    for step in range(6):
-        clock.now = start - 100 * step
-        catalog.export("p", packed(step), step, create=True)
-        catalog.promote("p", step + 1)
-    entries = catalog.audit("p")
-    assert [entry.after for entry in entries if entry.action == "promote"] == [1, 2, 3, 4, 5, 6]
-    assert {entry.at for entry in entries} == {start}
-    assert {revision.created_at for revision in catalog.revisions("p")} == {start}
-
-
-def test_prefixes_of_digests(catalog):
-    exports = [Export("p", packed(i), i) for i in range(100)]
-    first = catalog.export_many(exports, create=True)[0].digest
-    for length in (8, 31, 64):
-        assert catalog.resolve(first[:length]).digest == first
-    other = bytes.fromhex(first)[:-1] + bytes([bytes.fromhex(first)[-1] ^ 1])  # clashes
-    with catalog.database.engine.begin() as connection:
-        for table, change in ((payloads, {}), (revisions, {"number": 1000, "id": 10**6})):
-            query = table.select().where(table.c.digest == bytes.fromhex(first))
-            row = connection.execute(query).one()._mapping
-            connection.execute(table.insert(), {**row, "digest": other, **change})
-    with pytest.raises(UserError, match="begins several digests: give more digits"):
-        catalog.resolve(first[:8])
-    with pytest.raises(UserError, match="begins 2 digests of policy 'p': give more digits"):
-        catalog.revision("p", first[:10])
-    assert catalog.resolve(first).digest == first
-    with pytest.raises(UserError, match="no digest begins so"):
-        catalog.resolve("0" * 64)
 
 
 def test_evaluations_name_what_produced_them(catalog, clock):

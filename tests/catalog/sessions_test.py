@@ -20,32 +20,6 @@ def writes(catalog, session):
     )
 
 
-def test_a_session_writes_and_closes(catalog):
-    catalog.create_policy("p", SCHEMA)
-    session = catalog.open_session("p", "job 1", 60)
-    assert (session.number, session.owner, session.start) == (1, "job 1", None)
-    assert catalog.export("p", packed(1), 1, session=session).number == 1
-    catalog.checkpoint("p", 1, "there", session=session)
-    catalog.rollout("p", 1, b"rollout", tokens=1, mean_reward=0.0, session=session)
-    assert catalog.policy("p").session_owner == "job 1"
-    for write in writes(catalog, None)[:3]:
-        with pytest.raises(
-            UserError, match="policy 'p' is being trained by 'job 1': write through that session"
-        ):
-            write()
-    catalog.close_session(session)
-    for write in writes(catalog, session):
-        with pytest.raises(UserError, match="session 1 of policy 'p' by 'job 1' was closed"):
-            write()
-    assert catalog.export("p", packed(2), 2).number == 2
-    assert catalog.open_session("p", "job 2").start == 2
-    assert [e.action for e in catalog.audit("p")][-3:] == [
-        "close session",
-        "export",
-        "open session",
-    ]
-
-
 def test_another_owner_waits_for_the_expiry(catalog, clock):
     catalog.create_policy("p", SCHEMA)
     first = catalog.open_session("p", "a", 60)

@@ -327,28 +327,6 @@ def test_preferences_share_their_prompt(tokenizer, row):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        (
-            {
-                "chosen": [turn("user", "q"), turn("assistant", "a")],
-                "rejected": [turn("user", "r"), turn("assistant", "a")],
-            },
-            "same prompt",
-        ),
-        (
-            {"prompt": "q", "chosen": "a"},
-            "columns prompt, chosen; expected prompt, chosen and rejected",
-        ),
-        ({"chosen": "a", "rejected": "b"}, "chosen is 'a'; expected a list of messages"),
-    ],
-)
-def test_bad_preferences_are_refused(tokenizer, row, message):
-    with pytest.raises(UserError, match=f"row 5.*{message}"):
-        chat.preference_row(tokenizer, row, "row 5")
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
         ({"question": "q", "answer": "a"}, "columns question, answer; expected messages"),
         ({"text": "a"}, "a text of 1 tokens; at least 2"),
         ({"prompt": "q", "completion": ""}, "nothing|no .*learn|empty"),

@@ -91,7 +91,6 @@ TEMPLATES = {
         "{% for t in tools %}{{ t | tojson }}\n{{ t | tojson(indent=2) }}\n{% endfor %}{{"
         " messages[0].content }}"
     ),
-    "compact json": "{{ tools | tojson(separators=(',', ':')) }}",
     "loops": (
         "{% for m in messages %}{% if m.role == 'user' %}{% continue %}{% endif %}{{ m }}{% break"
         " %}{% endfor %}"
@@ -99,10 +98,6 @@ TEMPLATES = {
     "blocks": (
         "\n  {% for m in messages %}\n    {{- m.content | trim }}\n  {% endfor %}\n  {# a comment"
         " #}\n end"
-    ),
-    "tokens": (
-        "{{ bos_token }}{{ eos_token }}{{ pad_token }}{{ unk_token }}{{ eos_token +"
-        " messages[0]['content'] }}"
     ),
     "date": "{{ strftime_now('%Y-%m-%d') }}",
 }
