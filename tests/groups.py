@@ -1,10 +1,12 @@
-"""Random training groups, and an environment whose rewards differ between any two completions."""
+"""Random training groups and their packing; an environment whose rewards differ by completion."""
 
 import json
 import sys
 from pathlib import Path
 
-from mint_jax.train.batch import Group, TrainSequence
+from mint_jax.train import blocks as blocks_lib
+from mint_jax.train.batch import Group, TrainSequence, data_of
+from mint_jax.train.losses import NO_LOSS
 
 # Random text never earns a task's reward; this one moves every policy in every step. Rewards are
 # scored in process 0 only, and some take longer than others.
@@ -54,3 +56,13 @@ def write_environment(folder: Path, monkeypatch) -> None:
 def rows_of(workdir: Path) -> list[dict]:
     """Rows of ``metrics.jsonl``."""
     return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
+def pack(policies, book, context=None, row_multiple=1):
+    """Each policy's groups in one block, as a trainer packs them: a batch and spans of datums."""
+    works = [
+        blocks_lib.TrainRequest(str(i), data_of(groups, context), NO_LOSS)
+        for i, groups in enumerate(policies)
+    ]
+    [blocks] = blocks_lib.passes(works, 1 << 40)
+    return blocks_lib.fill(blocks, *blocks_lib.fit(blocks, book, row_multiple))

@@ -7,8 +7,7 @@ slot, at once or when the revision is loaded.
     request              lease.slot while it runs, lease.release() at its end
 
 A load that finds every slot of its bucket leased waits for one without occupying a worker, device
-memory or the host cache. Packed bytes are large and stay packed: views of the tensors are made for
-each transfer.
+memory or the host cache.
 """
 
 import contextlib
@@ -78,7 +77,6 @@ class Residency:
         slots: the device's stacks.
         host_bytes: budget of the host cache.
         workers, depth, niceness: see ``ColdLoads``.
-        half_life_s: seconds after which a use counts half.
         wrote: called with (digest, tenant, seconds) after each piece of an adapter is in its slot;
             the loop blocks until it is.
 
@@ -97,7 +95,6 @@ class Residency:
         *,
         workers: int = 4,
         depth: int = 256,
-        half_life_s: float = 600.0,
         clock: Callable[[], float] = time.monotonic,
         metrics: Metrics | None = None,
         niceness: int = 10,
@@ -110,7 +107,7 @@ class Residency:
 
         def tier(capacity: int, name: str) -> Tier:
             evicted = self.metrics.evictions.labels(name)
-            return Tier(capacity, half_life_s, clock, lambda digest: evicted.inc())
+            return Tier(capacity, clock=clock, on_evict=lambda digest: evicted.inc())
 
         self.host = tier(host_bytes, "host")
         self.device = {b: tier(stack.slots, "device") for b, stack in slots.stacks.items()}

@@ -2,11 +2,8 @@
 
 ``stage`` runs in a loader thread: one transfer per contiguous array, and a compilation for the
 first adapter of its shapes. ``write`` runs in the engine's thread between two steps: one program
-updates the donated stack in place, so bytes are read once and written once. (The rank-1 adapter of
-Qwen3-30B-A3B, 105 MB, on one CPU core: staging 1.1 ms, writing 16.7 ms, memcpy of the same bytes 12
-ms. One program per array took 18 ms, one for two adapters 15.5 ms each, threads 21 ms.) A write can
-be split into pieces of layers, so that a large adapter need not fit between two steps; requests get
-the slot after the last piece.
+updates the donated stack in place (the rank-1 adapter of Qwen3-30B-A3B, 105 MB, on one CPU core:
+16.7 ms, memcpy 12 ms), whole or in pieces of layers.
 
 Axes: L layers, S slots, E experts, R rank of the bucket, D in or out.
 """
@@ -24,6 +21,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from mint_jax import multihost, sharding
 from mint_jax import params as params_lib
+from mint_jax.compiling import abstract
 from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import SLOT_AXIS, AdapterConfig, AdapterStack, Slot, Stacks
 from mint_jax.params import ParamSpec
@@ -83,6 +81,9 @@ class DeviceSlots:
             self.stacks[bucket] = AdapterStack(
                 factors, self._zeros(ParamSpec((count,), (None,), jnp.float32)), bucket
             )
+        # Shapes only: the engine's thread donates the arrays while a loader's thread compiles.
+        self._like = abstract(self.stacks)
+        self._compiling, self._programs = threading.Lock(), {}
         self._scalar = self._sharding(ParamSpec((), ()))
         self._where = {  # bucket -> path -> sharding of one slot's part of a factor
             bucket: {
@@ -123,7 +124,7 @@ class DeviceSlots:
         # piece (4.8 MB in 25 pieces 12 ms, in one 0.3; with two slots, 25 pieces 3.8).
         cut = self.piece_bytes if self.stacks[slot.bucket].slots > 1 else None
         pieces = 1 if cut is None else max(1, -(-nbytes // cut))
-        program = self._program(slot.bucket, arrays, pieces)
+        program = self._program(slot.bucket, arrays, (scale, index), pieces)
         jax.block_until_ready((arrays, scale, index))
         return Staged(slot, arrays, scale, index, program, pieces, nbytes)
 
@@ -146,31 +147,21 @@ class DeviceSlots:
         """Waits until all writes into a bucket's slots are done."""
         jax.block_until_ready(self.stacks[bucket])
 
-    def _program(self, bucket: int, arrays: Mapping[str, jax.Array], pieces: int) -> Any:
+    def _program(
+        self, bucket: int, arrays: Mapping[str, jax.Array], numbers: Any, pieces: int
+    ) -> Any:
         """Returns the compiled write for adapters of these shapes, compiled on first use."""
-        numbers = [
-            jax.ShapeDtypeStruct((), t, sharding=self._scalar)
-            for t in (jnp.float32, jnp.int32, jnp.int32)
-        ]
-        given = {
-            path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-            for path, x in arrays.items()
-        }
-        shapes, structure = jax.tree.flatten((self._abstract(bucket), given, *numbers))
-        # lru_cache does not stop two threads from compiling the same program at once.
-        with _COMPILING:
-            return _compiled(structure, tuple(shapes), pieces)
-
-    def _abstract(self, bucket: int) -> AdapterStack:
-        factors = jax.tree.map(
-            lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=self._sharding(s)),
-            self._specs[bucket],
-        )
-        shape = (self.stacks[bucket].slots,)
-        scale = jax.ShapeDtypeStruct(
-            shape, jnp.float32, sharding=self._sharding(ParamSpec(shape, (None,)))
-        )
-        return AdapterStack(factors, scale, bucket)  # type: ignore[arg-type]
+        shapes = tuple((path, x.shape, str(x.dtype)) for path, x in arrays.items())
+        like = self._like[bucket]
+        with self._compiling:
+            if (key := (bucket, pieces, shapes)) not in self._programs:
+                write = jax.jit(
+                    functools.partial(write_piece, pieces=pieces),
+                    donate_argnums=0,
+                    out_shardings=jax.tree.map(lambda x: x.sharding, like),
+                )
+                self._programs[key] = write.lower(like, arrays, *numbers, np.int32(0)).compile()
+            return self._programs[key]
 
     def _sharding(self, spec: ParamSpec) -> Any:
         return (
@@ -181,23 +172,6 @@ class DeviceSlots:
 
     def _zeros(self, spec: ParamSpec) -> jax.Array:
         return jnp.zeros(spec.shape, spec.dtype, device=self._sharding(spec))
-
-
-_COMPILING = threading.Lock()
-
-
-@functools.lru_cache(maxsize=128)
-def _compiled(structure: Any, shapes: tuple[jax.ShapeDtypeStruct, ...], pieces: int) -> Any:
-    """Compiles ``write_piece`` for these shapes and shardings, shared by all equal stacks of a
-    process.
-    """
-    stack, given, *numbers = jax.tree.unflatten(structure, shapes)
-    out = jax.tree.map(lambda s: s.sharding, stack)
-    return (
-        jax.jit(functools.partial(write_piece, pieces=pieces), donate_argnums=0, out_shardings=out)
-        .lower(stack, given, *numbers)
-        .compile()
-    )
 
 
 def _without_slots(spec: ParamSpec) -> ParamSpec:

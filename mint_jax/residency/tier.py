@@ -2,14 +2,11 @@
 
 The victim is the copy without leases that has the lowest key. A use sets its copy's key to the
 tier's clock plus (seconds to load again x frequency of use) / size, and the clock rises to the key
-of each victim, so copies age as others are evicted. This is GreedyDual-Size-Frequency (Cherkasova
-1998, HP Labs HPL-98-69), with a frequency that also halves every ``half_life_s``:
+of each victim, so copies age as others are evicted: GreedyDual-Size-Frequency (Cherkasova 1998, HP
+Labs HPL-98-69), with a frequency that also halves every ``half_life_s``.
 
-    F(u) = sum over uses v up to u of 2^-((u - v) / half_life)
-
-Without the clock, a session that ended kept its slot for minutes while new ones evicted each other:
-the hit rate of 64 slots under bursts of 32 requests was 0.03, and is 0.73 with it (LRU 0.91; under
-Zipf's law 0.37, 0.32 and 0.25: ``configs/bench/hot_set.py``).
+Without the clock, a session that ended kept its slot for minutes: the hit rate of 64 slots under
+bursts of 32 requests was 0.03, and is 0.73 with it (LRU 0.91; ``configs/bench/hot_set.py``).
 """
 
 import dataclasses

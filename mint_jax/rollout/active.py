@@ -231,7 +231,6 @@ class ActiveRequests:
         return [r for r in self.rows if self.compiled.has(("decode", r))]
 
     def _drop_cancelled(self) -> None:
-        now = time.monotonic()
         for job in list(self.jobs):
             if (
                 job.lease is not None
@@ -239,9 +238,7 @@ class ActiveRequests:
                 and (error := job.lease.exception()) is not None
             ):
                 self.clear([job], error)
-            elif job.stream.cancelled or (
-                job.stream.deadline is not None and now > job.stream.deadline
-            ):
+            elif job.stream.cancelled:
                 for sample in job.samples:
                     if sample.finish is None:
                         self._finish(sample, "cancelled")

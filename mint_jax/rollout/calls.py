@@ -1,11 +1,9 @@
 """The calls that the engine makes on the devices: allocate a pool, prefill, decode, swap pages.
 
-A call's input is numbers from the host (a plan or page numbers), and it changes the pool only. With
-several processes over one mesh, process 0 therefore decides for all: it owns the scheduler and the
-requests, and broadcasts each call before it makes it. The other processes repeat the calls
-(``follow``) without knowing any request. Swapped page contents stay in every process that read
-them, under a number, and are never sent. ``begin`` and ``end`` enclose a call of
-``Engine.generate``, and ``answer`` sends the completions.
+A call's input is numbers from the host, and it changes the pool only. With several processes over
+one mesh, process 0 decides for all and broadcasts each call before it makes it; the others repeat
+the calls (``follow``) without knowing any request. Swapped pages stay in every process that read
+them, under a number. ``answer`` sends the completions.
 """
 
 import contextlib

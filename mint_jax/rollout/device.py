@@ -1,14 +1,11 @@
 """The engine's programs on the device: prefill of prompt blocks, decoding of rows, page swaps.
 
-Every program is a pure function of the parameters, the adapter stacks, the pool and a *plan*. A
-plan is a record of small arrays that says which rows there are, where their pages are, which
-adapter each names and how far each may go. Plans are data: program shapes depend only on the number
-of rows and of prefill blocks, so no mixture of requests compiles anything.
-
-A prompt except its last token is prefilled in blocks of PAGE tokens, one page each. A call takes a
-fixed number of blocks of any prompts; each block reads the pages before it, including those that
-the same call wrote. Decoding reads the prompt's last token first. Prefill therefore computes no
-logits, and all samples of a prompt start alike.
+Every program is a pure function of the parameters, the adapter stacks, the pool and a *plan*: small
+arrays that say which rows there are, where their pages are, which adapter each names and how far
+each may go. Shapes depend only on the number of rows and of blocks, so no mixture of requests
+compiles anything. A prompt except its last token is prefilled in blocks of PAGE tokens, one page
+each, that read the pages before them; decoding reads the prompt's last token first, so all samples
+of a prompt start alike.
 
 Axes: R rows, C blocks of prefill, D table entries, U pages, K steps of a dispatch, V vocab, n stop
 ids or biases, A alternatives.

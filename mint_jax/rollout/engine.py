@@ -1,28 +1,18 @@
 """The sampling engine: continuous batching over pages, with any mixture of adapters.
 
-    generate(requests)              runs the loop in the caller's thread until all have ended
-    with engine.serving(...):       runs the loop in a thread of its own
-        engine.submit(request)      from any thread; returns a stream of tokens that can be
-        cancelled
+``generate`` runs the loop in the caller's thread until all requests end. ``serving`` runs it in a
+thread of its own, and ``submit`` returns a stream. ``active.py`` has a turn of the loop. With
+several processes over one mesh, ``generate`` and ``warm`` are called in all of them, and process 0
+broadcasts each device call (``calls.py``); serving runs in one process.
 
-``active.py`` has the requests in progress and a turn of the loop.
-
-With several processes over one mesh, ``generate`` and ``warm`` are called in all of them and return
-the same. Process 0 runs the loop and broadcasts each device call before it makes it (``calls.py``).
-Serving runs in one process.
-
-A request and its seed give the same tokens and log-probabilities, bit for bit, at one program
-shape: other rows, their order, pages, prefix-cache hits (except with ``reuse_decoded``), prefill
-order, preemption and steps per dispatch change nothing. Programs of different numbers of rows may
-round differently (CPU matmuls of 2 to 32 rows agree); an engine with one entry in ``rows`` has only
-one. The number of rows in use selects the program and, while programs are still compiling in the
-background (``compiled``), so does which of them are ready.
+A request and its seed give the same bits at one program shape, whatever other rows, pages, cache
+hits (except with ``reuse_decoded``), preemption and steps per dispatch. Programs of different
+numbers of rows may round differently; an engine with one entry in ``rows`` has only one.
 """
 
 import contextlib
 import math
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -39,7 +29,6 @@ from mint_jax.rollout.active import ActiveRequest, ActiveRequests, Coscheduled, 
 from mint_jax.rollout.cache import PagedCache
 from mint_jax.rollout.calls import DeviceCalls
 from mint_jax.rollout.device import STEPS
-from mint_jax.rollout.pages import require_fit
 from mint_jax.rollout.programs import programs
 from mint_jax.rollout.request import Completion, Request
 from mint_jax.rollout.samples import longest_table, pages_needed
@@ -137,18 +126,18 @@ class Engine:
         """
         requests_.check(request, self.base, stacks, self.decode is not None)
         self.active.grammars.matcher(request)
-        require_fit(
-            pages_needed(request),
-            self.cache.most,
-            f"a prompt of {len(request.prompt)} tokens with {request.max_tokens} new ones",
-        )
+        if (needed := pages_needed(request)) > self.cache.most:
+            raise UserError(
+                f"a prompt of {len(request.prompt)} tokens with {request.max_tokens} new ones needs"
+                f" {needed} pages, the cache has {self.cache.most}: raise --config.cache_gib, or"
+                " lower the number of tokens"
+            )
 
     def generate(
         self,
         requests: Sequence[Request],
         stacks: Stacks | None = None,
         progress: Callable[[int, int], None] | None = None,
-        between_steps: Callable[[], Any] | None = None,
         finished: Callable[[dict[int, list[Completion]]], Any] | None = None,
     ) -> list[list[Completion]]:
         """Samples every request; returns ``n`` completions for each, in the order of the requests.
@@ -157,15 +146,12 @@ class Engine:
             stacks: resident adapters, by bucket rank.
             progress: called with (requests done, requests) as requests end; in processes other
                 than 0, once at the end.
-            between_steps: called in process 0 before each turn of the loop, while the devices are
-                idle. It may write slots of ``stacks`` that no request names.
             finished: called with the completions of requests that ended, keyed by their indices;
                 timed as ``progress``.
 
         Raises:
             UserError: see ``check``; all requests are checked before the first runs. While the
-                engine serves, also what ``submit`` raises, and ``stacks`` and ``between_steps`` are
-                ignored in favour of the serving loop's.
+                engine serves, also what ``submit`` raises, and ``stacks`` are the serving loop's.
         """
         # Without requests no pool is needed: 94 MB and 18 ms in GRPO of 8 policies on SmolLM2.
         if not requests:
@@ -193,8 +179,6 @@ class Engine:
                     self.active.start(job)
                 left = dict(enumerate(jobs))
                 while left:
-                    if between_steps is not None:
-                        between_steps()
                     self.active.turn()
                     ended = {i: job.stream.result() for i, job in left.items() if job.stream.done}
                     for i in ended:
@@ -306,11 +290,8 @@ class Engine:
         with self._wake:
             self._wake.notify_all()
 
-    def submit(self, request: Request, deadline_s: float | None = None) -> Stream:
+    def submit(self, request: Request) -> Stream:
         """Enqueues a request while the engine serves; from any thread.
-
-        Args:
-            deadline_s: seconds after which the request is cancelled.
 
         Raises:
             UserError: see ``check``; or the engine does not serve.
@@ -322,9 +303,7 @@ class Engine:
                 " generate"
             )
         self.check(request, self.calls.stacks)
-        job = self.active.job(
-            request, Stream(request, None if deadline_s is None else time.monotonic() + deadline_s)
-        )
+        job = self.active.job(request, Stream(request))
         residency = self.active.residency
         if residency is not None and request.revision is not None and request.adapter is None:
             job.lease = residency.acquire(request.revision, request.tenant)

@@ -1,18 +1,15 @@
 """Free pages, used pages and the prefix cache of one part of the KV cache. Plain Python, no arrays.
 
 A *block* is one page of a prompt: PAGE tokens that follow those of its parent, for one tenant and
-one version of the weights. Full blocks are indexed by that chain. The tokens themselves are
-compared, never only a hash (law 7), so a prompt that begins as another did reuses its pages
-unchanged. Prefill writes a block the same in any batch, so a hit changes no bit. Blocks written by
-decoding (``extend``) differ in the last bits from prefilled ones, and exist only with
-``reuse_decoded``. An
-unused block stays until its page is needed: least recently used first, children before parents.
+one version of the weights. Full blocks are indexed by that chain; tokens are compared, never only a
+hash (law 7). Prefill writes a block the same in any batch, so a hit changes no bit. Blocks written
+by decoding (``extend``) differ in the last bits and exist only with ``reuse_decoded``. An unused
+block stays until its page is needed: least recently used first, children before parents.
 """
 
+import dataclasses
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
-
-from mint_jax.errors import UserError
 
 
 class Root:
@@ -25,6 +22,7 @@ class Root:
         self.children: dict[tuple[int, ...], Block] = {}
 
 
+@dataclasses.dataclass(eq=False, slots=True)
 class Block:
     """A page of a prompt.
 
@@ -37,20 +35,14 @@ class Block:
         indexed: other prompts can find it.
     """
 
-    __slots__ = ("children", "indexed", "page", "parent", "ready", "root", "tokens", "users")
-
-    def __init__(
-        self, parent: "Block | Root", root: Root, tokens: tuple[int, ...], page: int, indexed: bool
-    ):
-        self.parent, self.root, self.tokens, self.page, self.indexed = (
-            parent,
-            root,
-            tokens,
-            page,
-            indexed,
-        )
-        self.users, self.ready = 1, False
-        self.children: dict[tuple[int, ...], Block] = {}
+    parent: "Block | Root"
+    root: Root
+    tokens: tuple[int, ...]
+    page: int
+    indexed: bool
+    users: int = 1
+    ready: bool = False
+    children: "dict[tuple[int, ...], Block]" = dataclasses.field(default_factory=dict)
 
 
 class PagePool:
@@ -205,14 +197,3 @@ class PagePool:
 def pages_for(tokens: int, size: int) -> int:
     """Returns the number of pages that hold ``tokens`` tokens."""
     return -(-tokens // size)
-
-
-def require_fit(needed: int, count: int, what: str) -> None:
-    """Raises if a request needs more pages than the cache has.
-
-    Raises:
-        UserError: names both numbers.
-    """
-    if needed > count:
-        remedy = "raise --config.cache_gib, or lower the number of tokens"
-        raise UserError(f"{what} needs {needed} pages, the cache has {count}: {remedy}")

@@ -1,13 +1,10 @@
 """Selection of the next token on the device: greedy, temperature, top-k, top-p, min-p.
 
-The draw is ``pallas_kernels.draw``: a function of a row's logits, its seed, the position and the
-token's id only, so that batching, other rows and padding change nothing.
-
-Filters apply in this order, each to the output of the one before: temperature, top-k, top-p, min-p.
-Ties at the edge of a filter are kept, and the most likely token passes every filter. Biases and
-then the three penalties apply before all filters, see ``penalised``. Settings within
-``rollout.ranges.RANGES`` give finite log-probabilities and a token that passes the filters. A
-temperature that float32 cannot divide by (below 1.2e-38) is greedy.
+The draw (``pallas_kernels.draw``) is a function of a row's logits, its seed, the position and the
+token's id only. Biases and the three penalties apply first, see ``penalised``, then temperature,
+top-k, top-p and min-p, each to the output of the one before. Ties at the edge of a filter are kept,
+and the most likely token passes every filter. Settings within ``rollout.ranges.RANGES`` give finite
+log-probabilities. A temperature that float32 cannot divide by (below 1.2e-38) is greedy.
 
 Axes: B rows, V vocab, C tokens drawn so far, n biases of a row, K alternatives of a token.
 """

@@ -1,16 +1,9 @@
 """The scheduler: which samples run, which pages they hold, and which blocks are prefilled next.
-Plain Python, no arrays.
 
-    waiting --admit--> running --finish--> ended
-                         |  ^
-                  preempt|  |admit      an older row needs a page and none is free: the youngest
-                         v  |           sample's own pages are swapped to the host
-                        swapped
-
-A sequence is one sample of a request. Its prompt's blocks are held while any sample of the request
-runs; its own pages are taken as it grows. Older sequences have priority everywhere, so every
-admitted sequence ends: the oldest of a part can take all its pages, and a request that does not fit
-even then is rejected on submission.
+A sequence (one sample of a request) is waiting, running or swapped: if an older one needs a page
+and none is free, the youngest one's own pages are swapped to the host. Older sequences have
+priority everywhere, so every admitted sequence ends. Its prompt's blocks are held while any sample
+of the request runs; its own pages are taken as it grows.
 
 A prefill call costs the same with empty places. Places that running prompts leave empty prefill the
 blocks of waiting prompts *ahead*; these are released before a running sequence goes without a page.

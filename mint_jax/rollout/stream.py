@@ -29,8 +29,8 @@ class Stream:
         request: the request as submitted.
     """
 
-    def __init__(self, request: Request, deadline: float | None = None):
-        self.request, self.deadline, self.cancelled = request, deadline, False
+    def __init__(self, request: Request):
+        self.request, self.cancelled = request, False
         self._pieces: queue.SimpleQueue[Piece | None] = queue.SimpleQueue()
         self._done: Future[list[Completion]] = Future()
         self._listener: Callable[[Piece | None], None] | None = None
@@ -75,19 +75,17 @@ class Stream:
         """Ends the request at the loop's next turn; the tokens drawn so far are its result."""
         self.cancelled = True
 
-    def put(self, piece: Piece) -> None:
-        self._publish(piece)
+    def put(self, piece: Piece | None) -> None:
+        """Delivers a piece; None ends them."""
+        with self._lock:
+            if (listener := self._listener) is None:
+                self._pieces.put(piece)
+        if listener is not None:
+            listener(piece)
 
     def end(self, result: "list[Completion] | BaseException") -> None:
         if isinstance(result, BaseException):
             self._done.set_exception(result)
         else:
             self._done.set_result(result)
-        self._publish(None)
-
-    def _publish(self, piece: Piece | None) -> None:
-        with self._lock:
-            if (listener := self._listener) is None:
-                self._pieces.put(piece)
-        if listener is not None:
-            listener(piece)
+        self.put(None)

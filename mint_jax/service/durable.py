@@ -422,7 +422,6 @@ class Durable:
             one.call = call = calls.decode(one.request.call, body)
             if isinstance(call, ForwardBackward):
                 blocks.check(call.data, self.live.base.cfg, self.live.declared)
-                blocks.check_loss(call.data, call.loss)
                 one.work = TrainRequest(one.policy, call.data, call.loss, call.backward)
             elif isinstance(call, Optim):
                 one.work = call.numbers

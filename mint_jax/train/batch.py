@@ -1,11 +1,10 @@
 """Training data: groups of sequences, datums that a row is filled with, and the batch of a step.
 
-A *group* is a prefix and the sequences that continue it: a prompt and its rollouts, a prompt with a
-chosen and a rejected answer, or a text with an empty prompt. A *datum* is the same as arrays, the
-unit that ``blocks`` packs: it stores the prefix once, and each sequence is a segment whose parent
-is the prefix segment. A sequence of c target tokens takes c places and begins with the prefix's
-last token, so that every target is predicted from the place before it. Only target positions reach
-the unembedding.
+A *group* is a prefix and the sequences that continue it: a prompt and its rollouts, or with a
+chosen and a rejected answer, or a text with an empty prompt. A *datum* is the same as arrays: it
+stores the prefix once, and each sequence is a segment whose parent is the prefix. A sequence of c
+target tokens takes c places and begins with the prefix's last token, so every target is predicted
+from the place before it.
 
 Axes: P blocks, B rows of a block, T tokens of a row, M target positions of a row or datum, K
 targets of a position, Z pairs of a block, N tokens of a datum, L layers, X experts a token.

@@ -1,13 +1,10 @@
 """Packing of requests into blocks of rows: of declared shapes, or of shapes that follow from the
 data.
 
-A *block* is some rows of one request; it has the request's loss and its policy's slot. Several
-blocks may name one slot; their gradients are summed. Unused blocks are padding and name a slot out
-of range. A policy with 64 rows next to seven policies with one therefore costs what its tokens
-cost.
-
-With declared shapes (``cut``) every program is compiled in advance, and a request is computed part
-by part. Otherwise (``passes``, ``fit``) each policy has one block in a pass, as large as its data.
+A *block* is some rows of one request, with its loss and its policy's slot. Several blocks may name
+one slot; unused blocks are padding and name a slot out of range. With declared shapes (``cut``)
+every program is compiled in advance, and a request is computed part by part. Otherwise (``passes``,
+``fit``) each policy has one block in a pass, as large as its data.
 
 Axes: P blocks, B rows, T tokens, M targets of a row, K targets of a position, Z pairs, N positions
 of a datum.
@@ -22,9 +19,9 @@ import numpy as np
 from mint_jax.data.buckets import ShapeBook, round_up
 from mint_jax.errors import UserError
 from mint_jax.models.config import ModelConfig
-from mint_jax.train.batch import Batch, Datum, Group, data_of
-from mint_jax.train.config import KINDS, KL_KINDS, BlockShape
-from mint_jax.train.losses import NO_LOSS, LossCoefs, Targets
+from mint_jax.train.batch import Batch, Datum
+from mint_jax.train.config import BlockShape
+from mint_jax.train.losses import LossCoefs, Targets
 
 LEAST = (1, 16, 8, 1)  # minimum B, T, M and Z of shapes that follow from the data
 
@@ -55,35 +52,11 @@ def check(data: Sequence[Datum], cfg: ModelConfig, shapes: Sequence[BlockShape])
     longest = min(max(fitting), cfg.context)
     for i, datum in enumerate(data):
         what, n = f"datum {i}", datum.tokens.size
-        if not n or datum.tokens.ndim != 1:
+        if not 1 <= n <= longest:
             raise UserError(
-                f"{what} has tokens of shape {datum.tokens.shape}; expected [N], at least one"
+                f"{what} has {n} tokens; this server trains on at most {longest}: send"
+                f" 1 to {longest}"
             )
-        if n > longest:
-            raise UserError(
-                f"{what} has {n} tokens; this server trains on at most {longest}: shorten it"
-            )
-        if (
-            datum.targets.ndim not in (1, 2)
-            or datum.targets.shape[0] != n
-            or not datum.targets.size
-        ):
-            raise UserError(
-                f"{what} has {n} tokens and targets of shape {datum.targets.shape}; expected [{n}]"
-                f" or [{n}, K]"
-            )
-        if datum.weights.shape != datum.targets.shape:
-            raise UserError(
-                f"{what} has targets of shape {datum.targets.shape} and weights of"
-                f" {datum.weights.shape}; expected the same"
-            )
-        for name in ("advantages", "old_logp", "in_ratio"):
-            values = getattr(datum, name)
-            if values is not None and (values.shape != (n,) or datum.targets.ndim == 2):
-                raise UserError(
-                    f"{what} has {name} of shape {values.shape}; expected [{n}], with targets of"
-                    " the same shape"
-                )
         for name, ids in (("tokens", datum.tokens), ("targets", datum.targets)):
             if ids.min() < 0 or ids.max() >= cfg.vocab_size:
                 wrong = int(ids.min() if ids.min() < 0 else ids.max())
@@ -95,35 +68,6 @@ def check(data: Sequence[Datum], cfg: ModelConfig, shapes: Sequence[BlockShape])
             values = getattr(datum, name)
             if values is not None and not np.isfinite(values).all():
                 raise UserError(f"{what} has {name} that are not finite: send finite numbers")
-
-
-def check_loss(data: Sequence[Datum], loss: LossCoefs) -> None:
-    """Raises if data lack inputs of their loss, or if the loss needs a reference or pairs, which
-    live training does not have.
-
-    Raises:
-        UserError: names the datum, counted from 0.
-    """
-    kind = KINDS[int(loss.kind)]
-    if kind == "dpo" or int(loss.kl_kind):
-        raise UserError(
-            f"loss {kind!r} with kl_kind {KL_KINDS[int(loss.kl_kind)]!r} needs pairs or a"
-            " reference; live training has neither"
-        )
-    if kind == "cross_entropy":
-        return
-    for i, datum in enumerate(data):
-        if datum.targets.ndim == 2:
-            raise UserError(
-                f"datum {i} has {datum.width} targets a position; loss {kind!r} takes one: use"
-                " cross_entropy for soft targets"
-            )
-        for name in ("advantages", "old_logp"):
-            if getattr(datum, name) is None:
-                raise UserError(
-                    f"datum {i} has no {name}; loss {kind!r} needs advantages and old_logp, the"
-                    " sampler's log-probabilities"
-                )
 
 
 @dataclasses.dataclass(eq=False)
@@ -303,21 +247,6 @@ def fit(blocks: Sequence[DatumBlock], book: ShapeBook, row_multiple: int = 1) ->
     )
     B, T, M, *Z = book.fit(needed, LEAST[: len(needed)])
     return Fitted(BlockShape(len(blocks), B * row_multiple, T), M, Z[0] if Z else 0)
-
-
-def pack(
-    policies: Sequence[Sequence[Group]],
-    book: ShapeBook,
-    context: int | None = None,
-    row_multiple: int = 1,
-) -> tuple[Batch, list[DatumSpan]]:
-    """Packs each policy's groups into one block; see ``data_of``, ``fit`` and ``fill``."""
-    works = [
-        TrainRequest(str(i), data_of(groups, context), NO_LOSS) for i, groups in enumerate(policies)
-    ]
-    capacity = max(_capacity(work.data, work.left) for work in works)
-    blocks = [DatumBlock(work, _rows(work.data, work.left, capacity)) for work in works]
-    return fill(blocks, *fit(blocks, book, row_multiple))
 
 
 def fill(

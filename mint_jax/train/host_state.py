@@ -7,6 +7,7 @@ the same bits.
 """
 
 import dataclasses
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ from mint_jax import params as params_lib
 from mint_jax.digest import blake3_of
 from mint_jax.errors import UserError
 from mint_jax.lora.tree import AdapterConfig, adapter_specs, init_adapter
-from mint_jax.train.state import OneSlot, TrainStack, slot_of
+from mint_jax.train.state import TrainStack, slot_of
 
 PARTS = ("factors", "mu", "nu", "grad")
 
@@ -33,13 +34,11 @@ class HostState:
     Attributes:
         config: configuration of its adapter.
         parts: trees ``{path: [L, R, D]}`` of the non-zero ``PARTS``; ``factors`` always.
-        count: number of updates in the moments.
         steps, skipped: updates applied, and updates skipped because a gradient was not finite.
     """
 
     config: AdapterConfig
     parts: Mapping[str, Mapping[str, np.ndarray]]
-    count: int = 0
     steps: int = 0
     skipped: int = 0
 
@@ -81,7 +80,7 @@ class HostState:
             for path, array in part.items()
         }
         metadata = {"config": dataclasses.asdict(self.config), "notes": dict(notes or {})}
-        metadata |= {name: getattr(self, name) for name in ("count", "steps", "skipped")}
+        metadata |= {name: getattr(self, name) for name in ("steps", "skipped")}
         # One metadata entry only: safetensors writes several in varying order, and equal states
         # must have equal bytes.
         return safetensors.numpy.save(tensors, {"training_state": json.dumps(metadata)})
@@ -123,46 +122,46 @@ def fresh(base_specs: Any, config: AdapterConfig, seed: int) -> HostState:
     return HostState.of(config, init_adapter(base_specs, config, seed))
 
 
-def padded(state: HostState, stack: TrainStack) -> OneSlot:
+def parts_of(one: TrainStack) -> dict[str, Any]:
+    """Returns the trees of a slot, or of a stack, by ``PARTS``."""
+    return dict(zip(PARTS, (one.adapters.factors, one.mu, one.nu, one.grad_sum)))
+
+
+def padded(state: HostState, stack: TrainStack) -> TrainStack:
     """Pads a state with zeros to the shapes of this stack's slots."""
-    shapes = jax.eval_shape(slot_of, stack, np.int32(0))
-    parts = {}
-    for name in PARTS:
-        arrays = state.parts.get(name, {})
+    like = jax.eval_shape(slot_of, stack, np.int32(0))
 
-        def put(path: str, like: Any, arrays: Mapping[str, np.ndarray] = arrays) -> np.ndarray:
-            out = np.zeros(like.shape, like.dtype)
-            if path in arrays:
-                out[..., : state.config.rank, :] = arrays[path]
-            return out
+    def put(name: str, path: str, like: Any) -> np.ndarray:
+        out = np.zeros(like.shape, like.dtype)
+        if path in state.parts.get(name, {}):
+            out[..., : state.config.rank, :] = state.parts[name][path]
+        return out
 
-        parts[name] = params_lib.map_with_path(put, getattr(shapes, name))
-    factors, mu, nu, grad = (parts[name] for name in PARTS)
-    counts = (np.int32(n) for n in (state.count, state.steps, state.skipped))
-    return OneSlot(factors, mu, nu, grad, np.float32(state.config.scale), *counts)
+    factors, *rest = (
+        params_lib.map_with_path(functools.partial(put, name), tree)
+        for name, tree in parts_of(like).items()
+    )
+    adapters = dataclasses.replace(
+        like.adapters, factors=factors, scale=np.float32(state.config.scale)
+    )
+    return TrainStack(adapters, *rest, np.int32(state.steps), np.int32(state.skipped))  # type: ignore[arg-type]
 
 
 def to_host(
-    one: OneSlot, config: AdapterConfig, base_specs: Any, parts_of: Sequence[str] = PARTS
+    one: TrainStack, config: AdapterConfig, base_specs: Any, wanted: Sequence[str] = PARTS
 ) -> HostState:
-    """Copies these ``PARTS`` of a slot's leaves to the host; moments only if an update has made
-    them.
-    """
+    """Copies these ``PARTS`` of a slot to the host; moments only if an update has made them."""
     paths = {path for path, _ in params_lib.leaves_with_path(adapter_specs(base_specs, config))}
-    count, steps, skipped = (int(x) for x in jax.device_get((one.count, one.steps, one.skipped)))
+    steps, skipped = (int(x) for x in jax.device_get((one.steps, one.skipped)))
     parts = {}
-    for name in parts_of:
-        if name not in ("mu", "nu") or count:
-            arrays = {
-                path: leaf
-                for path, leaf in params_lib.leaves_with_path(getattr(one, name))
-                if path in paths
-            }
+    for name, tree in parts_of(one).items():
+        if name in wanted and (name not in ("mu", "nu") or steps):
+            arrays = dict(params_lib.leaves_with_path(tree))
+            arrays = jax.device_get({path: arrays[path] for path in arrays if path in paths})
             parts[name] = {
-                path: np.array(leaf)[..., : config.rank, :].copy()
-                for path, leaf in jax.device_get(arrays).items()
+                path: np.array(leaf)[..., : config.rank, :].copy() for path, leaf in arrays.items()
             }
-    return HostState(config, parts, count, steps, skipped)
+    return HostState(config, parts, steps, skipped)
 
 
 @dataclasses.dataclass(frozen=True)

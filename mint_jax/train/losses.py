@@ -1,44 +1,14 @@
-"""Losses of one policy, all with one signature. The kind of loss is data, so the policies of one
-step may use different ones.
+"""Losses of one policy: functions ``Tokens -> loss of each token [B, M]``, in ``BUILT_IN`` or
+registered at run time. The kind of loss is data, so the policies of one step may use different
+ones.
 
-Every loss is a sum over target tokens of ``weight * per-token loss`` (or over pairs, for DPO).
-Weights carry the normalisation, computed on the host when the batch is built
-(``advantages.token_weights``), so that a gradient accumulated over micro-batches equals that of the
-whole batch.
+A loss is a sum over target tokens of weight times loss of the token (or over pairs, for DPO).
+Weights carry the normalisation (``advantages.token_weights``), so gradients of micro-batches add.
 
-A loss is one function, ``Tokens -> per-token loss [B, M]``. The built-in ones are in ``BUILT_IN``;
-``register_loss`` adds others at run time. The data fields that a loss needs are found by tracing it
-once: the fields of ``Tokens`` that it reads.
-
-A token has three log-probabilities: the *sampler's* when it was drawn (``old_logp``), the trainer's
-before the *first* update on it (``first_logp``; during that update it equals the present one), and
-the trainer's now. With k = exp(first_logp - old_logp), r = exp(logp - first_logp), A the advantage,
-sg the stopped gradient:
-
-    cross_entropy        -logp
-    reinforce            -A logp                                        Williams 1992
-    importance_sampling  -k A r                                         off-policy REINFORCE
-    ppo                  -k min(r A, clip(r, 1 - low, 1 + high) A)      arXiv 1707.06347 eq. 7;
-    GRPO:
-                                                                        arXiv 2402.03300 eq. 3; DAPO
-                                                                        (low != high): arXiv
-                                                                        2503.14476 eq. 10
-    cispo                -k sg(clip(r, 1 - low, 1 + high)) A logp       arXiv 2506.13585 eq. 4
-    gspo                 as ppo with s = exp(mean(logp - first_logp))   arXiv 2507.18071 eqs. 5, 13
-                         of the sequence for r; the gradient at a
-                         token is s times that of its logp
-    dro                  -(A logp - beta/2 (logp - old_logp)^2)         arXiv 2405.19107 eq. 6, with
-                                                                        its value in A
-    dpo                  -log sigmoid(beta ((c - c_ref) - (j - j_ref))) arXiv 2305.18290 eq. 7
-
-The clip bounds how far updates move the policy, and k corrects for the distribution that drew the
-tokens: another engine, or an older policy (decoupled PPO, arXiv 2110.00641). A token whose k leaves
-[band_low, band_high] has weight zero (IcePop, Ring-1T, arXiv 2510.18855); later updates do not move
-it in or out of the band. Original PPO, clipped against the sampler, is ``first_logp = old_logp``.
-
-KL to the reference, ``ref_logp``: ``k1`` subtracts ``kl * sg(logp - ref_logp)`` from the advantage,
-which gives the gradient of the KL (the estimator itself has a zero-mean gradient). ``k3`` adds ``kl
-* (exp(d) - d - 1)``, d = ref_logp - logp (Schulman 2020; GRPO eq. 4).
+A token has three log-probabilities: the sampler's when it was drawn (``old_logp``), the trainer's
+before the first update on it (``first_logp``), and the trainer's now. With k = exp(first_logp -
+old_logp) and r = exp(logp - first_logp), a clip of r bounds how far updates move the policy, and k
+corrects for the distribution that drew the tokens (decoupled PPO, arXiv 2110.00641).
 
 Axes: B rows, M target positions of a row, Z pairs.
 """
@@ -46,7 +16,7 @@ Axes: B rows, M target positions of a row, Z pairs.
 import functools
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import chex
 import jax
@@ -203,15 +173,17 @@ def _ppo(ratio: jax.Array, t: Tokens) -> jax.Array:
     )
 
 
-def _dro(t: Tokens) -> jax.Array:
-    return -t.advantages * t.logp + 0.5 * t.coefs.beta * (t.logp - t.old_logp) ** 2
-
-
+# With A the advantage and sg the stopped gradient.
 BUILT_IN: dict[str, LossFn] = {
     "cross_entropy": lambda t: -t.logp,
+    # -A logp, Williams 1992
     "reinforce": lambda t: -t.advantages * t.logp,
+    # -k A r, off-policy REINFORCE
     "importance_sampling": lambda t: -t.sampler_ratio * t.advantages * t.ratio,
+    # -k min(r A, clip(r) A), arXiv 1707.06347 eq. 7; GRPO: arXiv 2402.03300 eq. 3; DAPO, with
+    # unequal bounds: arXiv 2503.14476 eq. 10
     "ppo": lambda t: _ppo(t.ratio, t),
+    # -k sg(clip(r)) A logp, arXiv 2506.13585 eq. 4
     "cispo": (
         lambda t: (
             -t.sampler_ratio
@@ -220,9 +192,13 @@ BUILT_IN: dict[str, LossFn] = {
             * t.logp
         )
     ),
-    "dpo": lambda t: jnp.zeros_like(t.logp),  # its loss is over pairs: see policy_loss
+    # -log sigmoid(beta ((c - c_ref) - (j - j_ref))) over pairs, arXiv 2305.18290 eq. 7: see
+    # policy_loss
+    "dpo": lambda t: jnp.zeros_like(t.logp),
+    # ppo with s = exp(mean(logp - first_logp)) of the sequence for r, arXiv 2507.18071 eqs. 5, 13
     "gspo": lambda t: _ppo(t.sequence_ratio, t),
-    "dro": _dro,
+    # -(A logp - beta/2 (logp - old_logp)^2), arXiv 2405.19107 eq. 6, with its value in A
+    "dro": lambda t: -t.advantages * t.logp + 0.5 * t.coefs.beta * (t.logp - t.old_logp) ** 2,
 }
 CLIPPING = ("ppo", "gspo", "cispo")  # losses that report how often a clip binds
 
@@ -306,34 +282,16 @@ def reads(fn: LossFn) -> frozenset[str]:
     Raises:
         UserError: the function does not return one float per token.
     """
-    found: set[str] = set()
-
-    class Recorder:
-        def __init__(self, tokens: Tokens):
-            self._tokens = tokens
-
-        def __getattr__(self, name: str) -> Any:
-            if name not in Tokens._fields:
-                raise UserError(f"reads {name!r}; expected one of {', '.join(Tokens._fields)}")
-            found.add(name)
-            return getattr(self._tokens, name)
-
     shape = (2, 3)
-    floats: dict[str, Any] = {
-        name: jax.ShapeDtypeStruct(shape, jnp.float32) for name in Tokens._fields
-    }
-    scalars: dict[str, Any] = {
-        name: jax.ShapeDtypeStruct((), jnp.int32 if "kind" in name else jnp.float32)
+    floats = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name in Tokens._fields}
+    scalars = (
+        jax.ShapeDtypeStruct((), jnp.int32 if "kind" in name else jnp.float32)
         for name in LossCoefs._fields
-    }
-    tokens = Tokens(
-        **floats
-        | {
-            "sequence": jax.ShapeDtypeStruct(shape, jnp.int32),
-            "coefs": LossCoefs(**scalars),
-        }
     )
-    out = jax.eval_shape(lambda t: fn(Recorder(t)), tokens)  # type: ignore[arg-type]
+    coefs = LossCoefs(*scalars)  # type: ignore[arg-type]
+    changed = {"sequence": jax.ShapeDtypeStruct(shape, jnp.int32), "coefs": coefs}
+    tokens = Tokens(**floats | changed)  # type: ignore[arg-type]
+    closed, out = jax.make_jaxpr(fn, return_shape=True)(tokens)
     if getattr(out, "shape", None) != shape or not jnp.issubdtype(out.dtype, jnp.floating):
         what = (
             f"{out.dtype} of shape {out.shape}"
@@ -344,7 +302,12 @@ def reads(fn: LossFn) -> frozenset[str]:
             f"returns {what} for tokens of shape {shape}; expected one float per token: the trainer"
             " computes the sum"
         )
-    return frozenset(found)
+    used = {id(x) for eqn in closed.jaxpr.eqns for x in eqn.invars}
+    used |= {id(x) for x in closed.jaxpr.outvars}
+    paths = (path for path, _ in jax.tree_util.tree_leaves_with_path(tokens))
+    return frozenset(
+        path[0].name for path, x in zip(paths, closed.jaxpr.invars, strict=True) if id(x) in used
+    )
 
 
 def policy_loss(
@@ -352,6 +315,10 @@ def policy_loss(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns the loss of one policy and its metrics; ``jax.vmap`` over a leading axis of the first
     three arguments gives many.
+
+    KL ``k1`` subtracts ``kl sg(logp - ref_logp)`` from the advantage, which gives the gradient of
+    the KL; ``k3`` adds ``kl (exp(d) - d - 1)``, d = ref_logp - logp (Schulman 2020; GRPO eq. 4). A
+    token whose k leaves [band_low, band_high] has weight zero (IcePop, Ring-1T, arXiv 2510.18855).
 
     Args:
         custom: registered functions, selected by kinds beyond ``KINDS``.

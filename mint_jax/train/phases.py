@@ -1,20 +1,16 @@
 """Interleaving of rollout (device), reward (host) and update (device) of many policies.
 
 Policies are grouped in *units*; a unit's rollout and its update are one device call each.
-``sequential``: one policy a unit, the device waits for its rewards. ``overlapped``: one policy a
-unit, the device runs another unit meanwhile. ``batched``: all policies in ``cohorts`` units,
-overlapped. A policy's results do not depend on its unit, so the three schedules give the same
-results and differ in time only.
+``sequential``: one policy a unit, the device waits for its rewards. ``overlapped``: the device runs
+another unit meanwhile. ``batched``: all policies in ``cohorts`` units, overlapped. A policy's
+results do not depend on its unit.
 
-With several processes, process 0 waits for its rewards and decides the next phase; the others
-follow.
+With several processes, process 0 waits for its rewards and decides the next phase.
 """
 
 import concurrent.futures as futures
-import contextlib
 import dataclasses
 import functools
-import queue
 import threading
 import time
 from collections import deque
@@ -86,8 +82,8 @@ class Unit:
 
 
 class Phases:
-    """Iterator over the device phases, one phase of one unit at a time; a context manager that ends
-    the reward threads.
+    """Iterator over the device phases, one phase of one unit at a time. A context manager: its end
+    drops pending rewards.
 
         with Phases(units, first_step, steps, overlap=True) as phases:
             for phase, unit in phases:
@@ -125,18 +121,19 @@ class Phases:
     ):
         self.timing = Timing()
         self._steps, self._overlap, self._look = steps, overlap, look
-        self._ending = contextlib.ExitStack()
+        self._rewards = _Daemons(workers)
         firsts = [_first_of(names, first_step) for names in units]
-        submit = self._ending.enter_context(_daemons(workers))
         self._idle = deque(
-            Unit(list(names), first, submit) for names, first in zip(units, firsts) if first < steps
+            Unit(list(names), first, self._rewards.submit)
+            for names, first in zip(units, firsts)
+            if first < steps
         )
 
     def __enter__(self) -> "Phases":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._ending.close()
+        self._rewards.close()
 
     def __iter__(self) -> Iterator[tuple[str, Unit]]:
         began, idle, waiting = time.perf_counter(), self._idle, []
@@ -172,48 +169,33 @@ def _first_of(names: Sequence[str], first_step: Mapping[str, int]) -> int:
     return firsts.pop()
 
 
-@contextlib.contextmanager
-def _daemons(workers: int) -> Iterator[Callable[..., futures.Future]]:
-    """Daemon threads that compute what is submitted. Neither the end of the block nor of the
-    process waits for a function that hangs.
-
-    ``ThreadPoolExecutor`` waits, and only a signal can interrupt it. Idle threads end with the
-    block: one that wakes during the exit of the process aborts it ("exception not rethrown").
+class _Daemons:
+    """Computes in daemon threads, at most ``workers`` at once, until ``close``. The process does
+    not wait for them at exit, as it does for those of ``ThreadPoolExecutor``.
     """
-    tasks: queue.SimpleQueue[tuple[futures.Future, Callable, tuple] | None] = queue.SimpleQueue()
-    closed = threading.Event()
-    busy: set[threading.Thread] = set()
 
-    def work() -> None:
-        while (task := tasks.get()) is not None and not closed.is_set():
-            future, call, arguments = task
-            busy.add(threading.current_thread())
-            try:
-                answer = functools.partial(future.set_result, call(*arguments))
-            except BaseException as error:
-                answer = functools.partial(future.set_exception, error)
-            busy.discard(threading.current_thread())
+    def __init__(self, workers: int):
+        self._free, self._closed = threading.Semaphore(workers), False
+
+    def submit(self, call: Callable, *arguments: Any) -> futures.Future:
+        future: futures.Future = futures.Future()
+
+        def run() -> None:
+            with self._free:
+                if self._closed:
+                    return
+                try:
+                    answer = functools.partial(future.set_result, call(*arguments))
+                except BaseException as error:
+                    answer = functools.partial(future.set_exception, error)
             answer()
 
-    def submit(call: Callable, *arguments: Any) -> futures.Future:
-        future: futures.Future = futures.Future()
-        tasks.put((future, call, arguments))
+        threading.Thread(target=run, name="reward", daemon=True).start()
         return future
 
-    threads = [
-        threading.Thread(target=work, name=f"reward-{k}", daemon=True) for k in range(workers)
-    ]
-    for thread in threads:
-        thread.start()
-    try:
-        yield submit
-    finally:
-        closed.set()
-        for _ in threads:
-            tasks.put(None)
-        for thread in threads:
-            if thread not in busy:
-                thread.join(1.0)
+    def close(self) -> None:
+        """Drops what has not started."""
+        self._closed = True
 
 
 def _next(

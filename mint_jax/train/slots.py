@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from mint_jax import multihost
@@ -31,7 +30,7 @@ from mint_jax.models.config import ModelConfig
 from mint_jax.train import host_state
 from mint_jax.train import state as state_lib
 from mint_jax.train.host_state import PARTS, HostState, SpilledState
-from mint_jax.train.state import OneSlot, State, TrainStack
+from mint_jax.train.state import State, TrainStack
 
 log = logging.getLogger("mint_jax.train")
 SPILL_RETRY_S = 5.0  # seconds until the disk is tried again after a failed write
@@ -155,8 +154,7 @@ class Slots:
 
     def join(self, name: str, state: HostState) -> None:
         """Adds a policy, with a state from ``host_state.fresh`` or one that was read before.
-        Without declared slots the stack of its rank bucket is enlarged, and programs with that
-        stack are compiled again.
+        Without declared slots its stack grows, and programs with that stack are compiled again.
 
         Raises:
             UserError: the name is taken, or no slot fits the adapter.
@@ -168,11 +166,10 @@ class Slots:
         if taken := [name for name in states if name in self._members]:
             raise UserError(f"policy {taken[0]!r} is in training already: choose another name")
         members = {name: self._admitted(name, state) for name, state in states.items()}
-        if not self._is_declared:
-            self._grow([member.config for member in members.values()])
         self._members |= members
         if not self._is_declared:
-            self.load(list(members))
+            for bucket in {member.bucket: None for member in members.values()}:
+                self._resize(bucket)
         self._spill()
 
     def replace(self, name: str, state: HostState) -> None:
@@ -231,7 +228,7 @@ class Slots:
             member.off_device.path.unlink(missing_ok=True)
         del self._members[name]
         if not self._is_declared:
-            self._shrink(member)
+            self._resize(member.bucket)
 
     def _known(self, name: str) -> _Member:
         if name not in self._members:
@@ -269,37 +266,27 @@ class Slots:
 
     # -- device slots
 
-    def _grow(self, configs: Sequence[AdapterConfig]) -> None:
-        """Adds one slot for each of these adapters; slots in use keep their state."""
-        for bucket in {config.bucket: None for config in configs}:
-            own = [
-                lora_tree.spelled_out(c, self.specs).targets for c in configs if c.bucket == bucket
-            ]
-            targets = dict.fromkeys(
-                [*self._targets.get(bucket, ()), *(t for ts in own for t in ts)]
-            )
-            self._targets[bucket] = tuple(targets)
-            self.capacity[bucket] = self.capacity.get(bucket, 0) + len(own)
-            cfg = self.base.cfg
-            with jax.set_mesh(self.base.mesh):
-                larger = _empty(cfg, ((bucket, self.capacity[bucket]),), tuple(targets))[bucket]
-                if bucket in self._state:
-                    larger = _grown(larger, self._state[bucket], cfg=cfg)
-            self._state = dict(sorted((self._state | {bucket: larger}).items()))
-
-    def _shrink(self, member: _Member) -> None:
-        """Removes the slot of a policy that left."""
-        bucket, rest = member.bucket, dict(self._state)
-        self.capacity[bucket] -= 1
-        if self.capacity[bucket]:
-            with jax.set_mesh(self.base.mesh):
-                rest[bucket] = _without(rest[bucket], member.slot, cfg=self.base.cfg)
-        else:
-            del rest[bucket], self.capacity[bucket], self._targets[bucket]
-        self._state = rest
-        for other in self._members.values():
-            if other.bucket == bucket and other.slot > member.slot:  # type: ignore[operator]
-                other.slot -= 1  # type: ignore[operator]
+    def _resize(self, bucket: int) -> None:
+        """Gives a bucket one slot for each of its policies, which keep their state and order."""
+        members = [member for member in self._members.values() if member.bucket == bucket]
+        states = [
+            self._read(member) if member.off_device is None else member.off_device
+            for member in members
+        ]
+        self._state = {b: stack for b, stack in self._state.items() if b != bucket}
+        self.capacity = {b: n for b, n in self.capacity.items() if b != bucket}
+        if not members:
+            return
+        own = (lora_tree.spelled_out(member.config, self.specs).targets for member in members)
+        targets = tuple(dict.fromkeys(itertools.chain(*own)))
+        self.capacity = dict(sorted((self.capacity | {bucket: len(members)}).items()))
+        with jax.set_mesh(self.base.mesh):
+            stack = _empty(self.base.cfg, ((bucket, len(members)),), targets)
+        self._state = dict(sorted((self._state | stack).items()))
+        for slot, (member, state) in enumerate(zip(members, states)):
+            assert isinstance(state, HostState), "undeclared slots spill nothing"
+            member.slot = slot
+            self._write(member, state)
 
     def load(self, names: Sequence[str]) -> dict[str, Slot]:
         """Loads policies into slots and returns the slots.
@@ -357,7 +344,7 @@ class Slots:
         if spilled is not None:
             spilled.path.unlink(missing_ok=True)
 
-    def _write(self, member: _Member, state: HostState | OneSlot) -> None:
+    def _write(self, member: _Member, state: HostState | TrainStack) -> None:
         """Writes a state to a member's slot."""
         one = state
         if isinstance(one, HostState):
@@ -370,15 +357,15 @@ class Slots:
         member.off_device, member.version = None, next(_versions)
         self.counts["slots_written"] += 1
 
-    def _read_one(self, member: _Member) -> OneSlot:
+    def _read_one(self, member: _Member) -> TrainStack:
         with jax.set_mesh(self.base.mesh):
             one = state_lib.read_slot(self._state[member.bucket], _number(member))
         return multihost.whole(one)
 
-    def _read(self, member: _Member, parts_of: Sequence[str] = PARTS) -> HostState:
+    def _read(self, member: _Member, wanted: Sequence[str] = PARTS) -> HostState:
         """Copies these ``PARTS`` of a policy's state from its slot to the host."""
         self.counts["slots_read"] += 1
-        present = [part for part in parts_of if part != "grad" or member.pending]
+        present = [part for part in wanted if part != "grad" or member.pending]
         return host_state.to_host(self._read_one(member), member.config, self.specs, present)
 
     def read_state(self, name: str) -> HostState:
@@ -459,28 +446,6 @@ def _empty(cfg: ModelConfig, slots: tuple[tuple[int, int], ...], targets: tuple[
     specs = transformer.abstract(cfg)
     configs = [AdapterConfig(bucket, targets=targets) for bucket, _ in slots]
     return lora_tree.constrain(state_lib.empty(specs, configs, dict(slots)), specs)
-
-
-@functools.partial(jax.jit, static_argnames=("cfg",), donate_argnames=("larger",))
-def _grown(larger: TrainStack, stack: TrainStack, cfg: ModelConfig) -> TrainStack:
-    """Copies ``stack`` to the first slots of a larger stack; leaves that it lacks stay zero."""
-    present = dict(jax.tree_util.tree_leaves_with_path(stack))
-
-    def put(path: Any, new: jax.Array) -> jax.Array:
-        if (old := present.get(path)) is None:
-            return new
-        return jax.lax.dynamic_update_slice(new, old, (0,) * new.ndim)
-
-    return lora_tree.constrain(
-        jax.tree_util.tree_map_with_path(put, larger), transformer.abstract(cfg)
-    )
-
-
-@functools.partial(jax.jit, static_argnames=("index", "cfg"))
-def _without(stack: TrainStack, index: int, cfg: ModelConfig) -> TrainStack:
-    """Returns the stack without one slot."""
-    smaller = jax.tree.map(lambda x: jnp.delete(x, index, state_lib.slot_axis(x)), stack)
-    return lora_tree.constrain(smaller, transformer.abstract(cfg))
 
 
 @functools.partial(jax.jit, static_argnames=("cfg", "adapter"))

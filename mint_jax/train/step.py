@@ -227,17 +227,16 @@ def _update_nth(
     norm = optax.global_norm(jax.tree.map(at, stack.grad_sum))
     fine = jnp.isfinite(norm)
     rate = scheduled_rate(hyper, steps)
-    kept = state_lib.clip_factor(hyper, norm)
-    optimizer = state_lib.optimizer(hyper, rate)
+    clip = jnp.where(norm < hyper.max_grad_norm, 1.0, hyper.max_grad_norm / norm)
+    adam = optax.scale_by_adam(hyper.b1, hyper.b2, hyper.eps)
 
-    def update(slot: jax.Array, factor: jax.Array, grad: jax.Array, opt: Any) -> Any:
-        change, new = optimizer.update(grad * kept, opt, factor)
-        factor, opt = jax.tree.map(
-            lambda n, o: jnp.where(fine, n, o),
-            (optax.apply_updates(factor, change), new),
-            (factor, opt),
-        )
-        return slot, (factor, jnp.zeros_like(grad), opt)
+    def update(slot: jax.Array, factor: jax.Array, grad: jax.Array, *old: jax.Array) -> Any:
+        change: Any
+        moved: Any
+        change, moved = adam.update(grad * clip, optax.ScaleByAdamState(steps, *old))
+        new = factor - rate * (change + hyper.weight_decay * factor), moved.mu, moved.nu
+        factor, *moments = (jnp.where(fine, n, o) for n, o in zip(new, (factor, *old)))
+        return slot, (factor, jnp.zeros_like(grad), *moments)
 
     def put(slot: jax.Array, old: jax.Array, part: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_index_in_dim(old, part, slot, state_lib.slot_axis(old))
@@ -255,19 +254,18 @@ def _update_nth(
             (slot, jax.tree.map(functools.partial(put, slot), leaf, new))
         )
 
-    factors = stack.adapters.factors
-    tree = jax.tree.structure(factors)
+    trees = stack.adapters.factors, stack.grad_sum, stack.mu, stack.nu
     done, turn = [], slot
-    for leaf in zip(
-        *map(tree.flatten_up_to, (factors, stack.grad_sum, state_lib.by_leaf(stack.opt, factors)))
-    ):
+    for leaf in zip(*map(jax.tree.leaves, trees)):
         turn, new = in_place(turn, leaf)
         done.append(new)
-    new_factors, grads, opts = (jax.tree.unflatten(tree, part) for part in zip(*done))
+    tree = jax.tree.structure(trees[0])
+    factors, grads, mu, nu = (jax.tree.unflatten(tree, part) for part in zip(*done))
     stack = dataclasses.replace(
         stack,
-        adapters=dataclasses.replace(stack.adapters, factors=new_factors),
-        opt=state_lib.joined(opts, stack.opt, factors),
+        adapters=dataclasses.replace(stack.adapters, factors=factors),
+        mu=mu,
+        nu=nu,
         grad_sum=grads,
         steps=put(slot, stack.steps, steps + fine),
         skipped=put(slot, stack.skipped, at(stack.skipped) + ~fine),

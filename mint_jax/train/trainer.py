@@ -1,18 +1,16 @@
 """Training of many policies over one resident base, for recipes, the Python API and the service.
 
-A step computes blocks of several requests in one pass, and adds each block's gradient to its
-policy's sum; an update applies these sums. Two doors lead to the same step:
-
-- ``update`` trains named policies on groups, with the losses and optimizers of their configs. The
-  shapes follow from the data.
-- ``step`` and ``optim`` compute requests of policies that join, leave and change while others
-  train. With declared slots and shapes everything that varies is data, and nothing is compiled for
-  it.
+A step computes blocks of several requests in one pass and adds each block's gradient to its
+policy's sum; an update applies these sums. ``update`` trains named policies on groups, with the
+losses and optimizers of their configs and shapes that follow from the data. ``step`` and ``optim``
+compute requests of policies that join, leave and change while others train; with declared slots
+and shapes nothing is compiled for them.
 
 ``Slots`` has the policies' states; files, prompts and rewards are the caller's. One thread owns a
 ``Trainer``.
 """
 
+import dataclasses
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -276,7 +274,7 @@ class Trainer(Slots):
         before = {name: (self._read_one(m := self._members[name]), m.version) for name in groups}
         try:
             for name, (one, _) in before.items():
-                empty = one._replace(grad=jax.tree.map(np.zeros_like, one.grad))
+                empty = dataclasses.replace(one, grad_sum=jax.tree.map(np.zeros_like, one.grad_sum))
                 self._write(self._members[name], empty)
             self.forward_backward(groups)
             return {name: self.gradient(name) for name in before}
@@ -469,11 +467,6 @@ class Trainer(Slots):
             name: {key: float(values[i]) for key, values in host.items()}
             for i, name in enumerate(names)
         }
-
-    def forget_gradients(self, name: str) -> None:
-        """Drops a policy's pending gradients, after a request failed."""
-        if self._known(name).pending:
-            self.replace(name, self.read_state(name).without_gradients())
 
 
 def _lacks_reference(configs: Mapping[str, PolicyConfig], block: DatumBlock) -> bool:

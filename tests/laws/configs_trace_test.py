@@ -37,9 +37,9 @@ from mint_jax.rollout.samples import longest_table
 from mint_jax.train import state as state_lib
 from mint_jax.train import step
 from mint_jax.train.batch import Group, TrainSequence
-from mint_jax.train.blocks import pack
 from mint_jax.train.losses import stack_coefs
 from tests.configs import run_config
+from tests.groups import pack
 
 ROOT = Path(__file__).parents[2]
 

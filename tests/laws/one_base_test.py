@@ -23,11 +23,10 @@ from mint_jax.rollout.samples import longest_table
 from mint_jax.rollout.score import next_token_logprobs
 from mint_jax.train import state as state_lib
 from mint_jax.train import step
-from mint_jax.train.blocks import pack
 from mint_jax.train.config import LossConfig, PolicyConfig
 from mint_jax.train.losses import stack_coefs
 from mint_jax.train.trainer import Trainer
-from tests.groups import random_groups
+from tests.groups import pack, random_groups
 
 RANKS = (1, 3, 3)  # buckets 1, 4, 4
 LAYOUT = {

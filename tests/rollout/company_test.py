@@ -1,6 +1,6 @@
 """One request and seed give one answer, bit for bit, in any company: other rows and their adapters,
 their order, the size of the cache, the steps of a dispatch, hits of the prompts' cache, neighbours
-that end early or are NaN. And no company compiles anything.
+that end early or are NaN.
 
 Bases are tiny and of every family, the engines' caches so small that samples are preempted, tokens
 and adapters random.
@@ -271,61 +271,6 @@ def test_neighbours_that_are_cancelled_change_no_bit(world):
     assert "cancelled" in ends
     check_schedule(engine.active.schedule)
     assert engine.active.schedule.is_idle
-
-
-def random_request(rng, slots) -> Request:
-    names = [*SOUND, "nan"]
-    settings = {
-        "temperature": float(rng.choice([0, 0.7, 1])),
-        "top_k": int(rng.choice([0, 5])),
-        "top_p": float(rng.choice([1, 0.8])),
-        "top_logprobs": int(rng.choice([0, 0, 4])),
-        "presence_penalty": float(rng.choice([0, 0, 0.5])),
-        "prompt_logprobs": bool(rng.random() < 0.1),
-        "logit_bias": ((3, 1.0),) if rng.random() < 0.2 else (),
-        "stop_ids": tokens(rng, int(rng.integers(0, 4))),
-    }
-    longest = 120 if rng.random() < 0.1 else 20
-    prompt, most = (
-        (0,) * int(rng.choice([0, BOTH])),
-        int(rng.integers(1, 60 if rng.random() < 0.1 else 9)),
-    )
-    prompt = (*prompt, *tokens(rng, int(rng.integers(1, longest))))
-    n = int(rng.choice([1, 1, 1, 2, 9]))
-    return Request(
-        prompt,
-        slots.get(names[rng.integers(len(names))]),
-        n=n,
-        max_tokens=most,
-        seed=seed(rng),
-        **settings,
-    )
-
-
-def warm_engine_compiles_nothing(world, count: int) -> None:
-    engine = world.engine(SMALL, rows=(4, 8))
-    engine.warm(world.stacks)
-    rng = world.rng
-    with compilations() as seen:
-        left = count
-        while left > 0:
-            some = [
-                random_request(rng, world.slots) for _ in range(min(left, int(rng.integers(1, 60))))
-            ]
-            if rng.random() < 0.5:
-                engine.generate(some, world.stacks)
-            else:
-                with engine.serving(world.stacks):
-                    for stream in [engine.submit(request) for request in some]:
-                        stream.result(300)
-            left -= len(some)
-        jax.jit(lambda x: x * float(rng.normal()))(1.0)
-    assert len(seen) == 1, (seen, "the listener hears the last, and the engine compiled nothing")
-
-
-@pytest.mark.long
-def test_a_warm_engine_compiles_nothing_for_300_random_requests(llama):
-    warm_engine_compiles_nothing(llama, 300)
 
 
 @pytest.mark.long

@@ -89,20 +89,9 @@ def test_a_prompt_is_found_again_by_the_version_that_read_it_and_by_no_other(rng
         ever |= new
 
 
-@pytest.mark.parametrize("other", ["another trainer", "a slot that nobody named"])
-def test_versions_of_two_trainers_never_meet(rng, tiny_base, other):
-    """One engine serves both: numbers are the process's, and a slot without a name is nobody's
-    version.
-    """
+def test_a_slot_without_a_version_shares_no_prompt_with_a_version(rng, tiny_base):
     world = World(rng, tiny_base("llama"))
     world.sample("a")
-    if other == "another trainer":
-        second = World(rng, world.base)
-        second.engine, second.prompt = world.engine, world.prompt
-        assert not set(second.trainer.versions.values()) & set(world.trainer.versions.values())
-        for name in NAMES:
-            second.sample(name)
-    else:
-        [[found]] = world.engine.generate([world.request("a")], world.trainer.stacks)
-        assert found.reused == 0
+    [[found]] = world.engine.generate([world.request("a")], world.trainer.stacks)
+    assert found.reused == 0
     world.sample("a")

@@ -88,7 +88,7 @@ def test_training_goes_on_where_it_was(again, rng):
     same_parts(site.held(cut), before)
     cut.optim_step(adam(numbers[3])).result()
     same_parts(site.held(cut), expected)
-    assert site.held(cut).count == 4
+    assert site.held(cut).steps == 4
 
 
 def test_ids_from_before_give_their_results(again):

@@ -109,7 +109,7 @@ def test_every_loss_and_update_is_torch_s(rng, site, hf_dirs):
         for got, datum in zip(logprobs_of(after.result()), data, strict=True):
             np.testing.assert_allclose(got, tenant.logprobs(datum).detach().numpy(), atol=2e-3)
     held = site.held(trainer)
-    assert held.count == len(LOSSES) + 1
+    assert held.steps == len(LOSSES) + 1
     charted = [point for _, point in site.server.curves.of(trainer.model_id)]
     assert [point.grad_norm for point in charted] == pytest.approx(noted)
     assert all(point.loss is not None for point in charted)
@@ -160,14 +160,14 @@ def test_a_request_sent_again_runs_once(site):
     assert site.retrieve(late).json()["metrics"]["skipped"] == 0
     assert site.retrieve(first).json()["metrics"].keys() == {"loss:sum"}
     assert site.retrieve(first).json() == site.retrieve(first).json()
-    assert site.held(trainer).count == 1
+    assert site.held(trainer).steps == 1
     assert site.post("optim_step", step | {"seq_id": 2}).json()["request_id"] == late
     assert site.post("optim_step", step | {"seq_id": 0}).status_code == 400
     assert (
         site.post("optim_step", step | {"seq_id": 3, "model_id": "nobody:train:0"}).status_code
         == 404
     )
-    assert site.held(trainer).count == 1
+    assert site.held(trainer).steps == 1
 
 
 def test_a_loss_of_the_client_s_own_has_its_gradients(rng, site):
@@ -199,7 +199,7 @@ def test_a_loss_of_the_client_s_own_has_its_gradients(rng, site):
     )
     futures[0].result()
     futures[1].result()
-    assert site.held(custom).count == 1
+    assert site.held(custom).steps == 1
     assert "grad" not in site.held(custom).parts
 
 

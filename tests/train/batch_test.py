@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mint_jax.data.buckets import ShapeBook, round_up
 from mint_jax.errors import UserError
 from mint_jax.train.batch import Group, TrainSequence, by_sequence
-from mint_jax.train.blocks import pack
+from tests.groups import pack
 
 TOKEN, NUMBER = st.integers(1, 999), st.floats(-4, 4, width=32)
 

@@ -5,7 +5,7 @@ import pytest
 from mint_jax.train.blocks import BlockShape
 from mint_jax.train.step_times import KEPT, STALE_S, StepTimes
 
-SMALL, LARGE, OTHER = BlockShape(1, 1, 32), BlockShape(1, 1, 256), BlockShape(4, 1, 32)
+SMALL, LARGE = BlockShape(1, 1, 32), BlockShape(1, 1, 256)
 
 
 @pytest.fixture

@@ -244,18 +244,6 @@ def test_dpo_and_kl_compare_with_the_adapter_that_their_reference_names(
             assert min(abs(m) for m in margins) > 1e-3
 
 
-@pytest.mark.long
-def test_lengths_that_vary_compile_no_second_scoring(rng, tiny_base):
-    trainer = Trainer(
-        tiny_base(), [dataclasses.replace(A, loss=LossConfig("ppo", kl_kind="k3", kl=0.1))]
-    )
-    trainer.load_adapter("a", random_adapter(rng, trainer.base, A.adapter))
-    step_lib.score.clear_cache()
-    for lengths in ((7, 7), (6, 7), (7, 6), (6, 6)):
-        trainer.update({"a": [random_group(rng, 3, lengths)]})
-    assert step_lib.score._cache_size() == 1
-
-
 def test_the_first_update_s_log_probabilities_are_kept_for_the_later_ones(rng, tiny_base):
     trainer = Trainer(tiny_base(), [dataclasses.replace(A, optimizer=OptimizerConfig(0.1))])
     groups = [random_group(rng, 4, (5, 3))]
