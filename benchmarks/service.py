@@ -86,14 +86,11 @@ class _Tenants:
         return name
 
     def data(self) -> ForwardBackward:
-        made = []
-        for _ in range(self.config.sequences):
-            with self._lock:
-                tokens = self._rng.integers(
-                    0, self.base.cfg.vocab_size, self.config.tokens + 1
-                ).astype(np.int32)
-            made.append(Datum(tokens[:-1], tokens[1:], np.ones(self.config.tokens, np.float32)))
-        return ForwardBackward(made, NO_LOSS)
+        c, weights = self.config, np.ones(self.config.tokens, np.float32)
+        with self._lock:
+            shape = c.sequences, c.tokens + 1
+            rows = self._rng.integers(0, self.base.cfg.vocab_size, shape).astype(np.int32)
+        return ForwardBackward([Datum(row[:-1], row[1:], weights) for row in rows], NO_LOSS)
 
     def round(self, name: str) -> None:
         """Data and an update, sent together."""
@@ -169,12 +166,9 @@ def _gaps(config: Any, tenants: _Tenants, names: Sequence[str]) -> dict[str, Any
             tuple(rng.integers(0, tenants.base.cfg.vocab_size, 8).tolist())
             for _ in range(config.decode.rows)
         ]
-        began = time.perf_counter()
+        most, began = config.decode.tokens, time.perf_counter()
         tenants.server.engine.generate(
-            [
-                Request(p, max_tokens=config.decode.tokens, temperature=1.0, seed=i)
-                for i, p in enumerate(prompts)
-            ]
+            [Request(p, max_tokens=most, temperature=1.0, seed=i) for i, p in enumerate(prompts)]
         )
         return config.decode.rows * config.decode.tokens / (time.perf_counter() - began)
 
@@ -187,9 +181,7 @@ def _gaps(config: Any, tenants: _Tenants, names: Sequence[str]) -> dict[str, Any
     durable = tenants.durable
     durable.gaps.clear()
     progress = Progress("decoding with and without training", config.n)
-    while len(rates["quiet"]) < config.n or (
-        not durable.gaps and len(rates["quiet"]) < 20 * config.n
-    ):
+    while (done := len(rates["quiet"])) < config.n or (not durable.gaps and done < 20 * config.n):
         rates["quiet"].append(decode())
         ended = threading.Event()
         threads = [threading.Thread(target=train, args=(name, ended)) for name in names[:2]]
