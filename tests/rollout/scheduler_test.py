@@ -8,7 +8,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mint_jax.models.paged import PAGE, RUN, RUN_PAGES, TEAM
+from mint_jax.models.paged import PAGE, RUN, RUN_PAGES
 from mint_jax.rollout.pages import PagePool, pages_for
 from mint_jax.rollout.request import Request
 from mint_jax.rollout.samples import CachedPrompt, SampleState, pages_needed
@@ -278,17 +278,3 @@ def test_every_request_ends_in_order_with_what_it_had_whatever_comes_between():
     assert sum(d.reused for d in done) > 10 * PAGE, "prompts that begin alike share"
     # 48 to 280 in 14 runs, and once below 20
     assert sum(d.ahead for d in done) > 0, "places that nobody needs are filled"
-
-
-def test_samples_are_in_teams_by_their_number_alone():
-    prompts = [
-        CachedPrompt(Request((1,) * length, n=n), ("a", None))
-        for length, n in ((5, 20), (1, 20), (5, 1))
-    ]
-    many, without, single = (
-        Scheduler([PagePool(1, PAGE)], 1).add(prompt, None) for prompt in prompts
-    )
-    assert [s.team for s in many] == [i // TEAM for i in range(20)]
-    assert {s.team for s in (*without, *single)} == {None}, (
-        "no prompt to read, or nobody to read it with"
-    )
