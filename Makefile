@@ -151,7 +151,6 @@ lint: setup-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/shellcheck launch/*.sh launch/*.sbatch
-	$(BIN)/python -m tests.launchers.jobset_schema launch/gke_jobset.yaml
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 docs: setup-dev

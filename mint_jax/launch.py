@@ -48,19 +48,19 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser("mint_jax.launch", description=__doc__, add_help=False, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    about = "config file, with an optional argument of its get_config"
-    parser.add_argument("--config", metavar="FILE[:ARGUMENT]", help=about)
-    about = "for checkpoints, metrics and results; under runs/ by default"
-    parser.add_argument("--workdir", metavar="DIR", help=about)
-    about = "print the resolved config, what would run, and its bytes; run nothing"
-    parser.add_argument("--dry_run", action="store_true", help=about)
+    for flag, about, how in (
+        ("config", "config file, with an optional argument of its get_config", "FILE[:ARGUMENT]"),
+        ("workdir", "for checkpoints, metrics and results; under runs/ by default", "DIR"),
+        ("dry_run", "print the resolved config, what would run, and its bytes; run nothing", None),
+        ("help", "print this text and, with --config, every setting of its job", None),
+    ):
+        kind: Any = {"metavar": how} if how else {"action": "store_true"}
+        parser.add_argument(f"--{flag}", help=about, **kind)
     about = (
         "join the other hosts of this TPU pod, SLURM or MPI job; with N, refuse to run in any other"
         " number of processes"
     )
     parser.add_argument("--distributed", metavar="N", nargs="?", type=int, const=0, help=about)
-    about = "print this text and, with --config, every setting of its job"
-    parser.add_argument("--help", action="store_true", help=about)
     return parser
 
 
@@ -82,11 +82,7 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
 
 
 def read_config(file: Path, argument: str | None) -> ConfigDict:
-    """Returns the config of a file; the file can import modules of its folder.
-
-    Raises:
-        UserError: no such file, no ``get_config`` in it, or an argument that it refuses.
-    """
+    """Returns the config of a file; the file can import modules of its folder."""
     places = [place for place in (file, SHIPPED / file) if place.is_file()]
     if not places:
         raise UserError(f"config {file} does not exist: check the path of --config")
@@ -113,13 +109,8 @@ def read_config(file: Path, argument: str | None) -> ConfigDict:
 def load(
     name: str, changes: Sequence[tuple[str, str]] = ()
 ) -> tuple[type[RecipeSettings], dict[str, Any]]:
-    """Returns the class of a config's settings, and its values with the command line's changes.
-
-    Args:
-        name: ``FILE`` or ``FILE:ARGUMENT``.
-
-    Raises:
-        UserError: an unknown job or setting; values are checked by ``settings.build``.
+    """Returns the class of a config's settings, and its values with the command line's changes,
+    which ``settings.build`` checks. ``name`` is ``FILE`` or ``FILE:ARGUMENT``.
     """
     file, _, argument = name.partition(":")
     tree = read_config(Path(file).expanduser(), argument or None).to_dict()
@@ -173,8 +164,7 @@ def main(argv: Sequence[str]) -> None:
 def check_workdir(workdir: Path) -> None:
     """Refuses a workdir that cannot be made or written; makes nothing."""
     there = next(folder for folder in (workdir, *workdir.absolute().parents) if folder.exists())
-    is_writable = os.access(there, os.W_OK | os.X_OK)
-    if not there.is_dir() or not is_writable:
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         why = f"no permission in {there}" if there.is_dir() else f"{there} is no folder"
         raise UserError(f"workdir {workdir} cannot be written ({why}): choose another --workdir")
 
@@ -213,10 +203,8 @@ def _with_jax(args: argparse.Namespace, config: RecipeSettings, workdir: Path) -
 
 
 def run(config: RecipeSettings, workdir: Path) -> dict[str, Any]:
-    """Runs a job in this process; ``WORKDIR/result.json`` has its result too.
-
-    The result of a job with the setting ``kernels`` names the kernels of this machine's chips that
-    were passed over, and why.
+    """Runs a job in this process; ``WORKDIR/result.json`` has its result too, with the kernels of
+    this machine's chips that were passed over.
 
     Raises:
         UserError: a mistake in the config or in a file, or a full disk.
@@ -272,9 +260,7 @@ def cli(main: Callable[[Sequence[str]], None] = main) -> None:
 
 
 def _loaded(module: str, function: str, default: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function of a module that the job has imported, else ``default``: a mistake found
-    before then imports no JAX.
-    """
+    """Returns a function of a module that the job has imported, else ``default``."""
     return getattr(sys.modules.get(f"mint_jax.{module}"), function, default)
 
 

@@ -12,11 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import peft
-import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from mint_jax.errors import UserError
 from mint_jax.lora import tree
 from mint_jax.lora.peft import CONFIG, WEIGHTS
 from mint_jax.models import hf, transformer
@@ -40,13 +38,6 @@ def our_logits(base, adapter, config, tokens_BT) -> np.ndarray:
     """``[B, T, V]`` with one adapter for all rows."""
     view = view_of_one(adapter, config.scale)
     return np.asarray(decoder_logits(base.params, view, tokens_BT, cfg=base.cfg))
-
-
-def refusal(call, *args, **kwargs) -> str:
-    """The message of the ``UserError`` that a call raises."""
-    with pytest.raises(UserError) as error:
-        call(*args, **kwargs)
-    return str(error.value)
 
 
 def tables(base):

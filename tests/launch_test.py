@@ -11,7 +11,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
 from mint_jax import launch as launcher
@@ -72,15 +71,9 @@ FILES = ("--config.input=in.jsonl", "--config.output=out.jsonl")
     ("args", "message"),
     [
         ((), "no config: give --config="),
-        ((SCORE, "extra"), "unexpected argument 'extra'"),
         (("--config=unknown_job.py",), "job is 'cook'; choose one of: grpo, "),
         ((SCORE,), "input is empty: set --config.input="),
-        (
-            (SCORE, "--config.input=none.jsonl", "--config.output=out.jsonl"),
-            "input none.jsonl does not exist",
-        ),
         ((SCORE, *FILES, "--config.mesh.tensor=3"), "devices"),
-        (("--config=none.py",), "none.py"),
         (("--config=refuses.py:12",), "size 12 is too large"),
         ((SCORE, "--config.typo=1"), "typo is no setting"),
         ((SCORE, "--config.max_tokens"), "--config.max_tokens has no value"),
@@ -100,20 +93,6 @@ def test_a_users_mistake_is_one_line(folder, args, message):
     assert last.startswith("error: ")
     assert message in last
     assert not (folder / "out.jsonl").exists()
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        ((SCORE, "--cofnig.max_tokens=3"), "cofnig"),
-        (("--config=broken.py",), "SyntaxError"),
-    ],
-    ids=["flag", "syntax"],
-)
-def test_flags_that_cannot_be_parsed_are_named(folder, args, message):
-    status, _, stderr = launch(*args, cwd=folder)
-    assert status != 0
-    assert message in stderr
 
 
 def in_time(args, cwd) -> tuple[int, str, float]:
@@ -148,26 +127,16 @@ EVALUATE = f"--config={ROOT / 'configs' / 'evaluate.py'}"
     ("args", "message"),
     [
         ((TRAIN, "--config.base=nowhere"), "base is 'nowhere'; choose one of: "),
-        ((TRAIN, "--config.dtype=float16"), "dtype is 'float16'; choose one of: float32, bfloat16"),
         (
             (TRAIN, "--config.policies.*.data.path=none.jsonl"),
             "data file none.jsonl does not exist",
         ),
         (
-            (TRAIN, "--config.policies.*.data.env=no_such_env"),
-            "environment is 'no_such_env'; choose one of: ",
-        ),
-        (
             (TRAIN, "--config.policies.*.data.env=nowhere:make"),
             "environment 'nowhere:make' could not be imported",
         ),
-        ((TRAIN, "--config.kernels.draw=triton"), "kernels.draw is 'triton'"),
         ((TRAIN, "--workdir=in.jsonl/x"), "workdir in.jsonl/x cannot be written"),
         ((EVALUATE, "--config.catalog=nowhere"), "catalog nowhere does not exist"),
-        (
-            (SERVE, "--config.certificate=none.pem"),
-            "certificate is 'none.pem'; expected a file that exists",
-        ),
         ((POD, "--config.topology=v5p-60"), "topology is 'v5p-60'; choose one of: v5p-8, v5p-16, "),
     ],
     ids=lambda x: (
@@ -189,10 +158,8 @@ def test_a_dry_run_refuses_what_the_run_refuses(folder, args, message, dry):
         ("wandb", (TRAIN, "--config.wandb=project"), "wandb"),
         ("mlflow", (TRAIN, "--config.mlflow=experiment"), "mlflow"),
         ("pyarrow", (TRAIN, "--config.policies.*.data.path=rows.parquet"), "data"),
-        ("reasoning_gym", (TRAIN, "--config.policies.*.data.env=reasoning_gym"), "data"),
         ("psycopg", (TRAIN, "--config.catalog=postgresql://localhost/mint"), "postgres"),
         ("starlette", (SERVE,), "serve"),
-        ("google.protobuf", (SERVE,), "serve"),
         ("libtpu", (POD,), "tpu-aot"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
@@ -231,21 +198,6 @@ def test_a_mistake_is_reported_before_jax_is_imported(folder):
     subprocess.run(
         [sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
     )
-
-
-def test_a_run_says_at_once_what_it_does(folder):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "mint_jax.launch", TRAIN, "--workdir=work"]
-    with subprocess.Popen(
-        command, cwd=folder, stderr=subprocess.PIPE, text=True, env=environment
-    ) as process:
-        assert process.stderr is not None
-        first = process.stderr.readline()
-        used = psutil.Process(process.pid).cpu_times()
-        process.kill()
-    assert first.startswith("[launch] job sft of ")
-    assert "2 policies, 6 steps over tiny-random; results in work" in first
-    assert used.user + used.system < 2.0
 
 
 def test_a_run_prints_its_result_last_and_saves_it_with_its_config(folder, hf_dirs):

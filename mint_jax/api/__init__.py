@@ -119,6 +119,7 @@ def run(config: RecipeSettings, workdir: str | Path) -> dict[str, Any]:
         raise UserError(
             f"config is {config!r:.80}; expected a config from mint.config or mint.read_config"
         )
+    config.preflight()
     prepare()
     return launch.run(config, Path(workdir))
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -27,11 +28,7 @@ def of_turns(turns: Turns, where: str) -> Episode:
             distribution, at different temperatures, or do not continue each other.
     """
     turns = [turns] if isinstance(turns, Completion) else turns
-    if (
-        not isinstance(turns, Sequence)
-        or not turns
-        or not all(isinstance(turn, Completion) for turn in turns)
-    ):
+    if not all(isinstance(turn, Completion) for turn in _list(turns, where)):
         raise UserError(
             f"{where} is {turns!r:.80}; expected a Completion, or a list of those of its turns"
         )
@@ -91,6 +88,13 @@ def _drawn(completion: Completion, where: str) -> Request:
     return request
 
 
+def _list(value: Any, where: str) -> Any:
+    """Returns a list that is not empty; refuses anything else."""
+    if isinstance(value, str) or not isinstance(value, Sequence | np.ndarray) or not len(value):
+        raise UserError(f"{where} is {value!r:.80}; expected a list, one item for each")
+    return value
+
+
 def groups(
     completions: Sequence[Sequence[Turns]],
     rewards: Sequence[Sequence[float]],
@@ -123,40 +127,28 @@ def groups(
     Raises:
         UserError: completions that cannot train, or a reward that is missing or not finite.
     """
-    for name, value in (("completions", completions), ("rewards", rewards)):
-        if isinstance(value, str) or not isinstance(value, Sequence | np.ndarray) or not len(value):
-            raise UserError(
-                f"{name} is {value!r:.80}; expected a list with one list for each prompt"
-            )
-    if len(completions) != len(rewards):
+    if not len(_list(completions, "completions")) == len(_list(rewards, "rewards")):
         raise UserError(
             f"there are completions of {len(completions)} prompts and rewards of {len(rewards)}:"
             " give a list for each prompt"
         )
     episodes = []
     for q, (several, earned) in enumerate(zip(completions, rewards)):
-        if not isinstance(several, Sequence) or isinstance(several, str) or not several:
-            raise UserError(f"completions[{q}] is {several!r:.80}; expected a list of Completions")
-        if (
-            not isinstance(earned, Sequence | np.ndarray)
-            or isinstance(earned, str)
-            or len(earned) != len(several)
-        ):
-            count = len(earned) if isinstance(earned, Sequence | np.ndarray) else "no list"
+        where = f"completions[{q}]"
+        _list(several, where)
+        if len(_list(earned, f"rewards[{q}]")) != len(several):
             raise UserError(
-                f"rewards[{q}] has {count} for {len(several)} completions: give one number for each"
+                f"rewards[{q}] has {len(earned)} for {len(several)} completions: give one number"
+                " for each"
             )
-        episodes.append(
-            [of_turns(turns, f"completions[{q}][{g}]") for g, turns in enumerate(several)]
-        )
+        episodes.append([of_turns(turns, f"{where}[{g}]") for g, turns in enumerate(several)])
         if len({(tuple(one.prompt), one.temperature) for one in episodes[q]}) > 1:
             raise UserError(
-                f"completions[{q}] are of several prompts or temperatures: compare completions of"
-                " one prompt"
+                f"{where} are of several prompts or temperatures: compare completions of one prompt"
             )
         if len(several) != len(completions[0]):
             raise UserError(
-                f"completions[{q}] has {len(several)} completions, completions[0] has"
+                f"{where} has {len(several)} completions, completions[0] has"
                 f" {len(completions[0])}: draw equally many"
             )
     try:

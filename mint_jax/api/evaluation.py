@@ -41,14 +41,8 @@ class Evaluation:
 
 
 def task_of(task: Any, prompts: Any) -> tuple[Any, list[Example]]:
-    """Returns the task's environment and its held-out examples.
-
-    Args:
-        task: an environment, its name, or a reward function of (completion text, prompt).
-        prompts: required for a function; otherwise they replace the environment's own.
-
-    Raises:
-        UserError: ``task`` has another type, or a function comes without prompts.
+    """Returns the task's environment and its held-out examples. A function needs prompts; they
+    replace those of an environment.
     """
     if isinstance(task, str):
         task = env_lib.make(task)
@@ -64,10 +58,8 @@ def task_of(task: Any, prompts: Any) -> tuple[Any, list[Example]]:
         )
     if prompts is None:
         return task, list(task.held_out)
-    return task, [
-        one if isinstance(one, Example) else Example(one, "")
-        for one in one_by_one(prompts, "prompts")
-    ]
+    given = one_by_one(prompts, "prompts")
+    return task, [one if isinstance(one, Example) else Example(one, "") for one in given]
 
 
 def evaluate(
@@ -77,11 +69,7 @@ def evaluate(
     examples: int | None,
     sample: Callable[[list[Prompt]], list[list[Completion]]],
 ) -> Evaluation:
-    """Samples held-out prompts and scores the completions.
-
-    Raises:
-        UserError: as in ``task_of`` and ``scoring.score``.
-    """
+    """Samples held-out prompts and scores the completions."""
     env, held_out = task_of(task, prompts)
     if examples is not None and (
         isinstance(examples, bool) or not isinstance(examples, int) or examples < 1

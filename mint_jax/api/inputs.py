@@ -104,11 +104,8 @@ def seeds(seed: int | None, fresh: Sequence[int], count: int) -> list[int]:
         fresh: entropy of an unseeded call: the policy's seed, the model's, the call number.
         count: number of prompts.
     """
-    return (
-        np.random.SeedSequence(list(fresh) if seed is None else [seed])
-        .generate_state(count)
-        .tolist()
-    )
+    entropy = list(fresh) if seed is None else [as_seed(seed)]
+    return np.random.SeedSequence(entropy).generate_state(count).tolist()
 
 
 def as_seed(seed: Any) -> int:

@@ -1,6 +1,7 @@
 """``Model`` and ``Policy``: a resident base and the policies that train over it."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from mint_jax.catalog.records.revisions import Revision
 from mint_jax.errors import UserError
 from mint_jax.harness import adapters
 from mint_jax.harness.adapters import AdapterSource, LoadedAdapter
-from mint_jax.harness.start import policy_seed
+from mint_jax.harness.start import check_alpha, policy_seed
 from mint_jax.lora import peft
 from mint_jax.lora.tree import ALL_LINEAR, AdapterConfig, Slot, Stacks, spelled_out
 from mint_jax.models import hf, transformer
@@ -47,11 +48,8 @@ class Policy:
     def __repr__(self) -> str:
         if self.model.policies.get(self.name) is not self:
             return f"Policy({self.name!r}, not in training)"
-        config = self.config
-        return (
-            f"Policy({self.name!r}, rank {config.adapter.rank}, {config.loss.kind}, {self.steps}"
-            " steps)"
-        )
+        about = f"rank {self.config.adapter.rank}, {self.config.loss.kind}, {self.steps} steps"
+        return f"Policy({self.name!r}, {about})"
 
     @property
     def trainer(self) -> Trainer:
@@ -62,11 +60,10 @@ class Policy:
         """
         trainer = self.model.need_trainer()
         if self.model.policies.get(self.name) is not self:
-            again = (
-                ", and another policy has its name now" if self.name in self.model.policies else ""
-            )
+            taken = self.name in self.model.policies
+            also = ", and another policy has its name now" if taken else ""
             raise UserError(
-                f"policy {self.name!r} was removed{again}: make it again with policy(...) or"
+                f"policy {self.name!r} was removed{also}: make it again with policy(...) or"
                 " resume(...)"
             )
         return trainer
@@ -116,12 +113,10 @@ class Policy:
             rows: computes the gradient of these rows alone and changes nothing. None returns the
                 sum accumulated since the last update.
         """
-        trainer = self.trainer
-        return (
-            trainer.gradient(self.name)
-            if rows is None
-            else self.model.gradients({self.name: rows})[self.name]
-        )
+        if rows is None:
+            return self.trainer.gradient(self.name)
+        self.trainer  # noqa: B018
+        return self.model.gradients({self.name: rows})[self.name]
 
     def adapter(self) -> Any:
         """Returns the current adapter, a tree of NumPy arrays: ``a`` ``[L, R, D]`` and ``b``
@@ -138,25 +133,15 @@ class Policy:
     def completions(
         self, prompts: Sequence[Prompt], seed: int | None = None, **settings: Any
     ) -> list[list[Completion]]:
-        """``n`` completions of each prompt, with tokens and log-probabilities.
+        """Returns ``n`` completions of each prompt, with tokens and log-probabilities.
 
-        Args:
-            prompts: each is text, a list of messages, or a list of token ids.
-            seed: the same seed gives the same tokens. None draws new tokens in each call, derived
-                from the model's ``seed``, the policy's name and ``draws``.
-            settings: fields of ``mint.Request`` such as ``n``, ``max_tokens``, ``temperature``
-                (0, greedy, by default), ``top_p`` and ``stop``.
-
-        Raises:
-            UserError: a setting is unknown, a value has the wrong type, or several greedy
-                completions are requested.
+        Arguments and errors are those of ``Model.completions``. Without a seed each call draws new
+        tokens, derived from the model's ``seed``, the policy's name and ``draws``.
         """
         trainer, model = self.trainer, self.model
         encoded = inputs.encoded(model.base, prompts)
         fresh = [trainer.policies[self.name].seed & 0xFFFFFFFF, model.seed, self.draws]
-        requests = model.requests(
-            encoded, settings, inputs.seeds(model.own_seed(seed), fresh, len(encoded))
-        )
+        requests = model.requests(encoded, settings, inputs.seeds(seed, fresh, len(encoded)))
         self.draws += seed is None
         slot, names = trainer.slots[self.name], {"version": trainer.versions[self.name]}
         return model.generate([(request, slot, names) for request in requests], trainer.stacks)
@@ -183,13 +168,8 @@ class Policy:
             UserError: a reward function comes without prompts, raises, or returns something else
                 than a finite number.
         """
-        return evaluate(
-            self.name,
-            task,
-            prompts,
-            examples,
-            lambda some: self.completions(some, seed=seed, **settings),
-        )
+        sample = functools.partial(self.completions, seed=seed, **settings)
+        return evaluate(self.name, task, prompts, examples, sample)
 
     def save(self, catalog: Store | str | Path, why: str = "") -> Revision:
         """Saves the current weights as a revision and points ``NAME@latest`` at it.
@@ -210,9 +190,8 @@ class Policy:
         """Writes the current weights as a PEFT directory and returns its path. The directory must
         be empty or not exist.
         """
-        return self.model.write_peft(
-            self.trainer.adapter(self.name), self.config.adapter, directory
-        )
+        adapter = self.trainer.adapter(self.name)
+        return self.model.write_peft(adapter, self.config.adapter, directory)
 
     def save_state(self, file: str | Path) -> Path:
         """Saves the training state for ``Model.resume``: adapter, moments, accumulated gradients,
@@ -255,10 +234,8 @@ class Model:
     def __repr__(self) -> str:
         if self._closed:
             return f"Model({self.name!r}, closed)"
-        return (
-            f"Model({self.name!r}, {self.base.nbytes / 1e6:.0f} MB, policies:"
-            f" {', '.join(self.policies) or 'none'})"
-        )
+        policies = ", ".join(self.policies) or "none"
+        return f"Model({self.name!r}, {self.base.nbytes / 1e6:.0f} MB, policies: {policies})"
 
     def __enter__(self) -> "Model":
         return self
@@ -328,55 +305,39 @@ class Model:
                 "learning_rate and optimizer are both given: set learning_rate in the"
                 " OptimizerConfig"
             )
-        if optimizer is None:
-            optimizer = (
-                OptimizerConfig() if learning_rate is None else OptimizerConfig(learning_rate)
-            )
         loaded = None if start is None else self._adapter(start, "start")
         compared = None if reference is None else self._adapter(reference, "reference")
-        if loaded is not None:
-            if given := [
-                n
-                for n, value in (("rank", rank), ("alpha", alpha), ("targets", targets))
-                if value is not None
-            ]:
-                raise UserError(
-                    f"{given[0]} and start are both given; start has {loaded.config}: leave"
-                    f" {given[0]} out"
-                )
-            adapter = loaded.config
-        else:
-            rank = 8 if rank is None else rank
-            adapter = AdapterConfig(rank, targets=(ALL_LINEAR,) if targets is None else targets)  # type: ignore[arg-type]
-            adapter.bucket  # noqa: B018 - raises if the rank is out of range
-            adapter = dataclasses.replace(adapter, alpha=2.0 * rank if alpha is None else alpha)
-        if not 0 < adapter.alpha < float("inf"):
+        shape: dict[str, Any] = {"rank": rank, "alpha": alpha, "targets": targets}
+        shape = {field: value for field, value in shape.items() if value is not None}
+        if loaded is not None and shape:
             raise UserError(
-                f"alpha is {adapter.alpha}; expected a finite number above 0: the adapter's scale"
-                " is alpha / rank"
+                f"{next(iter(shape))} and start are both given; start has {loaded.config}: leave"
+                f" {next(iter(shape))} out"
             )
+        usual: dict[str, Any] = {"rank": 8, "targets": (ALL_LINEAR,)}
+        adapter = AdapterConfig(**usual | shape) if loaded is None else loaded.config
+        adapter.bucket  # noqa: B018 - raises if the rank is out of range
+        if loaded is None and alpha is None:
+            adapter = dataclasses.replace(adapter, alpha=2.0 * adapter.rank)
+        check_alpha(adapter.alpha)
         if compared is not None and not loss_config.needs_reference:
             raise UserError(
                 f"reference is given, but {loss_config} compares with nothing: leave it out, or set"
                 " kl_kind='k3' and kl"
             )
-        if (
-            compared is None
-            and loss_config.needs_reference
-            and loss_config.reference not in ("start", "base")
-        ):
+        if compared is not None:
+            named = reference.name if isinstance(reference, Stored) else str(reference)
+            loss_config = dataclasses.replace(loss_config, reference=named)
+        elif loss_config.needs_reference and loss_config.reference not in ("start", "base"):
             raise UserError(
                 f"loss.reference is {loss_config.reference!r}; give the policy its adapter too:"
                 " reference=store['policy@3']"
             )
-        if compared is not None:
-            loss_config = dataclasses.replace(
-                loss_config,
-                reference=reference.name if isinstance(reference, Stored) else str(reference),
-            )
-        own_seed = policy_seed(self.seed if seed is None else inputs.as_seed(seed), name)
-        config = PolicyConfig(name, adapter, optimizer, loss_config, own_seed)
-        policy = self.join(config)
+        own_seed = policy_seed(inputs.as_seed(self.seed if seed is None else seed), name)
+        if optimizer is None:
+            usual_rate = OptimizerConfig().learning_rate
+            optimizer = OptimizerConfig(usual_rate if learning_rate is None else learning_rate)
+        policy = self.join(PolicyConfig(name, adapter, optimizer, loss_config, own_seed))
         try:
             if loaded is not None:
                 self.need_trainer().load_adapter(name, loaded.adapter)
@@ -420,9 +381,8 @@ class Model:
                 taken.
         """
         self.need_open()
-        state = saved.read(
-            file, self.base.fingerprint, self.name, None if loss is None else inputs.as_loss(loss)
-        )
+        own = None if loss is None else inputs.as_loss(loss)
+        state = saved.read(file, self.base.fingerprint, self.name, own)
         policy = self.join(state.config)
         try:
             state.restore(self.need_trainer())
@@ -454,31 +414,25 @@ class Model:
             UserError: a policy is not in training, or its loss cannot learn from its rows. No
                 policy is updated then.
         """
-        trainer, groups = self.need_trainer(), self._groups(rows)
-        return trainer.update(groups)
+        return self.need_trainer().update(self._groups(rows))
 
     def forward_backward(self, rows: Mapping[str | Policy, Rows]) -> dict[str, dict[str, float]]:
         """Adds the gradients of several policies' rows to their gradient sums; see
         ``Policy.forward_backward``.
         """
-        trainer, groups = self.need_trainer(), self._groups(rows)
-        return {
-            name: summarise(totals) for name, totals in trainer.forward_backward(groups).items()
-        }
+        totals = self.need_trainer().forward_backward(self._groups(rows))
+        return {name: summarise(each) for name, each in totals.items()}
 
     def optim_step(self, policies: Sequence[str | Policy]) -> dict[str, dict[str, float]]:
         """Applies the gradient sums of these policies with AdamW and clears them."""
-        names = inputs.by_policy(
-            dict.fromkeys(inputs.one_by_one(policies, "policies")), self.policies
-        )
-        return self.need_trainer().optim_step(list(names))
+        given = dict.fromkeys(inputs.one_by_one(policies, "policies"))
+        return self.need_trainer().optim_step(list(inputs.by_policy(given, self.policies)))
 
     def gradients(self, rows: Mapping[str | Policy, Rows]) -> dict[str, Any]:
         """Returns the gradients of several policies' rows, from one pass; see
         ``Policy.gradients``.
         """
-        trainer, groups = self.need_trainer(), self._groups(rows)
-        return trainer.gradients(groups)
+        return self.need_trainer().gradients(self._groups(rows))
 
     def _groups(self, rows: Any) -> dict[str, Any]:
         trainer = self.need_trainer()
@@ -502,7 +456,7 @@ class Model:
         seed: int | None = None,
         **settings: Any,
     ) -> list[list[Completion]]:
-        """``n`` completions of each prompt, with tokens and log-probabilities.
+        """Returns ``n`` completions of each prompt, with tokens and log-probabilities.
 
         Args:
             prompts: each is text, a list of messages, or a list of token ids.
@@ -519,35 +473,29 @@ class Model:
         """
         self.need_open()
         encoded = inputs.encoded(self.base, prompts)
-        requests = self.requests(
-            encoded,
-            settings,
-            inputs.seeds(self.own_seed(seed), [self.seed, next(self._calls)], len(encoded)),
-        )
-        each = (
-            list(revision)
-            if isinstance(revision, Sequence) and not isinstance(revision, str)
-            else [revision] * len(encoded)
-        )
-        if wrong := [one for one in each if one is not None and not isinstance(one, Stored)]:
-            raise UserError(
-                f"revision is {wrong[0]!r:.80}; expected store['policy@latest'], where store is"
-                " mint.open(...)"
-            )
+        seeds = inputs.seeds(seed, [self.seed, next(self._calls)], len(encoded))
+        requests = self.requests(encoded, settings, seeds)
+        is_list = isinstance(revision, Sequence) and not isinstance(revision, str)
+        each: list[Any] = list(revision) if is_list else [revision] * len(encoded)  # type: ignore[arg-type]
+        for one in each:
+            if one is not None and not isinstance(one, Stored):
+                raise UserError(
+                    f"revision is {one!r:.80}; expected store['policy@latest'], where store is"
+                    " mint.open(...)"
+                )
         if len(each) != len(encoded):
             raise UserError(
                 f"{len(each)} revisions are given for {len(encoded)} prompts: give one for all, or"
                 " one for each"
             )
-        stores = {id(one.store): one.store for one in each if one is not None}  # type: ignore[union-attr]
+        stores = {id(one.store): one.store for one in each if one is not None}
         if len(stores) > 1:
             raise UserError(
                 f"the revisions come from {len(stores)} catalogs: sample one catalog in a call"
             )
-        names = [None if one is None else one.digest for one in each]  # type: ignore[union-attr]
-        with Pool(
-            self.base, AdapterSource(self.base, next(iter(stores.values()), None)), names, slots
-        ) as pool:
+        names = [None if one is None else one.digest for one in each]
+        source = AdapterSource(self.base, next(iter(stores.values()), None))
+        with Pool(self.base, source, names, slots) as pool:
 
             def sampled(turn: AdapterBatch) -> list[list[Completion]]:
                 rows = [
@@ -570,13 +518,8 @@ class Model:
         ``Policy.evaluate``.
         """
         who = "the base" if revision is None else str(revision)
-        return evaluate(
-            who,
-            task,
-            prompts,
-            examples,
-            lambda some: self.completions(some, revision, seed=seed, **settings),
-        )
+        sample = functools.partial(self.completions, revision=revision, seed=seed, **settings)
+        return evaluate(who, task, prompts, examples, sample)
 
     def export(self, revision: Stored, directory: str | Path) -> Path:
         """Writes a revision as a PEFT directory and returns its path. The directory must be empty
@@ -604,33 +547,23 @@ class Model:
             raise UserError(f"tokens is {tokens!r:.80}; expected a list of token ids")
         return self.base.need_tokenizer().decode(list(ids))
 
-    def own_seed(self, seed: int | None) -> int | None:
-        """Returns the caller's seed, checked; None stays None."""
-        return None if seed is None else inputs.as_seed(seed)
-
     def requests(
         self, prompts: Sequence[tuple[int, ...]], settings: Mapping[str, Any], seeds: Sequence[int]
     ) -> list[Request]:
         """Returns one engine request for each prompt."""
         tokenizer = self.base.tokenizer
-        given: dict[str, Any] = {
-            "stop_ids": () if tokenizer is None else tokenizer.eos_ids
-        } | inputs.sampling(settings)
-        return [
-            Request(prompt, seed=seed, **given) for prompt, seed in zip(prompts, seeds, strict=True)
-        ]
+        given: dict[str, Any] = {"stop_ids": () if tokenizer is None else tokenizer.eos_ids}
+        given |= inputs.sampling(settings)
+        return [Request(p, seed=s, **given) for p, s in zip(prompts, seeds, strict=True)]
 
     def generate(
         self, rows: Sequence[tuple[Request, Slot | None, dict[str, Any]]], stacks: Stacks
     ) -> list[list[Completion]]:
         """Samples requests, each with its adapter's slot and the fields that name its weights."""
-        asked = [
-            dataclasses.replace(request, adapter=slot, **names) for request, slot, names in rows
-        ]
-        found = self.engine.generate(asked, stacks)
+        placed = [dataclasses.replace(r, adapter=slot, **names) for r, slot, names in rows]
         return [
             [dataclasses.replace(c, request=request) for c in some]
-            for (request, _, _), some in zip(rows, found)
+            for (request, _, _), some in zip(rows, self.engine.generate(placed, stacks))
         ]
 
     def write_peft(self, adapter: Any, config: AdapterConfig, directory: str | Path) -> Path:
@@ -639,15 +572,9 @@ class Model:
             raise UserError(f"directory is {directory!r}; expected the path of a new directory")
         directory = Path(directory).expanduser()
         names, _ = peft_tables(self.base.cfg)
+        about = public_name(self.base.name), hf.is_moe_type(self.base.cfg)
         try:
-            peft.write_peft(
-                directory,
-                adapter,
-                config,
-                names,
-                public_name(self.base.name),
-                hf.is_moe_type(self.base.cfg),
-            )
+            peft.write_peft(directory, adapter, config, names, *about)
         except OSError as error:
             raise UserError(
                 f"directory {directory} cannot be written ({error.strerror or error}): choose"

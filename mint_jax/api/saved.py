@@ -49,15 +49,8 @@ def save(file: str | Path, trainer: Trainer, name: str, fingerprint: str, draws:
 
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """Contents of a state file.
-
-    Attributes:
-        config: config of the policy.
-        state: adapter, moments, gradients and counters.
-        reference: config and factors of the reference adapter of KL terms and DPO; None if the
-            reference is the base or the start.
-        draws: see ``Policy.draws``.
-        shapes: padded shapes of the updates so far.
+    """Contents of a state file: a policy's config and training state, the adapter that KL terms and
+    DPO compare with (None: the base or the start), ``Policy.draws``, and padded shapes so far.
     """
 
     config: PolicyConfig
@@ -71,9 +64,8 @@ class Saved:
         trainer.replace(self.config.name, self.state)
         if self.reference is not None:
             trainer.refer(self.config.name, *self.reference)
-        trainer.shapes.shapes += [
-            shape for shape in self.shapes if shape not in trainer.shapes.shapes
-        ]
+        known = trainer.shapes.shapes
+        known += [shape for shape in self.shapes if shape not in known]
 
 
 def read(file: str | Path, fingerprint: str, base: str, loss: LossConfig | None) -> Saved:
@@ -94,8 +86,7 @@ def read(file: str | Path, fingerprint: str, base: str, loss: LossConfig | None)
             f"file {path} cannot be read ({error.strerror or error}): give a file that"
             " save_state wrote"
         ) from None
-    state = HostState.from_bytes(data, str(path))
-    notes = notes_of(data)
+    state, notes = HostState.from_bytes(data, str(path)), notes_of(data)
     if not {"policy", "base", "draws", "shapes"} <= set(notes):
         raise UserError(
             f"{path} is a training state of the service: give a file that save_state wrote"
@@ -105,22 +96,15 @@ def read(file: str | Path, fingerprint: str, base: str, loss: LossConfig | None)
             f"{path} belongs to base {notes['base'][:12]}, but {base} is"
             f" {fingerprint[:12]}: load the base that the policy trained over"
         )
-    fields = notes["policy"]
-    own = loss if loss is not None else LossConfig(**fields["loss"])
-    config = PolicyConfig(
-        fields["name"], state.config, OptimizerConfig(**fields["optimizer"]), own, fields["seed"]
-    )
-    compared, reference = state.parts.get("reference"), None
-    if compared is not None:
-        adapter = notes["reference"]
-        shape = AdapterConfig(**adapter | {"targets": tuple(adapter["targets"])})
+    given, parts, reference = notes["policy"], dict(state.parts), None
+    own = LossConfig(**given["loss"]) if loss is None else loss
+    optimizer = OptimizerConfig(**given["optimizer"])
+    config = PolicyConfig(given["name"], state.config, optimizer, own, given["seed"])
+    if (compared := parts.pop("reference", None)) is not None:
+        shape = AdapterConfig(**notes["reference"])
         reference = shape, params_lib.nest(dict(compared))
-    state = dataclasses.replace(
-        state, parts={name: part for name, part in state.parts.items() if name != "reference"}
-    )
-    return Saved(
-        config, state, reference, notes["draws"], [tuple(shape) for shape in notes["shapes"]]
-    )
+    state = dataclasses.replace(state, parts=parts)
+    return Saved(config, state, reference, notes["draws"], list(map(tuple, notes["shapes"])))
 
 
 def _path(file: Any) -> Path:

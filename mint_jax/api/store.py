@@ -96,13 +96,9 @@ def open(place: str | Path, payloads: str = "", create: bool = False) -> Store:
     if not isinstance(place, str | Path) or not str(place):
         raise UserError(f"place is {place!r}; expected a catalog's folder or its database's URL")
     text = str(Path(place).expanduser()) if "://" not in str(place) else str(place)
-    file = (
-        Path(text.removeprefix("sqlite:///"))
-        if text.startswith("sqlite:///")
-        else Path(text) / "catalog.db"
-    )
-    is_local = "://" not in text or text.startswith("sqlite:///")
-    if not create and is_local and not file.is_file():
+    _, is_sqlite, file = text.partition("sqlite:///")
+    there = Path(file) if is_sqlite else Path(text) / "catalog.db"
+    if not create and (is_sqlite or "://" not in text) and not there.is_file():
         raise UserError(
             f"there is no catalog in {text}: check the path, or make a new one with"
             f" mint.open({text!r}, create=True)"

@@ -1,6 +1,7 @@
 """Adapters by name, in configs and data files: a PEFT directory, or a revision of the catalog."""
 
 import dataclasses
+import operator
 import os
 import time
 from collections.abc import Iterable, Sequence
@@ -54,28 +55,20 @@ def read_adapter(name: str | Path, base: Base, catalog: JobCatalog | None = None
     Raises:
         UserError: not found, unreadable, corrupt, or of another base.
     """
-    text = str(name)
+    text, revision = str(name), None
     if is_directory(text):
-        loaded, bound = _read_directory(text, base)
+        adapter, config = peft.read_peft(Path(text), *peft_tables(base.cfg))  # checks the numbers
+        digest = digest_of(pack(adapter, Schema(base.fingerprint, config)))
     else:
         data, revision = need_catalog(text, catalog).load(text)
         adapter, schema = unpack(data)
         check_base(schema, str(revision), base)
-        loaded = LoadedAdapter(adapter, schema.config, revision.digest, revision)
-        bound = lora_tree.check_fits(
-            adapter, schema.config, transformer.abstract(base.cfg), text, finite=not revision.finite
-        )
-    say(f"adapter {text}: rank {loaded.config.rank}, {bound} modules bound")
-    return loaded
-
-
-def _read_directory(text: str, base: Base) -> tuple[LoadedAdapter, int]:
-    """Returns a PEFT directory's adapter, and the number of modules that it binds."""
-    adapter, config = peft.read_peft(Path(text), *peft_tables(base.cfg))  # checks the numbers
-    abstract = transformer.abstract(base.cfg)
-    bound = lora_tree.check_fits(adapter, config, abstract, text, finite=False)
-    digest = digest_of(pack(adapter, Schema(base.fingerprint, config)))
-    return LoadedAdapter(adapter, config, digest), bound
+        config, digest = schema.config, revision.digest
+    is_unchecked = revision is not None and not revision.finite
+    specs = transformer.abstract(base.cfg)
+    bound = lora_tree.check_fits(adapter, config, specs, text, finite=is_unchecked)
+    say(f"adapter {text}: rank {config.rank}, {bound} modules bound")
+    return LoadedAdapter(adapter, config, digest, revision)
 
 
 def is_directory(text: str) -> bool:
@@ -85,11 +78,7 @@ def is_directory(text: str) -> bool:
 
 
 def need_catalog(text: str, catalog: JobCatalog | None) -> JobCatalog:
-    """Returns the catalog.
-
-    Raises:
-        UserError: the config names none.
-    """
+    """Returns the catalog; raises ``UserError`` if the config names none."""
     if catalog is None:
         raise UserError(
             f"adapter {text} is no PEFT directory ({peft.CONFIG}), and no catalog is given to look"
@@ -126,7 +115,7 @@ class AdapterSource:
     def look_up(self, names: Sequence[str]) -> dict[str, AdapterEntry]:
         found: dict[str, AdapterEntry] = {}
         for name in filter(is_directory, names):
-            loaded, _ = _read_directory(name, self.base)
+            loaded = read_adapter(name, self.base)
             packed = pack(loaded.adapter, Schema(self.base.fingerprint, loaded.config))
             self._peft[loaded.digest] = data = np.frombuffer(packed, np.uint8)
             known = Known(loaded.config, "float32", True)
@@ -138,10 +127,8 @@ class AdapterSource:
 
     def _look_up_revisions(self, names: Sequence[str]) -> dict[str, AdapterEntry]:
         def resolve() -> list[list[Any]]:
-            return [
-                [one.policy, one.number, one.digest, one.finite, one.schema, one.place.length]
-                for one in self._main.resolve_many(names)
-            ]
+            of_name = operator.attrgetter("policy", "number", "digest", "finite", "schema")
+            return [[*of_name(one), one.place.length] for one in self._main.resolve_many(names)]
 
         found = {}
         for name, (*which, text, nbytes) in zip(names, multihost.agree("revisions", resolve)):

@@ -1,7 +1,7 @@
 """Recipes from JSONL to JSONL: rows of any number of adapters, in turns of those that fit.
 
-Each row is on disk as soon as it is done. Rows are appended to ``OUTPUT.part``, which starts with
-what they are made from; the same command continues an interrupted run. At the end ``OUTPUT``
+Each row is on disk as soon as it is done. Rows are appended to ``OUTPUT.part``, whose first line
+has what they are made from; the same command continues an interrupted run. At the end ``OUTPUT``
 appears as a whole, in the order of the input, and the part is removed.
 """
 
@@ -52,7 +52,7 @@ class Program(Protocol):
         """Returns the checked input of a row; ``where`` is its place for errors."""
         ...
 
-    def compute(self, inputs: Sequence[Any], placed: "Placed", done: Finished) -> list[Any]:
+    def compute(self, inputs: Sequence[Any], placed: Placed, done: Finished) -> list[Any]:
         """Returns the results of a turn's rows."""
         ...
 
@@ -81,15 +81,14 @@ def run(
     places, rows = zip(*numbered_rows(source))
     decides = {"input with digest": digest_of(json.dumps(rows, sort_keys=True).encode())[:12]}
     decides |= {name: getattr(config, name) for name in ("base", "dtype", "quantise")}
-    with Output(path, len(rows), decides | dict(made_from)) as output:
-        todo = [n for n in range(len(rows)) if n not in output.rows]
+    with Output(path, len(rows)) as output:
         base = start.open_base(config)
         program, inputs = program_of(base), []
         for row, where in zip(rows, places):
             _check_row(row, program.keys, where)
             inputs.append(program.prepare(row, where))
+        todo = [n for n in range(len(rows)) if n not in output.rows]
         names = [rows[n].get("adapter") for n in todo]
-        progress = Progress(config.job, len(rows), done=len(output.rows))
 
         def compute(turn: AdapterBatch) -> list[Any]:
             numbers = [todo[i] for i in turn.rows]
@@ -113,7 +112,9 @@ def run(
             adapters.pool_of(base, names, catalog, config.slots) as pool,
         ):
             by_name = {f"adapter {name}": digest for name, digest in pool.digests.items()}
-            output.begin({"base's fingerprint": base.fingerprint} | by_name)
+            decides |= {"base's fingerprint": base.fingerprint, **made_from, **by_name}
+            output.begin(decides)
+            progress = Progress(config.job, len(rows), done=len(output.rows))
             began = time.monotonic()
             results = pool.run(compute)
             seconds = time.monotonic() - began
@@ -144,52 +145,43 @@ def _check_row(row: Row, keys: Sequence[str], where: str) -> None:
 
 
 def tokens_of(base: Base, row: Row, where: str) -> list[int]:
-    """Returns the token ids of a row with ``tokens`` or ``text``."""
+    """Returns the token ids of a row with ``tokens``, ``text`` or ``prompt``."""
     if "tokens" in row:
         tokens = row["tokens"]
         if not isinstance(tokens, list) or not all(type(t) is int for t in tokens):
             raise UserError(f"{where}: tokens is {str(tokens)[:80]}; expected a list of token ids")
         return tokens
-    if "text" in row:
-        if not isinstance(row["text"], str):
-            raise UserError(f"{where}: text is {str(row['text'])[:80]}; expected a string")
-        return base.need_tokenizer().encode(row["text"])
+    for name in ("text", "prompt"):
+        if name in row:
+            if not isinstance(row[name], str):
+                raise UserError(f"{where}: {name} is {str(row[name])[:80]}; expected a string")
+            return base.need_tokenizer().encode(row[name])
     raise UserError(f"{where} has {', '.join(row) or 'nothing'}; expected tokens or text")
 
 
 class Output:
     """Rows of one run, a context manager. Several processes have the same rows; the first writes.
 
-    Args:
-        path: of the output.
-        total: number of rows.
-        made_from: what decides the rows, by names that users know.
-
     Attributes:
         rows: finished ones, by index in the input.
 
     Raises:
-        UserError: the folder cannot be written, another process writes there, or there is a part
-            that was made from something else.
+        UserError: the folder cannot be written, another process writes there, or the part is not
+            what an interrupted run leaves.
         Interrupted: leaving the context on Ctrl-C or SIGTERM, with the number of finished rows.
     """
 
-    def __init__(self, path: Path, total: int, made_from: Mapping[str, Any]):
+    def __init__(self, path: Path, total: int):
         self.path, self.part, self.total = path, path.with_name(path.name + ".part"), total
-        self.rows: dict[int, Row] = {}
-        self._made_from: dict[str, Any] = {}
         self._file: Any = None
         try:
-            for entry in multihost.agree("rows that are done", self._open):
-                if "row" in entry:
-                    self.rows[entry["row"]] = entry["result"]
-                else:
-                    self._made_from |= entry["made_from"]
-            self.begin(made_from)
+            head, *entries = multihost.agree("rows that are done", self._open) or [{}]
         except BaseException:
             if self._file is not None:
                 self._file.close()
             raise
+        self._made_from: dict[str, Any] = head
+        self.rows: dict[int, Row] = {entry["row"]: entry["result"] for entry in entries}
 
     def __enter__(self) -> "Output":
         interrupts.standing(self._state)
@@ -208,22 +200,21 @@ class Output:
             raise Interrupted(f"{str(error) or 'SIGINT'}; {self._state()}", number) from None
 
     def begin(self, made_from: Mapping[str, Any]) -> None:
-        """Records what the rows are made from, as far as it is known.
+        """Records what the rows are made from.
 
         Raises:
             UserError: there are rows that were made from something else.
         """
         given = json.loads(json.dumps(made_from, default=str))
         for key, value in given.items():
-            if self.rows and (old := self._made_from.get(key, value)) != value:
+            if self.rows and (old := self._made_from.get(key)) not in (value, None):
                 raise UserError(
                     f"{self.part} holds {len(self.rows)} of {self.total} rows of a run with {key}"
                     f" {old!r}, this one has {value!r}: repeat the former to continue them, remove"
                     " that file to start again, or choose another output"
                 )
-        if new := {key: value for key, value in given.items() if key not in self._made_from}:
-            self._made_from |= new
-            multihost.agree("output", lambda: self._append([{"made_from": new}]))
+        if not self.rows:
+            multihost.agree("output", lambda: self._append([given]))
 
     def add(self, results: Mapping[int, Row]) -> None:
         """Appends finished rows; they are on disk when this returns."""
@@ -241,16 +232,16 @@ class Output:
         multihost.agree("output", write)
 
     def _open(self) -> list[Row]:
-        """Returns the entries of the part, if any."""
+        """Locks the part; returns its entries where it has finished rows."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if self.path.is_dir():
                 raise IsADirectoryError("it is a folder")
             self._file = self.part.open("a+b")
-            self._lock()
+            with contextlib.suppress(OSError):  # a file system without locks
+                self._lock()
             self._file.seek(0)
             whole = self._file.read()
-            lines = whole[: whole.rfind(b"\n") + 1].splitlines()
             self._file.truncate(whole.rfind(b"\n") + 1)  # the last line may be cut short
         except OSError as error:
             raise UserError(
@@ -258,15 +249,15 @@ class Output:
                 " space"
             ) from None
         try:
-            entries = [json.loads(line) for line in lines]
-            if not all(("row" in e and "result" in e) or "made_from" in e for e in entries):
+            entries = [json.loads(line) for line in whole.splitlines()[: whole.count(b"\n")]]
+            if not all("row" in e and "result" in e for e in entries[1:]):
                 raise ValueError("other entries")
         except (ValueError, TypeError):
             raise UserError(
                 f"{self.part} is not what an interrupted job leaves: remove it, or choose another"
                 " output"
             ) from None
-        if not any("row" in entry for entry in entries):
+        if len(entries) < 2:
             self._file.truncate(0)
             return []
         return entries
@@ -280,8 +271,6 @@ class Output:
                 f"output {self.path} is being written by another process: wait until it ends, or"
                 " choose another"
             ) from None
-        except OSError:
-            pass  # a file system without locks
 
     def _append(self, entries: list[Row]) -> None:
         try:

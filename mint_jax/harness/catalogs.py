@@ -13,8 +13,7 @@ from mint_jax import multihost
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.storage.payloads import PackDamaged, PayloadStore, Place
 from mint_jax.errors import UserError
-from mint_jax.harness import options
-from mint_jax.harness.options import CatalogSettings
+from mint_jax.harness.options import CatalogSettings, need_catalog
 
 
 class Named(NamedTuple):
@@ -32,15 +31,7 @@ class Named(NamedTuple):
 
 
 class JobCatalog:
-    """A catalog; all processes make the same calls in the same order.
-
-    Args:
-        place, payloads: see ``Catalog.open``.
-        create: create a missing catalog.
-
-    Raises:
-        UserError: the catalog cannot be opened.
-    """
+    """A catalog; all processes make the same calls in the same order. See ``Catalog.open``."""
 
     def __init__(self, place: str | Path, payloads: str = "", create: bool = False):
         self.place = str(place)
@@ -52,7 +43,7 @@ class JobCatalog:
 
     def _open(self, payloads: str, create: bool) -> str:
         if not create:
-            options.need_catalog(self.place)
+            need_catalog(self.place)
         self._catalog = Catalog.open(self.place, payloads or None)
         return self._catalog.store.url
 

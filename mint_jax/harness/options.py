@@ -8,10 +8,10 @@ devices or the rows of a file is checked by the recipe. Imports no JAX.
 import dataclasses
 import importlib.util
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from mint_jax.envs import env as env_lib
-from mint_jax.errors import UserError, choice
+from mint_jax.errors import UserError
 from mint_jax.fields import setting
 from mint_jax.harness.settings import Count, Natural, Open, Place
 from mint_jax.lora.config import AdapterConfig
@@ -20,6 +20,8 @@ from mint_jax.models.kernels import Kernels
 from mint_jax.train.config import LossConfig, OptimizerConfig
 
 TRACKERS = ("wandb", "mlflow")  # the setting, the package and the extra have the same name
+Dtype = Annotated[str, tuple(names.DTYPES)]
+Quantised = Annotated[str, ("", *names.QUANTISED)]
 ROW_FILES = (".parquet", ".arrow")  # need pyarrow
 
 
@@ -42,35 +44,17 @@ class MeshSizes:
     expert: int = setting("parts of the rows, and of routed experts", 1)
     tensor: int = setting("parts of heads, ffw and vocabulary", 1)
 
-    def axes(self) -> dict[str, int]:
-        """Returns size by axis."""
-        return dataclasses.asdict(self)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BaseSettings(RecipeSettings):
     """Settings of every recipe over a base."""
 
-    base: Place = setting(
-        "checkpoint directory, name of a checkpoint on the hub, or name of a packaged base"
-    )
-    dtype: str = setting("storage and compute type of the base: float32 or bfloat16", "float32")
-    quantise: str = setting(
-        "int8 or float8 stores the layers' matrices in 8 bits; empty: in dtype", ""
-    )
-    as_stored: bool = setting(
-        "on a single CPU, keep weights in the checkpoint's 16 bits or blocks of 8 and 4 bits: the "
-        "same numbers in fewer bytes",
-        True,
-    )
+    base: Place = setting("checkpoint directory, hub name, or name of a packaged base")
+    dtype: Dtype = setting("storage and compute type of the base", "float32")
+    quantise: Quantised = setting("type of the layers' matrices; empty: dtype", "")
+    as_stored: bool = setting("on one CPU, keep weights in the checkpoint's own format", True)
     mesh: MeshSizes = setting("division of the devices", MeshSizes())
     kernels: Kernels = setting("implementation of each kernel", Kernels())
-
-    def __post_init__(self):
-        if self.dtype not in names.DTYPES:
-            raise choice("dtype", self.dtype, names.DTYPES)
-        if self.quantise not in ("", *names.QUANTISED):
-            raise choice("quantise", self.quantise, ["", *names.QUANTISED])
 
     def preflight(self) -> None:
         names.check(self.base)
@@ -80,17 +64,10 @@ class BaseSettings(RecipeSettings):
 class CatalogSettings(BaseSettings):
     """Settings of recipes over a base and a catalog."""
 
-    catalog: Place = setting(
-        "folder or database URL of the catalog; empty: training creates WORKDIR/catalog", ""
-    )
-    payloads: Place = setting(
-        "folder, s3:// or gs:// of the payloads; empty: inside the catalog's folder", ""
-    )
+    catalog: Place = setting("folder or database URL; empty: training makes WORKDIR/catalog", "")
+    payloads: Place = setting("folder, s3:// or gs://; empty: inside the catalog's folder", "")
 
-    @property
-    def creates_catalog(self) -> bool:
-        """True where a missing catalog is created."""
-        return False
+    creates_catalog = False  # a missing one
 
     def preflight(self) -> None:
         super().preflight()
@@ -115,9 +92,7 @@ class PolicySettings:
     adapter: AdapterConfig = setting("shape and scale of the adapter")
     optimizer: OptimizerConfig = setting("AdamW and its schedule", OptimizerConfig())
     loss: LossConfig = setting("the loss", LossConfig())
-    seed: Natural | None = setting(
-        "seed of the policy; unset: from the run's seed and its name", None
-    )
+    seed: Natural | None = setting("unset: from the run's seed and the policy's name", None)
     rollout_revision = ""  # GRPO policies may draw from another revision
 
     def preflight(self, where: str) -> None:
@@ -128,29 +103,15 @@ class PolicySettings:
 class TrainingSettings(CatalogSettings):
     """Settings of grpo, sft and dpo."""
 
-    seed: Natural = setting(
-        "seed of data order, adapters and sampling; a policy's own seed follows from it and the "
-        "policy's name",
-        0,
-    )
+    seed: Natural = setting("seed of data order, adapters and sampling", 0)
     steps: Count = setting("updates of each policy")
-    remat: str = setting(
-        "values that the backward pass keeps: a name in models.transformer.REMAT", "names"
-    )
+    remat: str = setting("values kept for the backward pass, by models.transformer.REMAT", "names")
     max_tokens_per_pass: Count | None = setting(
-        "tokens of one forward and backward pass; a larger update takes several passes; none: 16384"
-        " on CPUs, 8192 on accelerators",
-        None,
+        "tokens of one pass; unset: 16384 on CPUs, 8192 on accelerators", None
     )
     tenant: str = setting("owner of the policies in the catalog", "default")
-    export_every: Count = setting(
-        "steps between two exported revisions; the last step always exports", 10
-    )
-    eval_every: Natural = setting(
-        "steps between two evaluations on held-out data; the alias best names the best revision; "
-        "0: none during training",
-        0,
-    )
+    export_every: Count = setting("steps between two revisions, besides the last step's", 10)
+    eval_every: Natural = setting("steps between two held-out evaluations; 0: none", 0)
     checkpoint: CheckpointSettings = setting("checkpoints of the run", CheckpointSettings())
     tensorboard: bool = setting("write metrics for TensorBoard too", True)
     wandb: str = setting("Weights & Biases project that gets the metrics; empty: none", "")
@@ -165,9 +126,7 @@ class TrainingSettings(CatalogSettings):
         *("keep_rollouts", "cache_gib", "kernels", "tensorboard", *TRACKERS),
     )
 
-    @property
-    def creates_catalog(self) -> bool:
-        return True
+    creates_catalog = True
 
     @property
     def trackers(self) -> dict[str, str]:
@@ -230,11 +189,7 @@ class BatchSettings(CatalogSettings):
 
 
 def need_package(module: str, extra: str, what: str) -> None:
-    """Refuses a feature whose optional package is not installed; nothing is imported.
-
-    Raises:
-        UserError: with the extra to install.
-    """
+    """Refuses a feature whose optional package is not installed; nothing is imported."""
     try:
         found = importlib.util.find_spec(module)
     except ModuleNotFoundError:  # a parent package is missing
@@ -247,11 +202,7 @@ def need_package(module: str, extra: str, what: str) -> None:
 
 
 def need_catalog(place: str) -> None:
-    """Refuses a catalog folder that does not exist; databases are asked when they are opened.
-
-    Raises:
-        UserError: no catalog at ``place``.
-    """
+    """Refuses a catalog folder that does not exist; databases are asked when they are opened."""
     if "://" not in place and not (Path(place) / "catalog.db").is_file():
         raise UserError(
             f"catalog {place} does not exist: set --config.catalog to a catalog's folder or its"

@@ -24,49 +24,40 @@ def table(
     console: Console | None = None,
 ) -> None:
     """Prints a table, on stderr if no console says otherwise; numbers are right-aligned and never
-    broken.
-
-    Columns that do not fit next to the others go to a further table, behind the first column again.
+    broken. Where it is wider than the terminal, each row is a table of its own.
     """
     console = console or _console
-    shown: list[int] = []
-    # a measure is cut to the width that is asked for
-    anything = console.options.update(max_width=1 << 16)
-    for i in range(len(columns)):
-        wider = _table(title, columns, rows, [*shown, i])
-        if len(shown) > 1 and Measurement.get(console, anything, wider).minimum > console.width:
-            console.print(_table(title, columns, rows, shown))
-            shown, title = [0], ""
-        shown.append(i)
-    console.print(_table(title, columns, rows, shown))
-
-
-def _table(
-    title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], shown: Sequence[int]
-) -> Table:
     out = Table(title=title or None, title_justify="left")
-    for i in shown:
+    for i, column in enumerate(columns):
         numeric = all(isinstance(row[i], int | float) for row in rows)
-        out.add_column(
-            columns[i], justify="right" if numeric else "left", no_wrap=numeric, overflow="fold"
-        )
+        justify = "right" if numeric else "left"
+        out.add_column(column, justify=justify, no_wrap=numeric, overflow="fold")
     for row in rows:
-        out.add_row(
-            *(f"{row[i]:.3f}" if isinstance(row[i], float) else escape(str(row[i])) for i in shown)
-        )
-    return out
+        out.add_row(*map(_shown, row))
+    # a measure is cut to the width that is given
+    unbounded = console.options.update(max_width=1 << 16)
+    if Measurement.get(console, unbounded, out).minimum <= console.width or len(columns) < 3:
+        console.print(out)
+        return
+    for k, row in enumerate(rows):
+        single = Table(columns[0], _shown(row[0]), title=(title or None) if k == 0 else None)
+        single.title_justify = "left"
+        for column, value in zip(columns[1:], row[1:]):
+            single.add_row(column, _shown(value))
+        console.print(single)
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else escape(str(value))
 
 
 def result(found: Mapping[str, Any], file: Path) -> None:
     """Prints a job's result on stdout: each list of records as a table, then the single values, and
     where all of it is.
     """
-    records = {
-        key: value
-        for key, value in found.items()
-        if isinstance(value, list) and value and isinstance(value[0], dict)
-    }
-    for key, rows in records.items():
+    for key, rows in found.items():
+        if not (isinstance(rows, list) and rows and isinstance(rows[0], dict)):
+            continue
         shown = [_named(row) for row in rows]
         columns = [name for name, value in shown[0].items() if isinstance(value, int | float | str)]
         cells = [[row.get(name, "") for name in columns] for row in shown]
@@ -76,22 +67,17 @@ def result(found: Mapping[str, Any], file: Path) -> None:
         for key, value in found.items()
         if isinstance(value, int | float | str) and key != "job"
     ]
-    for line in textwrap.wrap(
-        ", ".join(single), 120, break_long_words=False, break_on_hyphens=False
-    ):
-        print(line)
+    whole: Any = {"break_long_words": False, "break_on_hyphens": False}
+    print(*textwrap.wrap(", ".join(single), 120, **whole), sep="\n")
     print(f"result: {file}", flush=True)
 
 
 def _named(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A record whose revision goes by the name that commands take, ``policy@3``, in place of digest
-    and number.
-    """
-    if {"name", "number", "revision"} <= row.keys():
-        return {key: value for key, value in row.items() if key != "number"} | {
-            "revision": f"{row['name']}@{row['number']}"
-        }
-    return dict(row)
+    """Returns a record with its revision as ``policy@3``, in place of digest and number."""
+    if not {"name", "number", "revision"} <= row.keys():
+        return dict(row)
+    named = {"revision": f"{row['name']}@{row['number']}"}
+    return {key: value for key, value in row.items() if key != "number"} | named
 
 
 def completions(
@@ -100,12 +86,9 @@ def completions(
     """A policy's first completions, before training and after."""
     rows = []
     for example, old, new in list(zip(examples, before, after))[:count]:
-        asked = (
-            example.messages
-            if isinstance(example.messages, str)
-            else example.messages[-1]["content"]
-        )
-        rows.append((asked, old, new, example.answer))
+        asked = example.messages
+        prompt = asked if isinstance(asked, str) else asked[-1]["content"]
+        rows.append((prompt, old, new, example.answer))
     table(f"{name}: sample completions", ("prompt", "before", "after", "answer"), rows)
 
 

@@ -6,6 +6,7 @@ annotation of a field says how its value is read:
 - a dataclass is a section; one that derives from ``Open`` keeps undeclared names in ``extra``;
 - ``dict[str, SomeDataclass]`` is a section for each name, ``dict[str, T]`` takes any name;
 - ``Place`` is a path, whose ``~`` is expanded; ``Count`` is at least 1, ``Natural`` at least 0;
+- ``Annotated[str, ("a", "b")]`` is one of these texts;
 - ``T | None = None`` may stay unset.
 
 Imports no JAX: a mistake on the command line is reported before JAX is imported.
@@ -26,19 +27,10 @@ from mint_jax.errors import UserError
 T = TypeVar("T")
 UNSET = dataclasses.MISSING
 TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
-WORDS = {int: "whole number", float: "number", bool: "True or False", str: "text"}
-
-
-@dataclasses.dataclass(frozen=True)
-class Least:
-    """The smallest value of a number, as an annotation."""
-
-    value: float
-
-
+WORDS = {int: "a whole number", float: "a number", bool: "True or False", str: "text"}
 Place = Annotated[str, "path"]
-Count = Annotated[int, Least(1)]
-Natural = Annotated[int, Least(0)]
+Count = Annotated[int, 1]  # the smallest value
+Natural = Annotated[int, 0]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,12 +59,13 @@ def build(cls: type[T], given: Mapping[str, Any], where: str = "", default: Any 
     Raises:
         UserError: a setting is missing, unknown or of another type, or the dataclass refuses it.
     """
-    fields = declared(cls)
-    extra = {name: value for name, value in given.items() if name not in fields}
-    if extra and not issubclass(cls, Open):
-        _unknown(where, next(iter(extra)), fields)
-    values = {}
-    for name, (kind, value, line) in fields.items():
+    known, values = declared(cls), {}
+    extra = {name: value for name, value in given.items() if name not in known}
+    if issubclass(cls, Open):
+        values["extra"] = {name: _value(Any, value, where + name) for name, value in extra.items()}
+    elif extra:
+        _unknown(where, next(iter(extra)), known)
+    for name, (kind, value, line) in known.items():
         value = value if default is None else getattr(default, name)
         if name in given:
             value = _read(kind, given[name], where + name, value)
@@ -84,8 +77,6 @@ def build(cls: type[T], given: Mapping[str, Any], where: str = "", default: Any 
                 f" --config.{where}{name}=..."
             )
         values[name] = value
-    if issubclass(cls, Open):
-        values["extra"] = {name: _leaf(Any, v, where + name) for name, v in extra.items()}
     try:
         return cls(**values)
     except UserError as error:
@@ -111,11 +102,11 @@ def change(kind: Any, tree: dict[str, Any], path: str, text: str, where: str = "
         UserError: no such setting, or text that is not of its type.
     """
     name, _, rest = path.partition(".")
-    if name == "*" and rest and dataclasses.is_dataclass(item := _item(kind)):
+    if name == "*" and rest and dataclasses.is_dataclass(_item(kind)):
         for each in tree:
-            change(item, tree[each], rest, text, f"{where}{each}.")
+            change(kind, tree, f"{each}.{rest}", text, where)
         return
-    child, full = _kind(kind, tree, name, where), where + name
+    child, full = _child(kind, tree, name, where), where + name
     if rest and child is Any and name not in tree:
         child = dict[str, Any]
     if rest and not _is_section(child):
@@ -129,33 +120,32 @@ def change(kind: Any, tree: dict[str, Any], path: str, text: str, where: str = "
             f"{full} is a section, not a value: set --config.{full}.<name>=...; it has {names}"
         )
     else:
-        tree[name] = _leaf(child, text, full, text=True)
+        tree[name] = _value(child, _parse(child, text), full)
 
 
 def describe(
     kind: Any, tree: Mapping[str, Any], where: str = "", default: Any = None
 ) -> Iterator[Line]:
     """Yields every setting with its present value; ``NAME`` stands for a name of one's own."""
-    fields = declared(kind) if dataclasses.is_dataclass(kind) else {}
+    known = declared(kind) if dataclasses.is_dataclass(kind) else {}
     takes_any = _takes_any_name(kind)
-    for name in dict.fromkeys([*fields, *tree] or (() if takes_any else ("NAME",))):
-        child = _kind(kind, tree, name, where)
-        _, value, line = fields.get(name, (None, UNSET, ""))
-        value = tree.get(name, value if default is None else getattr(default, name, UNSET))
+    for name in dict.fromkeys([*known, *tree] or (() if takes_any else ("NAME",))):
+        child = _child(kind, tree, name, where)
+        _, usual, line = known.get(name, (None, UNSET, ""))
+        value = tree.get(name, usual if default is None else getattr(default, name, UNSET))
         if _is_section(child):
             inner = value if isinstance(value, Mapping) else {}
-            base = fields[name][1] if name in fields else None
-            instance = base if dataclasses.is_dataclass(base) else None
-            yield from describe(_bare(child), inner, f"{where}{name}.", instance)
+            instance = usual if dataclasses.is_dataclass(usual) else None
+            yield from describe(child, inner, f"{where}{name}.", instance)
         else:
             yield Line(where + name, _words(child), value, line)
     if takes_any:
-        yield Line(f"{where}NAME", "value", None, "any further name" if fields else "any name")
+        yield Line(f"{where}NAME", "value", None, "any further name" if known else "any name")
 
 
 @functools.cache
 def declared(cls: Any) -> dict[str, tuple[Any, Any, str]]:
-    """Annotation, default (``UNSET``: none) and help of every setting of a dataclass."""
+    """Returns annotation, default (``UNSET``: none) and help of every setting of a dataclass."""
     hints = typing.get_type_hints(cls, include_extras=True)
     return {
         f.name: (hints[f.name], f.default, f.metadata.get("help", ""))
@@ -177,8 +167,8 @@ def _is_section(kind: Any) -> bool:
 
 
 def _item(kind: Any) -> Any:
-    """Returns ``T`` of ``dict[str, T]``, else ``Any``."""
-    return typing.get_args(kind)[1] if typing.get_origin(kind) is dict else Any
+    """Returns ``T`` of ``dict[str, T]`` or ``tuple[T, ...]``, else ``Any``."""
+    return (typing.get_args(kind) or (Any,))[typing.get_origin(kind) is dict]
 
 
 def _section(value: Any, path: str) -> Mapping[str, Any]:
@@ -194,23 +184,18 @@ def _takes_any_name(kind: Any) -> bool:
 
 
 def _names(kind: Any, tree: Mapping[str, Any]) -> list[str]:
-    kind = _bare(kind)
     return list(dict.fromkeys([*(declared(kind) if dataclasses.is_dataclass(kind) else ()), *tree]))
 
 
-def _kind(kind: Any, tree: Mapping[str, Any], name: str, where: str) -> Any:
+def _child(kind: Any, tree: Mapping[str, Any], name: str, where: str) -> Any:
     """Returns the annotation of a name in a section."""
     if dataclasses.is_dataclass(kind) and name in declared(kind):
-        return _bare_section(declared(kind)[name][0])
+        child = declared(kind)[name][0]
+        return _bare(child) if _is_section(child) else child
     if not _takes_any_name(kind) and name not in (*tree, "NAME"):
         _unknown(where, name, _names(kind, tree))
-    if _item(kind) is Any and isinstance(tree.get(name), Mapping):
-        return dict[str, Any]
-    return _item(kind)
-
-
-def _bare_section(kind: Any) -> Any:
-    return _bare(kind) if _is_section(kind) else kind
+    item = Any if dataclasses.is_dataclass(kind) else _item(kind)
+    return dict[str, Any] if item is Any and isinstance(tree.get(name), Mapping) else item
 
 
 def _unknown(where: str, name: str, known: Iterable[str]) -> NoReturn:
@@ -225,94 +210,89 @@ def _unknown(where: str, name: str, known: Iterable[str]) -> NoReturn:
 
 def _read(kind: Any, value: Any, path: str, default: Any) -> Any:
     """Returns a section or a value in its declared type."""
-    if value is None and _bare(kind) is not kind:
-        return None
-    kind = _bare_section(kind)
+    if not _is_section(kind) or (value is None and _bare(kind) is not kind):
+        return _value(kind, value, path)
+    kind, section = _bare(kind), _section(value, path)
     if dataclasses.is_dataclass(kind):
         instance = default if dataclasses.is_dataclass(default) else None
-        return build(kind, _section(value, path), path + ".", instance)  # type: ignore[arg-type]
-    if typing.get_origin(kind) is dict:
-        section, item = _section(value, path), _item(kind)
-        if not section and dataclasses.is_dataclass(item):
-            raise UserError(f"{path} is empty: give the config at least one")
-        return {name: _read(item, each, f"{path}.{name}", None) for name, each in section.items()}
-    return _leaf(kind, value, path)
+        return build(kind, section, path + ".", instance)  # type: ignore[arg-type]
+    if not section and dataclasses.is_dataclass(_item(kind)):
+        raise UserError(f"{path} is empty: give the config at least one")
+    return {name: _read(_item(kind), v, f"{path}.{name}", None) for name, v in section.items()}
 
 
-def _words(kind: Any) -> str:
+def _words(kind: Any, article: str = "") -> str:
     """Names the type of a value."""
     kind = _bare(kind)
     if typing.get_origin(kind) is Annotated:
-        inner, *marks = typing.get_args(kind)
-        least = next((f", at least {m.value}" for m in marks if isinstance(m, Least)), "")
-        return "path" if "path" in marks else _words(inner) + least
-    if kind is tuple or typing.get_origin(kind) is tuple:
-        item = (typing.get_args(kind) or (Any,))[0]
-        return f"tuple of {_words(item)}s" if item is not Any else "tuple"
-    return WORDS.get(kind, "value")
+        inner, mark = typing.get_args(kind)
+        if isinstance(mark, tuple):
+            return f"one of {', '.join(name or 'empty' for name in mark)}"
+        least = f"{_words(inner, article)}, at least {mark}"
+        return f"{article}path" if mark == "path" else least
+    if tuple in (kind, typing.get_origin(kind)):
+        items = _words(_item(kind)).partition(" of ")[0]
+        of = "" if _item(kind) is Any else f" of {items}s"
+        return f"{article}tuple{of}"
+    words = WORDS.get(kind, "a value")
+    return words if article else words.removeprefix("a ")
 
 
-def _leaf(kind: Any, value: Any, path: str, text: bool = False) -> Any:
-    """Returns a value in its type; with ``text`` it is the command line's."""
+def _value(kind: Any, value: Any, path: str) -> Any:
+    """Returns a value in its type.
 
-    def refused(shown: Any = value) -> UserError:
-        words = _words(kind)
-        article = "" if words.startswith(("text", "True")) else "a "
-        return UserError(f"{path} is {shown!r}; expected {article}{words}: set --config.{path}=...")
+    Raises:
+        UserError: it is of another type, or out of range.
+    """
+    try:
+        return None if value is None and _bare(kind) is not kind else _checked(_bare(kind), value)
+    except ValueError:
+        expected = _words(kind, "a ")
+        raise UserError(
+            f"{path} is {value!r}; expected {expected}: set --config.{path}=..."
+        ) from None
 
-    if _bare(kind) is not kind and (value is None or (text and value == "None")):
-        return None
-    kind = _bare(kind)
+
+def _checked(kind: Any, value: Any) -> Any:
+    """Returns a value in its type, or raises ``ValueError``."""
     if typing.get_origin(kind) is Annotated:
-        inner, *marks = typing.get_args(kind)
-        try:
-            out = _leaf(inner, value, path, text)
-        except UserError:
-            raise refused() from None
-        if any(isinstance(m, Least) and not out >= m.value for m in marks):
-            raise refused(out)
-        return os.path.expanduser(out) if "path" in marks else out
-    if kind is Any:
-        value = _literal(value) if text else value
+        inner, mark = typing.get_args(kind)
+        value = _checked(inner, value)
+        if mark == "path":
+            return os.path.expanduser(value)
+        if value not in mark if isinstance(mark, tuple) else value < mark:
+            raise ValueError
+    elif kind is Any:
         is_home = isinstance(value, str) and value.startswith("~/")
         return os.path.expanduser(value) if is_home else value
-    if kind is tuple or typing.get_origin(kind) is tuple:
-        return _tuple((typing.get_args(kind) or (Any,))[0], value, path, text, refused)
-    if kind is bool and text:
-        if value.lower() not in TRUE + FALSE:
-            raise refused()
-        return value.lower() in TRUE
-    if kind in (int, float) and text:
-        try:
-            return kind(value)
-        except ValueError:
-            raise refused() from None
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+    elif tuple in (kind, typing.get_origin(kind)):
+        item = _item(kind)
+        if item is str and isinstance(value, str):  # a single text is a tuple of one
+            value = (value,) if value else ()
+        if not isinstance(value, tuple | list):
+            raise ValueError
+        return tuple(_checked(item, each) for each in value)
+    elif kind is float and type(value) is int:
         return float(value)
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise refused()
+    elif not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
+        raise ValueError
     return value
 
 
-def _tuple(item: Any, value: Any, path: str, text: bool, refused: Any) -> tuple:
-    """Returns items of one type; where texts are expected a single text is a tuple of one."""
-    if isinstance(value, str):
-        parsed = _literal(value) if text and value[:1] in ("(", "[") else value
-        if isinstance(parsed, str) and (text or item is str):
-            parsed = (parsed,) if parsed and item is str else () if not parsed else _literal(parsed)
-            parsed = parsed if isinstance(parsed, tuple | list) else (parsed,)
-        value = parsed
-    if not isinstance(value, tuple | list):
-        raise refused()
-    try:
-        return tuple(_leaf(item, each, path) for each in value)
-    except UserError:
-        raise refused() from None
-
-
-def _literal(text: str) -> Any:
-    """Returns a Python literal, or the text itself."""
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+def _parse(kind: Any, text: str) -> Any:
+    """Returns the value that a text of the command line stands for."""
+    if _bare(kind) is not kind and text == "None":
+        return None
+    kind = _bare(kind)
+    if typing.get_origin(kind) is Annotated:
+        kind = typing.get_args(kind)[0]
+    is_tuple = tuple in (kind, typing.get_origin(kind))
+    if kind is str or (is_tuple and _item(kind) is str and text[:1] not in ("(", "[")):
         return text
+    if kind is bool:
+        return text.lower() in TRUE if text.lower() in TRUE + FALSE else text
+    try:
+        value = float(text) if kind is float else ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        value = text
+    return (value,) if is_tuple and not isinstance(value, tuple | list) else value

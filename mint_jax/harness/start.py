@@ -33,17 +33,16 @@ def open_base(config: BaseSettings) -> Base:
     Raises:
         UserError: some processes of the devices have not joined, or have a different base.
     """
-    if jax.process_count() != multihost.count():
+    there, joined = (
+        (jax.process_index(), jax.process_count()),
+        (multihost.index(), multihost.count()),
+    )
+    if there != joined:
         raise UserError(
-            f"these devices belong to {jax.process_count()} processes, of which {multihost.count()}"
-            " joined: start all with --distributed"
+            "this is process {} of {} of these devices, and joined as {} of {}: start all with"
+            " --distributed".format(*there, *joined)
         )
-    if jax.process_index() != multihost.index():
-        raise UserError(
-            f"MINT_PROCESS is {multihost.index()} on host {jax.process_index()} of this slice: use"
-            " --distributed in its place"
-        )
-    devices = mesh.make_mesh(config.mesh.axes())
+    devices = mesh.make_mesh(vars(config.mesh))
     began, progress = time.monotonic(), None
 
     def report(done: int, total: int) -> None:
@@ -74,11 +73,7 @@ def encode(base: Base, prompt: Any) -> list[int]:
 
 
 def cache_bytes(cache_gib: float) -> int | None:
-    """Returns bytes of the sampler's cache; None lets the engine choose.
-
-    Raises:
-        UserError: a negative or infinite size.
-    """
+    """Returns bytes of the sampler's cache; None lets the engine choose."""
     if not 0 <= cache_gib < 2**30:
         raise UserError(f"cache_gib is {cache_gib}; expected GiB of cache, or 0")
     return int(cache_gib * 2**30) or None
@@ -87,23 +82,23 @@ def cache_bytes(cache_gib: float) -> int | None:
 def policy_seed(seed: int, name: str) -> int:
     """Returns a policy's own 32-bit seed from the run's seed and its name alone: other policies of
     a config do not change it.
-
-    Raises:
-        UserError: the run's seed is negative.
     """
-    if seed < 0:
-        raise UserError(f"seed is {seed}; expected a whole number >= 0")
     words = np.frombuffer(hashlib.blake2b(name.encode(), digest_size=16).digest(), "<u4")
     return int(np.random.SeedSequence([seed, *words.tolist()]).generate_state(1)[0])
 
 
+def check_alpha(alpha: float, where: str = "") -> None:
+    """Refuses an alpha that is no scale."""
+    if not 0 < alpha < math.inf:
+        raise UserError(
+            f"{where}alpha is {alpha}; expected a finite number above 0: the adapter's scale is"
+            " alpha / rank"
+        )
+
+
 def policy_config(name: str, policy: PolicySettings, run_seed: int) -> PolicyConfig:
     """Returns the trainer's config of a policy; its seed is its own or ``policy_seed``."""
-    if not (math.isfinite(policy.adapter.alpha) and policy.adapter.alpha > 0):
-        raise UserError(
-            f"policies.{name}.adapter.alpha is {policy.adapter.alpha}; expected a finite number"
-            " above 0: the adapter's scale is alpha / rank"
-        )
+    check_alpha(policy.adapter.alpha, f"policies.{name}.adapter.")
     seed = policy_seed(run_seed, name) if policy.seed is None else policy.seed
     return PolicyConfig(name, policy.adapter, policy.optimizer, policy.loss, seed)
 

@@ -20,7 +20,9 @@ import numpy as np
 
 from mint_jax import interrupts, metrics, multihost, trackers
 from mint_jax import params as params_lib
-from mint_jax.catalog.packed import Schema
+from mint_jax.catalog.lifecycle import Catalog
+from mint_jax.catalog.packed import Schema, digest_of
+from mint_jax.catalog.records.exports import Export
 from mint_jax.catalog.records.names import full_name
 from mint_jax.catalog.rollouts import Rollouts, pack_rollouts
 from mint_jax.checkpoint import FOLDER, Checkpoints
@@ -29,7 +31,7 @@ from mint_jax.errors import Interrupted, UserError
 from mint_jax.harness import adapters, workdir
 from mint_jax.harness.catalogs import JobCatalog
 from mint_jax.harness.options import TrainingSettings
-from mint_jax.harness.recorder import Recorder, Snapshot, claim_policies
+from mint_jax.harness.recorder import CatalogWriter, Snapshot, claim_policies
 from mint_jax.harness.start import say
 from mint_jax.harness.workdir import WorkdirLock
 from mint_jax.lora.tree import spelled_out
@@ -43,15 +45,11 @@ class TrainingRun:
     """One run, a context manager: it holds the workdir from its start, and the policies from
     ``begin``, until it ends.
 
-    Args:
-        config: without a ``catalog``, that is ``folder/catalog``.
-        folder: the workdir.
-
     Attributes:
         step: updates done, by policy.
         notes: JSON of the recipe, which a resume restores.
         resumed: whether the run continues from a checkpoint.
-        catalog: where the policies are recorded.
+        catalog: the config's, or ``folder/catalog``.
         fixed: digest or PEFT directory that rollouts are drawn from, for policies with
             ``rollout_revision``.
 
@@ -68,32 +66,25 @@ class TrainingRun:
 
     def __init__(self, config: TrainingSettings, folder: Path):
         self.config, self.workdir, self.notes = config, folder, dict[str, Any]()
-        self._recorder: Recorder | None = None
+        self._writes: CatalogWriter | None = None
+        # (full name, step, digest) of records from before an interruption, which are not repeated
+        self._recorded: set[tuple[str, int, str]] = set()
+        self._final: dict[str, tuple[str, int]] = {}  # digest and number of final revisions
         self._snapshots: dict[str, Snapshot] = {}
         self._steps_at: dict[int, dict[str, int]] = {}  # by checkpoint, until it is recorded
         self._sizes: dict[str, list[tuple[int, ...]]] = {}  # of shapes, after the last update
         self._durable: dict[str, int] | None = None  # steps of the newest checkpoint on disk
         self._signal = 0  # the last one received
         self._has_begun = self._is_updating = False
-        self._lock: WorkdirLock | None = None  # the first process has it
-        self._closing = contextlib.ExitStack()  # releases the policies, then the workdir
         trackers.check(config.trackers)
-        try:
-            multihost.agree("the workdir", self._lock_workdir)
+        with contextlib.ExitStack() as closing:
+
+            def lock() -> None:
+                closing.callback(WorkdirLock(folder).release)
+
+            multihost.agree("the workdir", lock)
             workdir.claim(config, folder)
-        except BaseException:
-            self._closing.close()
-            raise
-
-    def _lock_workdir(self) -> None:
-        self._lock = WorkdirLock(self.workdir)
-        self._closing.callback(self._lock.release)
-
-    def _release_policies(self) -> None:
-        """Lets other runs claim the policies, once everything submitted is written."""
-        if self._recorder is not None:
-            self._recorder.stop()
-        self.catalog.close()
+            self._closing = closing.pop_all()  # releases the policies, then the workdir
 
     def begin(
         self,
@@ -121,39 +112,50 @@ class TrainingRun:
         self._sampling = {self.names[name]: settings for name, settings in sampling.items()}
         place = config.catalog or self.workdir / "catalog"
         self.catalog = JobCatalog(place, config.payloads, create=True)
-        self._closing.callback(self._release_policies)
+        self._closing.callback(self.catalog.close)
         drawn_from = {n: p.rollout_revision for n, p in config.policies.items()}
         losses = {n: p.loss for n, p in trainer.policies.items() if p.loss.needs_reference}
-        start, self.fixed, references, self._recorder = claim_policies(
+        schemas = {full: self._schema(name) for name, full in self.names.items()}
+        start, self.fixed, references, self._writes = claim_policies(
             self.catalog,
-            {full: self._schema(name) for name, full in self.names.items()},
+            schemas,
             self.workdir / "run.json",
             {name: revision for name, revision in drawn_from.items() if revision},
-            self._lock,
             {n: x.reference for n, x in losses.items() if x.reference not in ("start", "base")},
         )
+        if self._writes is not None:
+            self._closing.callback(self._writes.stop)
+        # records add the step of the revision that a policy continues
+        self._first_step = {full: start.get(full, {}).get("step", 0) for full in schemas}
         self._saved = Checkpoints(self.workdir / FOLDER, config.checkpoint.keep, self._committed)
         exported = self._restore()
         self.resumed = exported is not None
-        if self._recorder is not None:
-            self._recorder.resume(exported or {})
-        self._continue(start)
+        self._numbers = {full: start.get(full, {}).get("number", 0) for full in schemas}
+        self._numbers |= exported or {}
+        if self._writes is not None:
+            self._find_records(self._writes.catalog)
+        self._continue({full: one["digest"] for full, one in start.items()})
         for name, text in references.items():
             loaded = adapters.read_adapter(text, base, self.catalog)
             trainer.refer(name, loaded.config, loaded.adapter)
-        multihost.agree("metrics.jsonl", lambda: metrics.truncate_rows(self._rows_file, self.step))
+        self._rows = self.workdir / "metrics.jsonl"
+        multihost.agree("metrics.jsonl", lambda: metrics.truncate_rows(self._rows, self.step))
         self._writer = metrics.MetricsWriter(self.workdir, config.tensorboard)
         wanted = {} if self._all_done else config.trackers
         self._trackers = trackers.Trackers(self.workdir, wanted, workdir.to_json(config))
         self._remember_shapes(self.step)
         policies, before = len(self.step), sum(self.step.values())
-        total = config.steps * policies
-        self._progress = metrics.Progress(
-            config.job, total, done=before, per=policies, unit="steps"
-        )
+        shown: Any = {"done": before, "per": policies, "unit": "steps"}
+        self._progress = metrics.Progress(config.job, config.steps * policies, **shown)
         self._due = min(self.step.values()) + config.checkpoint.every
-        for name in trainer.policies:
-            self._introduce(name)
+        for name, policy in trainer.policies.items():
+            size, stack = self.adapter_bytes(name), trainer.state[trainer.slots[name].bucket]
+            whole = params_lib.nbytes(stack) / stack.steps.shape[0]
+            say(
+                f"policy {name}: rank {policy.adapter.rank}, adapter {size / 1e6:.2f} MB"
+                f" ({100 * size / base.full_bytes:.2f} % of the base), {whole / 1e6:.2f} MB with"
+                " gradients and optimizer state"
+            )
         if self.resumed:
             self._committed(before)
         # a checkpoint does not wait for the revisions of its own step
@@ -163,16 +165,22 @@ class TrainingRun:
         interrupts.standing(self._resume_hint)
         self._has_begun = True
 
-    @property
-    def _rows_file(self) -> Path:
-        return self.workdir / "metrics.jsonl"
+    def _find_records(self, main: Catalog) -> None:
+        """Looks up the records from before an interruption."""
+        for full, number in self._numbers.items():
+            found: list[Any] = list(main.rollouts(full, 1000))
+            after = max(0, number - 1)  # the checkpoint's own step is exported again
+            while page := main.revisions(full, after):
+                found += [revision for revision in page if revision.state == "live"]
+                after = page[-1].number
+            self._recorded |= {(full, one.step, one.digest) for one in found}
 
     def rows(self) -> dict[str, list[dict[str, Any]]]:
         """Returns the recorded metrics of all steps, by policy."""
 
         def read() -> dict[str, list[dict[str, Any]]]:
             found: dict[str, list[dict[str, Any]]] = {name: [] for name in self.names}
-            for row in map(json.loads, self._rows_file.read_text().splitlines()):
+            for row in map(json.loads, self._rows.read_text().splitlines()):
                 found[row["name"]].append(row)
             return found
 
@@ -198,7 +206,6 @@ class TrainingRun:
             raise Interrupted(f"{str(error) or 'SIGINT'}; {self._resume_hint()}", number) from None
 
     def _resume_hint(self) -> str:
-        """Says where the same command continues."""
         if self._durable is None:
             return (
                 "no checkpoint was written yet: the same command starts from the beginning in"
@@ -257,9 +264,7 @@ class TrainingRun:
         return Schema(self.trainer.base.fingerprint, config)
 
     def _arrays(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns moments, gradient sums and counters by bucket, and the item ``adapters`` of a
-        checkpoint, which restores without them.
-        """
+        """Returns moments, gradient sums and counters by bucket, and the item ``adapters``."""
         rest, factors = {}, {}
         for bucket, stack in self.trainer.state.items():
             rest[str(bucket)] = one = dict(vars(stack))
@@ -267,9 +272,7 @@ class TrainingRun:
         return rest, factors
 
     def _places(self) -> dict[str, Any]:
-        """Returns bucket, slot (axis 1 of the stack) and schema, with the true rank, by policy, for
-        programs that read the item ``adapters`` alone.
-        """
+        """Returns bucket, slot (axis 1 of the stack) and schema, with the true rank, by policy."""
         return {
             name: {
                 "bucket": str(slot.bucket),
@@ -280,9 +283,7 @@ class TrainingRun:
         }
 
     def _restore(self) -> dict[str, int] | None:
-        """Restores the newest checkpoint; returns each policy's revision at that time, None without
-        a checkpoint.
-        """
+        """Restores the newest checkpoint, if any; returns each policy's revision at that time."""
         if (number := self._saved.latest()) is None:
             return None
         arrays, factors = self._arrays()
@@ -300,8 +301,8 @@ class TrainingRun:
         return extra["exported"]
 
     def _continue(self, start: dict[str, str]) -> None:
-        """Loads the last revision of policies that the catalog had before this run; their optimizer
-        starts again. A resumed run has its state, and needs only that reference.
+        """Loads the last revision of policies that the catalog had before this run. A resumed run
+        has its state, and needs only that reference.
         """
         for name, full in self.names.items():
             loss = self.trainer.policies[name].loss
@@ -312,41 +313,26 @@ class TrainingRun:
             if self.resumed:
                 self.trainer.refer(name, loaded.config, loaded.adapter)
             else:
-                found = f"it continues from revision {loaded.revision}"
-                say(f"policy {name} exists in the catalog: {found}")
+                say(f"policy {name} continues from revision {loaded.revision} of the catalog")
                 self.trainer.load_adapter(name, loaded.adapter)
-
-    def _introduce(self, name: str) -> None:
-        config, bucket = self.trainer.policies[name].adapter, self.trainer.slots[name].bucket
-        size, stack = self.adapter_bytes(name), self.trainer.state[bucket]
-        share = 100 * size / self.trainer.base.full_bytes
-        say(
-            f"policy {name}: rank {config.rank}, adapter {size / 1e6:.2f} MB ({share:.2f} % of the"
-            f" base), {params_lib.nbytes(stack) / stack.steps.shape[0] / 1e6:.2f} MB with gradients"
-            " and optimizer state"
-        )
 
     def adapter_bytes(self, name: str) -> int:
         """Returns float32 bytes of a policy's factors at its true rank."""
         return params_lib.nbytes(self.trainer.adapter(name))
 
     def snapshot(self, name: str) -> Snapshot:
-        """Returns a policy's present adapter, copied once between two updates; all processes call
-        it.
-        """
+        """Returns a policy's present adapter, copied once between two updates."""
         if name not in self._snapshots:
             copied, version = self.trainer.snapshot(name), self.trainer.versions[name]
             self._snapshots[name] = Snapshot(copied, self._schema(name), version)
         return self._snapshots[name]
 
     def finished(self) -> dict[str, Any] | None:
-        """Returns the result of a run whose steps were all done before and whose result is there,
-        else None.
-        """
+        """Returns the result of a run whose steps were all done before, if it is there."""
 
         def read() -> dict[str, Any] | None:
-            is_there = self._all_done and (self.workdir / "result.json").is_file()
-            return json.loads((self.workdir / "result.json").read_text()) if is_there else None
+            file = self.workdir / "result.json"
+            return json.loads(file.read_text()) if self._all_done and file.is_file() else None
 
         if (found := multihost.agree("the result of a finished run", read)) is not None:
             self._saved.close()
@@ -364,36 +350,35 @@ class TrainingRun:
     def keep(
         self, name: str, step: int, drawn_by: str | int, rollouts: Callable[[str], Rollouts]
     ) -> None:
-        """Records a policy's rollouts of a step, in the recorder's thread, if ``keep_rollouts`` is
+        """Records a policy's rollouts of a step, in the writing thread, if ``keep_rollouts`` is
         set; all processes call it before the step's update.
 
         Args:
             step: updates done when they were drawn.
             drawn_by: digest of the revision that drew them, or the policy's version.
             rollouts: returns the object, given that digest.
-
-        Raises:
-            RuntimeError: the policy was updated since.
         """
         if not self.config.keep_rollouts:
             return
         snapshot = self.snapshot(name) if isinstance(drawn_by, int) else None
-        if snapshot is not None and snapshot.version != drawn_by:
-            raise RuntimeError(
-                f"policy {name} is version {snapshot.version}, its rollouts are of version"
-                f" {drawn_by}: none would be named"
-            )
-        if self._recorder is None:
+        assert snapshot is None or snapshot.version == drawn_by, "the policy was updated since"
+        if (writer := self._writes) is None:
             return
+        full, keep = self.names[name], self.config.keep_rollouts
+        recorded = self._first_step[full] + step
 
-        def make(recorded: int) -> tuple[bytes, int, float]:
+        def write() -> None:
             made = rollouts(str(drawn_by) if snapshot is None else snapshot.digest)
-            tokens = sum(len(row) for group in made.tokens for row in group)
             data = pack_rollouts(dataclasses.replace(made, policy=full, step=recorded))
-            return data, tokens, float(np.mean(made.rewards))
+            if (full, recorded, digest_of(data)) not in self._recorded:
+                tokens = sum(len(row) for group in made.tokens for row in group)
+                about: Any = {"tokens": tokens, "mean_reward": float(np.mean(made.rewards))}
+                session = writer.sessions[full]
+                writer.catalog.rollout(full, recorded, data, session=session, **about)
+            if step >= keep:
+                writer.catalog.drop_rollouts(full, recorded + 1 - keep)
 
-        full = self.names[name]
-        self._recorder.rollout(full, step, make, self.config.keep_rollouts)
+        writer.put(write)
 
     def is_eval_step(self, step: int) -> bool:
         """True where policies are evaluated after this step."""
@@ -418,23 +403,18 @@ class TrainingRun:
             self._writer.write(step, name, row)
             self._trackers.write(step, name, row)
             if row.get("skipped"):
-                say(
-                    f"policy {name}: the gradient of step {step + 1} was not finite; the update was"
-                    " skipped"
-                )
+                say(f"policy {name}: step {step + 1} was skipped, its gradient was not finite")
         self._remember_shapes(rows)
         self._progress.update(sum(self.step.values()), detail)
         due = min(self.step.values()) >= self._due
-        if due and self._recorder is not None:
-            self._recorder.drain()  # a resumed run does not repeat the steps before its checkpoint
+        if due and self._writes is not None:
+            self._writes.drain()  # a resumed run does not repeat the steps before its checkpoint
         best = self.notes.setdefault("best", {})
         better = {n: s for n, s in scores.items() if n not in best or s > best[n][0]}
         self._export(rows if self._is_export_step(step + 1) else better, step + 1)
         for name, score in better.items():
             best[name] = [score, step + 1]
-            if self._recorder is not None:
-                why = f"best on held-out data so far, after step {step + 1}"
-                self._recorder.promote(self.names[name], self.snapshot(name), "best", why)
+            self._promote(name, "best", f"best on held-out data so far, after step {step + 1}")
         if due:
             self.save()
             self._due = min(self.step.values()) + self.config.checkpoint.every
@@ -451,9 +431,30 @@ class TrainingRun:
     def _export(self, names: Iterable[str], step: int, final: bool = False) -> None:
         """Starts the copies to the host; packing and writing overlap the next step."""
         snapshots = {self.names[name]: self.snapshot(name) for name in names}
-        if self._recorder is not None and snapshots:
-            origin = f"{self.config.job} in {self.workdir}"
-            self._recorder.export(snapshots, step, origin, self._sampling, final)
+        if (writer := self._writes) is None or not snapshots:
+            return
+
+        def write() -> None:
+            exports = []
+            for full, snapshot in snapshots.items():
+                at = step + self._first_step[full]
+                if final or (full, at, snapshot.digest) not in self._recorded:
+                    about = at, writer.sessions[full], f"{self.config.job} in {self.workdir}"
+                    drawn = self._sampling.get(full)
+                    exports.append(Export(full, snapshot.data, *about, sampling=drawn))
+            for export, revision in zip(exports, writer.catalog.export_many(exports)):
+                full = export.policy
+                self._numbers[full] = max(self._numbers[full], revision.number)
+                if final:  # the alias latest moves to them, even from newer ones
+                    self._final[full] = (revision.digest, revision.number)
+
+        writer.put(write)
+
+    def _promote(self, name: str, alias: str, why: str) -> None:
+        """Points an alias at the revision of a policy's present adapter, which was exported."""
+        full, snapshot = self.names[name], self.snapshot(name)
+        if (writer := self._writes) is not None:
+            writer.put(lambda: writer.catalog.promote(full, snapshot.digest, alias, why=why))
 
     def save(self) -> None:
         """Starts a checkpoint of all policies, unless this state is saved already."""
@@ -464,7 +465,7 @@ class TrainingRun:
                 "step": self.step,
                 "notes": self.notes,
                 "shapes": self._sizes,
-                "exported": self._recorder.numbers if self._recorder is not None else {},
+                "exported": self._numbers,
                 ADAPTERS: self._places(),
             }
             self._steps_at[number] = dict(self.step)
@@ -474,10 +475,23 @@ class TrainingRun:
     def _committed(self, number: int) -> None:
         """Records a durable checkpoint; its number is the sum of all policies' steps."""
         steps = self._durable = self._steps_at.pop(number)
-        if self._recorder is not None:
-            place = str(self._saved.directory / f"step_{number}")
-            by_name = {self.names[name]: step for name, step in steps.items()}
-            self._recorder.checkpoint(place, by_name, self.config.checkpoint.keep)
+        if (writer := self._writes) is None:
+            return
+        place = str(self._saved.directory / f"step_{number}")
+
+        def write() -> None:
+            for name, step in steps.items():
+                full = self.names[name]
+                at = step + self._first_step[full]
+                known = [(one.step, one.place) for one in writer.catalog.checkpoints(full, 10)]
+                if (at, place) not in known:
+                    how: Any = {
+                        "session": writer.sessions[full],
+                        "keep": self.config.checkpoint.keep,
+                    }
+                    writer.catalog.checkpoint(full, at, place, **how)
+
+        writer.put(write)
 
     def close(self) -> dict[str, tuple[str, int]]:
         """Saves everything and releases the policies; returns digest and number of each final
@@ -489,9 +503,9 @@ class TrainingRun:
             self._export([name for name in self.names if self.step[name] == step], step, final=True)
 
         def finish() -> dict[str, tuple[str, int]]:
-            assert self._recorder is not None
-            self._recorder.drain()
-            return {name: self._recorder.final[full] for name, full in self.names.items()}
+            assert self._writes is not None
+            self._writes.drain()
+            return {name: self._final[full] for name, full in self.names.items()}
 
         final = multihost.agree("final revisions", finish)
         self._writer.close()

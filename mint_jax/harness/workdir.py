@@ -1,10 +1,9 @@
 """The workdir of a run: one process at a time, one config, and the files ``config.json`` and
 ``result.json``.
 
-A process holds a lock on ``run.lock`` for as long as it lives; a killed process holds nothing. On a
-network file system the lock of another machine may be invisible: then that run's sessions in the
-catalog show whether it lives (``recorder``). Of several processes all call the functions here, and
-the first writes.
+A process holds a lock on ``run.lock`` for as long as it lives. A file system may have no locks:
+there the later of two training runs fences off the other one's policies (``recorder``). Of several
+processes all call the functions here, and the first writes.
 """
 
 import fcntl
@@ -15,7 +14,7 @@ import socket
 import time
 import weakref
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from mint_jax import multihost, stamp
 from mint_jax.errors import UserError
@@ -23,53 +22,29 @@ from mint_jax.files import write_file
 from mint_jax.harness import settings
 from mint_jax.harness.options import RecipeSettings, TrainingSettings
 
-LOCK = "run.lock"
-# distinguishes machines of one name, and a machine from itself before a reboot
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
-
-
-class Holder(NamedTuple):
-    """The process that holds a workdir. ``since`` is in UTC; ``machine`` is the host and its boot,
-    ``host/boot``.
-    """
-
-    host: str
-    pid: int
-    since: str
-    machine: str
-
-    def __str__(self) -> str:
-        return f"process {self.pid} on host {self.host}, there since {self.since} UTC"
-
 
 class WorkdirLock:
     """Locks a workdir until ``release``.
-
-    Attributes:
-        me: this process.
-        is_sure: no other process of this machine uses the workdir; False on a file system without
-            locks.
 
     Raises:
         UserError: a living process has the workdir, or it cannot be written.
     """
 
     def __init__(self, workdir: Path):
-        host, now = socket.gethostname(), time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
-        self.me = Holder(host, os.getpid(), now, _machine(host))
+        now = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
+        holder = f"process {os.getpid()} on host {socket.gethostname()}, there since {now} UTC"
         self._file = -1
         try:
             workdir.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(workdir / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+            self._file = os.open(workdir / "run.lock", os.O_RDWR | os.O_CREAT, 0o644)
             _locks.add(self)
-            self.is_sure = _lock(self._file, workdir)
+            _lock(self._file, workdir)
             os.ftruncate(self._file, 0)
-            os.pwrite(self._file, json.dumps(self.me._asdict()).encode(), 0)
-        except OSError as error:
+            os.pwrite(self._file, holder.encode(), 0)
+        except BaseException as error:
             self.release()
-            raise _unwritable(workdir, error) from None
-        except BaseException:
-            self.release()
+            if isinstance(error, OSError):
+                raise _unwritable(workdir, error) from None
             raise
 
     def release(self) -> None:
@@ -85,15 +60,17 @@ _locks: "weakref.WeakSet[WorkdirLock]" = weakref.WeakSet()
 os.register_at_fork(after_in_child=lambda: [lock.release() for lock in list(_locks)])
 
 
-def _lock(handle: int, workdir: Path) -> bool:
-    """Locks the open file; returns False on a file system without locks."""
+def _lock(handle: int, workdir: Path) -> None:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise _in_use(handle, workdir) from None
+        holder = os.pread(handle, 4096, 0).decode() or "a process that has just started"
+        raise UserError(
+            f"workdir {workdir} is in use by {holder}: wait until it ends, stop it, or choose"
+            " another --workdir"
+        ) from None
     except OSError:
-        return False
-    return True
+        pass  # a file system without locks
 
 
 def claim(config: TrainingSettings, workdir: Path) -> None:
@@ -106,18 +83,41 @@ def claim(config: TrainingSettings, workdir: Path) -> None:
     """
 
     def look() -> None:
-        try:
-            _refuse_other_config(config, workdir)
-        except UserError:
-            rows = workdir / "metrics.jsonl"  # every step writes here first
-            has_rows = rows.is_file() and rows.stat().st_size > 0
-            if has_rows or any(workdir.glob("checkpoints/*")):
-                raise
-            _forget_start(workdir / "run.json")
-            (workdir / "trackers.json").unlink(missing_ok=True)
+        found = _difference(config, workdir / "config.json")
+        if found is None:
+            return
+        rows = workdir / "metrics.jsonl"  # every step writes here first
+        has_rows = rows.is_file() and rows.stat().st_size > 0
+        if has_rows or any(workdir.glob("checkpoints/*")):
+            key, old, new = found
+            raise UserError(
+                f"workdir {workdir} holds a run with {key}={old!r}, this one has {new!r}: choose"
+                " another --workdir, or remove that folder, or repeat its config to resume it"
+            )
+        for name in ("run.json", "trackers.json"):
+            (workdir / name).unlink(missing_ok=True)
 
     multihost.agree("workdir", look)
     save_config(config, workdir)
+
+
+def _difference(config: TrainingSettings, file: Path) -> tuple[str, Any, Any] | None:
+    """Returns the first setting that a saved config has otherwise, if any, and both values."""
+
+    def flat(tree: Any, path: str = "") -> dict[str, Any]:
+        if not isinstance(tree, dict):
+            return {path.removeprefix("."): tree}
+        return {
+            k: v for name, each in tree.items() for k, v in flat(each, f"{path}.{name}").items()
+        }
+
+    if not file.is_file():
+        return None
+    old, new = flat(json.loads(file.read_text())), flat(to_json(config))
+    for key in sorted(old.keys() | new.keys()):
+        if key.split(".")[0] not in config.CHANGEABLE and old.get(key) != new.get(key):
+            return key, old.get(key), new.get(key)
+    return None
 
 
 def save_config(config: RecipeSettings, workdir: Path) -> None:
@@ -153,55 +153,5 @@ def to_json(config: RecipeSettings) -> dict[str, Any]:
     return out
 
 
-def _refuse_other_config(config: TrainingSettings, workdir: Path) -> None:
-    if not (file := workdir / "config.json").is_file():
-        return
-
-    def flat(tree: Any, path: str = "") -> dict[str, Any]:
-        if not isinstance(tree, dict):
-            return {path.removeprefix("."): tree}
-        return {
-            k: v for name, each in tree.items() for k, v in flat(each, f"{path}.{name}").items()
-        }
-
-    old, new = flat(json.loads(file.read_text())), flat(to_json(config))
-    for key in sorted(old.keys() | new.keys()):
-        if key.split(".")[0] not in config.CHANGEABLE and old.get(key) != new.get(key):
-            raise UserError(
-                f"workdir {workdir} holds a run with {key}={old.get(key)!r}, this one has"
-                f" {new.get(key)!r}: choose another --workdir, or remove that folder, or repeat its"
-                " config to resume it"
-            )
-
-
-def _forget_start(file: Path) -> None:
-    """Keeps the run's id, by which it takes back its policies, and drops where they began."""
-    try:
-        run = json.loads(file.read_text())
-    except FileNotFoundError:
-        return
-    except ValueError:
-        run = {}
-    write_file(file, json.dumps({"id": run["id"]}) if "id" in run else "{}")
-
-
-def _in_use(handle: int, workdir: Path) -> UserError:
-    try:
-        holder = str(Holder(**json.loads(os.pread(handle, 4096, 0))))
-    except (OSError, ValueError, TypeError):
-        holder = "a process that has just started"
-    return UserError(
-        f"workdir {workdir} is in use by {holder}: wait until it ends, stop it, or choose another"
-        " --workdir"
-    )
-
-
 def _unwritable(workdir: Path, error: OSError) -> UserError:
     return UserError(f"workdir {workdir} cannot be written ({error}): choose another --workdir")
-
-
-def _machine(host: str) -> str:
-    try:
-        return f"{host}/{_BOOT.read_text()[:13]}"
-    except OSError:
-        return host

@@ -61,4 +61,4 @@ def _margins(scores: list[list[np.ndarray]]) -> np.ndarray:
     return np.array([chosen.sum() - rejected.sum() for chosen, rejected in scores], np.float64)
 
 
-DPO = sft.Task(to_group, from_env, chat.PREFERENCES, measure, "margin", True)
+DPO = sft.Task(to_group, from_env, chat.PREFERENCES, measure, "margin", 1)

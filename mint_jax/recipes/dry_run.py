@@ -23,10 +23,7 @@ def describe(config: RecipeSettings, folder: Path) -> dict[str, Any]:
     """Returns ``runs``, ``workdir``, ``config`` and, for recipes over a base, ``bytes``: of the
     base and of policies in training on all devices; of a checkpoint and of each policy's revision
     on disk. Activations and the sampler's cache depend on the lengths of texts, and are not
-    included.
-
-    Raises:
-        UserError: settings that do not fit each other, or the base.
+    included. Raises ``UserError`` where settings do not fit each other, or the base.
     """
     module = importlib.import_module(RECIPES[config.job])
     about = (module.__doc__ or "").split("\n\n")[0].replace("\n", " ")
@@ -39,7 +36,7 @@ def describe(config: RecipeSettings, folder: Path) -> dict[str, Any]:
         trackers.check(config.trackers)
     if not isinstance(config, BaseSettings):
         return out
-    mesh.make_mesh(config.mesh.axes())
+    mesh.make_mesh(vars(config.mesh))
     if (directory := names.local(config.base)) is None:
         why = f"base {config.base} is not on this machine yet; the job fetches it"
         return out | {"bytes": None, "why": why}

@@ -1,18 +1,17 @@
 """Rewards of adapters, and of the bare base, on the held-out examples of an environment.
 
-Each adapter is sampled twice: alone, and in one batch with others, as a server does; the tokens of
-both are scored with the adapter alone. The reward of the first is the adapter's score, which is
-refused where the second does not agree (see ``agreement``). Scores of the catalog's revisions are
-recorded there.
+Each adapter is sampled twice with the same seeds: alone, and in one batch with others, as a server
+does. The reward of the first is the adapter's score. It is refused where the second was not drawn
+from the same adapter (see ``compare``), and else recorded in the catalog.
 
 A revision is sampled as in its training, except for settings in ``config.sampling``. The base and
 PEFT directories are sampled as the first revision with recorded settings, or by the defaults.
 """
 
 import dataclasses
-import functools
 import itertools
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,16 +21,12 @@ import numpy as np
 from mint_jax import multihost
 from mint_jax.catalog.packed import digest_of
 from mint_jax.envs import scoring
-from mint_jax.envs.env import Example
 from mint_jax.errors import UserError
 from mint_jax.harness import catalogs, report, start, workdir
 from mint_jax.harness.adapters import AdapterSource
 from mint_jax.harness.catalogs import JobCatalog, Named
 from mint_jax.harness.start import say
-from mint_jax.lora.tree import Slot, Stacks
 from mint_jax.metrics import Progress
-from mint_jax.models.base import Base
-from mint_jax.recipes import agreement
 from mint_jax.recipes.options import EvaluateSettings, GrpoSampling
 from mint_jax.residency.pool import Pool, ResidentAdapters
 from mint_jax.rollout.engine import Engine
@@ -39,8 +34,12 @@ from mint_jax.rollout.request import Completion, Request
 from mint_jax.rollout.score import Scorer
 
 BASE = ""  # name of the bare base among adapters
-Completions = dict[str, list[list[Completion]]]  # by adapter and example
-Scores = dict[str, tuple[list[np.ndarray], list[np.ndarray]]]  # of rows alone and in one batch
+Completions = dict[str, list[Completion]]  # by adapter; all samples of all examples
+# least rounding of a log-probability: 2**-17 and 2**-8
+LEAST = {"float32": 1e-5, "bfloat16": 4e-3}
+# a mean over hundreds of tokens varies little, a largest row is one draw from a tail
+WHOLE, WORST = 2.0, 4.0
+SPREAD = 5.0  # 2 exp(-SPREAD ** 2 / 2) = 7e-6
 
 
 def run(config: EvaluateSettings, folder: Path) -> dict[str, Any]:
@@ -53,38 +52,44 @@ def run(config: EvaluateSettings, folder: Path) -> dict[str, Any]:
     environment = config.env.make()
     examples = environment.held_out[: config.examples]
     base = start.open_base(config)
+    prompts = [tuple(start.encode(base, example.messages)) for example in examples]
+    multihost.require_same("the prompts", lambda: prompts)
+    n, ends = config.samples, base.need_tokenizer().eos_ids
     with catalogs.reading(config) as catalog:
         names = [text for text in dict.fromkeys(config.adapters.values()) if text]
         source = AdapterSource(base, catalog)
         with Pool(base, source, names, config.slots, say) as pool:
             samplings = _samplings(config, names, source.revisions, catalog)
             requests = {
-                text: _requests(config, base, sampling, examples)
-                for text, (sampling, _) in samplings.items()
+                text: [
+                    Request(p, n=n, seed=config.seed + i * n, stop_ids=ends, **drawing)
+                    for i, p in enumerate(prompts)
+                ]
+                for text, drawing in samplings.items()
             }
-            alone, among, scores = _sample(config, requests, pool, source.revisions, catalog)
+            drawn = _sample(config, requests, pool, source.revisions, catalog)
 
         def judge() -> dict[str, list[list[float]]]:
-            rewards: dict[str, list[list[float]]] = {label: [] for label in config.adapters}
-            for (label, text), results in itertools.product(
-                config.adapters.items(), (alone, among)
-            ):
-                pairs = [(c, e) for e, group in zip(examples, results[text]) for c in group]
-                rewards[label].append(
-                    [scoring.score(label, environment, c.text or "", e) for c, e in pairs]
-                )
-            return rewards
+            paired = [example for example in examples for _ in range(n)]
+            return {
+                label: [
+                    [
+                        scoring.score(label, environment, c.text or "", e)
+                        for c, e in zip(completions, paired, strict=True)
+                    ]
+                    for completions, _ in drawn[text]
+                ]
+                for label, text in config.adapters.items()
+            }
 
         watch = scoring.Watch(config.reward_timeout)
         rewards = multihost.agree("rewards", lambda: watch.over(judge))
         verdicts = {}
         for label, text in config.adapters.items():
-            own, served = (
-                agreement.Sampled([c for group in drawn[text] for c in group], scored, earned)
-                for drawn, scored, earned in zip((alone, among), scores[text], rewards[label])
-            )
-            dtype, temperature = np.dtype(base.dtype).name, samplings[text][0].temperature
-            verdicts[label] = verdict = agreement.compare(own, served, dtype, temperature)
+            (_, alone), (_, shared) = drawn[text]
+            dtype = np.dtype(base.dtype).name
+            verdict = compare(alone, shared, rewards[label][0], rewards[label][1], dtype)
+            verdicts[label] = verdict
             if not verdict.holds:
                 raise UserError(
                     f"{label!r} ({text or 'the base'}): {verdict}; nothing is recorded: find which"
@@ -98,48 +103,24 @@ def run(config: EvaluateSettings, folder: Path) -> dict[str, Any]:
         }
         rows = []
         for label, text in config.adapters.items():
-            sampling, origin = samplings[text]
-            named = {"name": label, "adapter": text, "revision": pool.digests.get(text)}
-            row = named | _row(verdicts[label], rewards[label][0])
-            row |= {"sampling": sampling.drawing, "sampling_from": origin}
-            row["samples"] = config.samples
+            row = {"name": label, "adapter": text, "revision": pool.digests.get(text)}
+            row |= verdicts[label].row(rewards[label][0])
+            row |= {"sampling": samplings[text], "samples": n}
             rows.append(row)
             if catalog is not None and text in source.revisions:
-                record = functools.partial(
-                    _record, catalog, source.revisions[text], verdicts[label], row, about
-                )
+                name, verdict = str(source.revisions[text]), verdicts[label]
+                scores = {k: getattr(verdict, k) for k in ("isolated", "shared", "tolerance")}
+
+                def record(name=name, scores=scores | about, row=row) -> None:
+                    catalog.main.record_evaluation(name, metrics=row, **scores)
+
                 multihost.agree("evaluation", record)
     if multihost.is_main():
-        columns = ("name", "reward", "shared", "standard_error", "rows_differ")
+        columns = ("name", "reward", "shared", "standard_error")
         cells = [[row[c] for c in columns] for row in rows]
         report.table(f"{config.env.name}, held out", columns, cells)
-    return {
-        "job": "evaluate",
-        "env": config.env.name,
-        "examples": len(examples),
-        "samples": config.samples,
-        "base": base.fingerprint,
-        **about,
-        "results": rows,
-    }
-
-
-def _row(verdict: agreement.Agreement, rewards: Sequence[float]) -> dict[str, Any]:
-    n = len(rewards)
-    error = float(np.std(rewards, ddof=1) / n**0.5) if n > 1 else 0.0
-    return {
-        "reward": round(verdict.isolated, 4),
-        "shared": round(verdict.shared, 4),
-        "standard_error": round(error, 4),
-        "rows": verdict.rows,
-        "rows_differ": verdict.differ,
-        "rows_may_differ": verdict.allowed,
-        "logprob_gap": verdict.gap,
-        "shared_error": verdict.error,
-        "shared_error_may_be": verdict.allowed_error,
-        "worst_row_error": verdict.worst,
-        "worst_row_error_may_be": verdict.allowed_worst,
-    }
+    result = {"job": "evaluate", "env": config.env.name, "examples": len(examples), "samples": n}
+    return result | {"base": base.fingerprint, **about, "results": rows}
 
 
 def _digest(value: Any) -> str:
@@ -151,8 +132,8 @@ def _samplings(
     names: Sequence[str],
     revisions: Mapping[str, Named],
     catalog: JobCatalog | None,
-) -> dict[str, tuple[GrpoSampling, str]]:
-    """Returns how each adapter and the base are sampled, and where that is from."""
+) -> dict[str, dict[str, Any]]:
+    """Returns how each adapter and the base are sampled."""
 
     def recorded() -> dict[str, dict[str, Any] | None]:
         assert catalog is not None or not revisions
@@ -163,32 +144,11 @@ def _samplings(
 
     found = multihost.agree("how revisions were sampled", recorded)
     trained = {text: values for text, values in found.items() if values is not None}
-    first, given, out = next(iter(trained), None), config.sampling.given, {}
+    first, out = next(iter(trained.values()), {}), {}
     for text in (*names, BASE):
-        source = text if text in trained else first
-        if source is None:
-            origin = "the defaults of training"
-        else:
-            origin = "its training" if source == text else f"the training of {source}"
-        if given:
-            origin = f"the config ({', '.join(sorted(given))}), else {origin}"
-        values: dict[str, Any] = {**trained[source]} if source is not None else {}
-        values |= {"stop": tuple(values.get("stop", ()))} | given
-        out[text] = GrpoSampling(**values), origin
+        values = GrpoSampling().drawing | trained.get(text, first) | config.sampling.given
+        out[text] = values | {"stop": tuple(values["stop"])}
     return out
-
-
-def _requests(
-    config: EvaluateSettings, base: Base, sampling: GrpoSampling, examples: Sequence[Example]
-) -> list[Request]:
-    """Returns a request for each example, for the bare base."""
-    n, first, ends = config.samples, config.seed, base.need_tokenizer().eos_ids
-    prompts = [tuple(start.encode(base, example.messages)) for example in examples]
-    multihost.require_same("the prompts", lambda: prompts)
-    return [
-        Request(**sampling.drawing, prompt=p, n=n, seed=first + i * n, stop_ids=ends)
-        for i, p in enumerate(prompts)
-    ]
 
 
 def _sample(
@@ -197,9 +157,9 @@ def _sample(
     pool: Pool,
     revisions: Mapping[str, Named],
     catalog: JobCatalog | None,
-) -> tuple[Completions, Completions, Scores]:
-    """Returns completions of every adapter and of the base alone, those in batches of
-    ``config.slots`` adapters, and scores of both: log-probabilities under the adapter alone.
+) -> dict[str, list[tuple[list[Completion], list[np.ndarray]]]]:
+    """Returns every adapter's completions, alone and in batches of ``config.slots`` adapters, with
+    the errors of their log-probabilities: one array a row, sampled minus scored alone.
 
     The adapter alone is loaded again into a pool with a single slot, so that an error that puts it
     into a wrong slot of the batch does not repeat itself.
@@ -207,17 +167,16 @@ def _sample(
     base, names = pool.base, list(pool.digests)
     groups = [names[k : k + config.slots] for k in range(0, len(names), config.slots)] or [[]]
     names.append(BASE)
-    progress = Progress("evaluate", len(groups) + 2 * len(names))
+    progress = Progress("evaluate", len(groups) + len(names))
     decode, cache_bytes = base.need_tokenizer().decode, start.cache_bytes(config.cache_gib)
     engine = Engine(base, decode, config.max_rows, cache_bytes=cache_bytes)
     scorer, done = Scorer(base), itertools.count(1)
-    among: Completions = {}
+    shared: Completions = {}
     for group in groups:
         with pool.hold([*group, BASE]) as resident:
-            among |= sample_together(engine, requests, resident, [*group, BASE], "in one batch")
+            shared |= sample_together(engine, requests, resident, [*group, BASE], "in one batch")
         progress.update(next(done), f"{len(group) + 1} in one batch")
-    alone: Completions = {}
-    scores: Scores = {}
+    out = {}
     for text in names:
         name = revisions[text].digest if text in revisions else text  # an alias may have moved
         with (
@@ -226,31 +185,23 @@ def _sample(
         ):
             slot = resident.slot(name)
             single = ResidentAdapters({text: slot} if slot else {}, resident.stacks)
-            alone |= sample_together(engine, requests, single, [text], "alone")
-            progress.update(next(done), f"{text or 'base'} alone")
-            sampled = alone[text], among[text]
-            scores[text] = _scores(scorer, requests[text], sampled, slot, resident.stacks)
-            progress.update(next(done), f"{text or 'base'} scored")
-    return alone, among, scores
-
-
-def _scores(
-    scorer: Scorer,
-    requests: Sequence[Request],
-    sampled: tuple[list[list[Completion]], list[list[Completion]]],
-    slot: Slot | None,
-    stacks: Stacks,
-) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Returns log-probabilities of the sampled tokens; a row of both samplings is scored once."""
-    alone, among = (
-        [(r.prompt, tuple(c.tokens)) for r, group in zip(requests, groups) for c in group]
-        for groups in sampled
-    )
-    distinct = list(dict.fromkeys([*alone, *among]))
-    texts = [(*prompt, *tokens) for prompt, tokens in distinct]
-    values = scorer.logprobs(texts, [slot] * len(texts), stacks)
-    found = {row: row_values[len(row[0]) - 1 :] for row, row_values in zip(distinct, values)}
-    return [found[row] for row in alone], [found[row] for row in among]
+            alone = sample_together(engine, requests, single, [text], "alone")[text]
+            prompts = [r.prompt for r in requests[text] for _ in range(r.n)]
+            rows = [
+                (prompt, tuple(c.tokens))
+                for drawn in (alone, shared[text])
+                for prompt, c in zip(prompts, drawn, strict=True)
+            ]
+            distinct = list(dict.fromkeys(rows))  # a row of both samplings is scored once
+            texts = [(*prompt, *tokens) for prompt, tokens in distinct]
+            values = scorer.logprobs(texts, [slot] * len(texts), resident.stacks)
+        scores = {row: scored[len(row[0]) - 1 :] for row, scored in zip(distinct, values)}
+        errors = [
+            np.subtract(c.logprobs, scores[row]) for c, row in zip([*alone, *shared[text]], rows)
+        ]
+        out[text] = [(alone, errors[: len(alone)]), (shared[text], errors[len(alone) :])]
+        progress.update(next(done), f"{text or 'base'} alone")
+    return out
 
 
 def sample_together(
@@ -272,16 +223,98 @@ def sample_together(
     ]
     out: Completions = {text: [] for text in names}
     for (text, _), completions in zip(order, engine.generate(mixed, resident.stacks)):
-        out[text].append(completions)
+        out[text] += completions
     return out
 
 
-def _record(
-    catalog: JobCatalog,
-    revision: Named,
-    verdict: agreement.Agreement,
-    metrics: dict[str, Any],
-    about: dict[str, Any],
-) -> None:
-    scores = {name: getattr(verdict, name) for name in ("isolated", "shared", "tolerance")}
-    catalog.main.record_evaluation(str(revision), metrics=metrics, **scores, **about)
+@dataclasses.dataclass(frozen=True)
+class Agreement:
+    """Comparison of two samplings of the same rows.
+
+    Attributes:
+        error, allowed_error: root mean square of the batch's log-probabilities minus the adapter's
+            own, nats, and its bound.
+        worst, allowed_worst: the same of the worst row.
+        isolated, shared: mean rewards alone and in the batch.
+        tolerance: bound of their difference.
+    """
+
+    error: float
+    allowed_error: float
+    worst: float
+    allowed_worst: float
+    isolated: float
+    shared: float
+    tolerance: float
+
+    @property
+    def holds(self) -> bool:
+        """True where the score may be recorded."""
+        near = self.error <= self.allowed_error and self.worst <= self.allowed_worst
+        is_equal = abs(self.isolated - self.shared) <= self.tolerance
+        return near and is_equal and math.isfinite(self.worst)
+
+    def row(self, rewards: Sequence[float]) -> dict[str, Any]:
+        """Returns the figures of a result."""
+        n = len(rewards)
+        error = float(np.std(rewards, ddof=1) / n**0.5) if n > 1 else 0.0
+        return {
+            "reward": round(self.isolated, 4),
+            "shared": round(self.shared, 4),
+            "standard_error": round(error, 4),
+            "rows": n,
+            "shared_error": self.error,
+            "shared_error_may_be": self.allowed_error,
+            "worst_row_error": self.worst,
+            "worst_row_error_may_be": self.allowed_worst,
+        }
+
+    def __str__(self) -> str:
+        return (
+            f"score {self.isolated:.4f} loaded alone and {self.shared:.4f} in a shared batch, whose"
+            f" log-probabilities are off by {self.error:.2g} nats ({self.allowed_error:.2g} may be"
+            f" rounding), those of its worst row by {self.worst:.2g} ({self.allowed_worst:.2g} may)"
+        )
+
+
+def compare(
+    alone: Sequence[np.ndarray],
+    shared: Sequence[np.ndarray],
+    isolated_rewards: Sequence[float],
+    shared_rewards: Sequence[float],
+    dtype: str,
+) -> Agreement:
+    """Compares the same rows sampled alone and in a batch with others.
+
+    The batch's log-probabilities may differ from the adapter's own by rounding, which is measured
+    on the rows drawn alone: by ``WHOLE`` times as much over all tokens, and by ``WORST`` times in
+    the worst row. Another adapter differs by tenths of a nat; one that changes less than the
+    rounding cannot be distinguished from it. A row's two rewards have the same distribution, so by
+    Hoeffding's bound the sum of their differences exceeds ``SPREAD`` times the root of the sum of
+    their squares in fewer than 1 in 100,000 comparisons.
+
+    Args:
+        alone, shared: sampled log-probabilities minus the adapter's own, one array a row.
+        dtype: of the base.
+    """
+    (noise, noisiest), (error, worst) = map(_sizes, (alone, shared))
+    least, rows = LEAST[dtype], len(isolated_rewards)
+    difference = np.subtract(isolated_rewards, shared_rewards)
+    return Agreement(
+        error=error,
+        allowed_error=WHOLE * max(noise, least),
+        worst=worst,
+        allowed_worst=WORST * max(noisiest, least),
+        isolated=float(np.mean(isolated_rewards)),
+        shared=float(np.mean(shared_rewards)),
+        tolerance=SPREAD * float(np.sqrt(np.sum(difference**2))) / rows + 1e-9,
+    )
+
+
+def _sizes(errors: Sequence[np.ndarray]) -> tuple[float, float]:
+    """Returns the root mean square over all tokens, and that of the worst row; infinite for NaN."""
+    squares = [float(np.mean(np.square(row))) for row in errors]
+    whole = float(np.mean(np.square(np.concatenate(errors))))
+    return tuple(
+        math.sqrt(x) if math.isfinite(x) else math.inf for x in (whole, float(np.max(squares)))
+    )  # type: ignore[return-value]

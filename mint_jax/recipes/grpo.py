@@ -24,7 +24,6 @@ from mint_jax.harness import report, start
 from mint_jax.harness.start import say
 from mint_jax.harness.training import TrainingRun
 from mint_jax.models.base import Base
-from mint_jax.recipes.mismatch import trainer_base
 from mint_jax.recipes.options import GrpoSampling, GrpoSettings
 from mint_jax.recipes.rollouts import (
     PolicySampler,
@@ -34,6 +33,7 @@ from mint_jax.recipes.rollouts import (
     of_completion,
     rollout_metrics,
     to_groups,
+    trainer_base,
 )
 from mint_jax.train import phases as phases_lib
 from mint_jax.train.batch import Group
@@ -86,12 +86,8 @@ def train(
     which the devices were busy.
     """
     rewards: dict[str, float] = {}
-    earlier, clock, overlap = (
-        run.notes["train_s"],
-        time.monotonic(),
-        config.schedule != "sequential",
-    )
-    how = overlap, config.reward_workers, job.watch.look
+    earlier, clock = run.notes["train_s"], time.monotonic()
+    how = config.schedule != "sequential", config.reward_workers, job.watch.look
     with run.stepping(), phases_lib.Phases(units, run.step, config.steps, *how) as phases:
         for phase, unit in phases:
             if phase == phases_lib.ROLLOUT:  # sample; rewards are computed in other threads
@@ -127,8 +123,8 @@ class ConcurrentGrpo(PolicySampler):
     def __init__(self, config: GrpoSettings, base: Base):
         members = members_of(config, base)
         policies = [member.config for member in members.values()]
-        own = trainer_base(base, config)
-        trainer = Trainer(own, policies, config.max_tokens_per_pass, config.remat)
+        how = config.max_tokens_per_pass, config.remat
+        trainer = Trainer(trainer_base(base, config), policies, *how)
         super().__init__(config, base, members, trainer)
         self.watch = scoring.Watch(config.reward_timeout)
         self._books: dict[tuple[str, ...], ShapeBook] = {}

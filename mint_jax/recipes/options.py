@@ -1,9 +1,10 @@
 """Settings of each recipe, as frozen dataclasses. Imports no JAX; see ``harness.options``."""
 
 import dataclasses
+import types
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from mint_jax.harness import settings
 from mint_jax.harness.options import (
     BatchSettings,
     CatalogSettings,
+    Dtype,
     EnvSettings,
     MeshSizes,
     PolicySettings,
@@ -27,112 +29,68 @@ from mint_jax.harness.options import (
 )
 from mint_jax.harness.settings import Count, Natural, Open, Place
 from mint_jax.lora.config import AdapterConfig
-from mint_jax.models import names
 from mint_jax.models.kernels import Kernels
 from mint_jax.rollout.ranges import check_ranges
 from mint_jax.train import advantages
 from mint_jax.train.config import KINDS, LossConfig
 
-TOO_LONG = ("refuse", "cut", "drop")
-PRECOMPILE = ("background", "before", "only")
-SERVICE_PACKAGES = (
-    "starlette",
-    "pydantic",
-    "jwt",
-    "uvicorn",
-    "google.protobuf",
-    "zstandard",
-    "pyrage",
-)
+SERVICE_PACKAGES = "starlette pydantic jwt uvicorn google.protobuf zstandard pyrage"
 CACHE_GIB = "largest cache of the sampler, GiB; 0: 1 GiB on a CPU, most free memory elsewhere"
 MAX_ROWS = "rows sampled together"
+MIN_P = "drop tokens less likely than this share of the likeliest; 0: none"
 REWARD_TIMEOUT = "seconds that the reward of one completion may take; 0: no limit"
 
 
 @dataclasses.dataclass(frozen=True)
 class GrpoSampling:
-    """Drawing of rollouts, and their way into a batch."""
+    """Drawing of rollouts, and their way into a batch.
 
-    prompts: int = setting("prompts of a step", 8)
-    group_size: int = setting("rollouts of a prompt", 8)
-    max_tokens: int = setting("largest number of new tokens", 16)
-    temperature: float = setting(
-        "above 0 in training; log-probabilities are those of logits / temperature", 1.0
-    )
-    # A filter's support moves with the policy: the gradient of what it draws is not that of the
-    # renormalised probabilities.
-    top_k: int = setting("keep this many likeliest tokens; must be 0 (off) in training", 0)
-    top_p: float = setting("keep this much probability; must be 1 (off) in training", 1.0)
-    min_p: float = setting(
-        "drop tokens less likely than this share of the likeliest; must be 0 (off) in training", 0.0
-    )
+    Rollouts are drawn from the whole distribution: a filter's support moves with the policy, so the
+    gradient of what it draws is not that of the renormalised probabilities.
+    """
+
+    prompts: Count = setting("prompts of a step", 8)
+    group_size: Count = setting("rollouts of a prompt", 8)
+    max_tokens: Count = setting("largest number of new tokens", 16)
+    temperature: float = setting("above 0, of the distribution that is sampled", 1.0)
     stop: tuple[str, ...] = setting("strings that end a completion", ())
-    baseline: str = setting(
-        "subtracted from rewards: group_mean (GRPO), leave_one_out (RLOO) or none", "group_mean"
-    )
+    baseline: str = setting("group_mean (GRPO), leave_one_out (RLOO) or none", "group_mean")
     divide_by_std: bool | None = setting(
-        "divide advantages by the rewards' standard deviation; unset: as the baseline's paper", None
+        "divide advantages by the rewards' std; unset: as the baseline's paper", None
     )
-    normalisation: str = setting(
-        "weight of a token in an update: token, sequence, constant or sum", "token"
-    )
-    updates: int = setting(
-        "optimizer updates on the same rollouts; the second and later ones are off-policy", 1
-    )
-    replay: bool = setting(
-        "train through the experts that the sampler used (R3), where the base has experts", True
-    )
+    normalisation: str = setting("weight of a token: token, sequence, constant or sum", "token")
+    updates: Count = setting("optimizer updates on the same rollouts", 1)
+    replay: bool = setting("train through the experts that the sampler used (R3)", True)
 
     def __post_init__(self):
-        if min(self.prompts, self.group_size, self.max_tokens, self.updates) < 1:
-            raise UserError(
-                f"{self}: prompts, group_size, max_tokens and updates must be at least 1"
-            )
-        check_ranges(self, "sampling.")
         # both raise for an unknown name
         advantages.group_advantages(np.zeros((1, self.group_size)), self.baseline)
         advantages.token_weights([1], self.normalisation)
-
-    def check_trains(self) -> None:
-        """Refuses rollouts that cannot train.
-
-        Raises:
-            UserError: greedy rollouts, or filtered ones.
-        """
         if not 1e-30 <= self.temperature <= 1e30:
             raise UserError(
-                f"sampling.temperature is {self.temperature}; rollouts that train are drawn: set a "
-                "number above 0, 1e-30 to 1e30 (0 is greedy, and has no gradient)"
+                f"temperature is {self.temperature}; rollouts that train are drawn: set a number"
+                " above 0, 1e-30 to 1e30 (0 is greedy, and has no gradient)"
             )
-        for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
-            if getattr(self, name) != off:
-                raise UserError(
-                    f"sampling.{name} is {getattr(self, name)}; rollouts that train are drawn from"
-                    f" the whole distribution, a filter's choice has no gradient: leave {name} at"
-                    f" {off}, and lower the temperature for likelier tokens"
-                )
 
     @property
     def drawing(self) -> dict[str, Any]:
-        """Settings that decide how tokens are drawn."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(DrawingSettings)}
+        """Settings that decide how tokens are drawn, as a revision records them."""
+        return {name: getattr(self, name) for name in ("max_tokens", "temperature", "stop")}
 
 
 @dataclasses.dataclass(frozen=True)
 class DrawingSettings:
     """Drawing of completions; unset: as the revision was trained."""
 
-    max_tokens: int | None = setting("largest number of new tokens", None)
+    max_tokens: Count | None = setting("largest number of new tokens", None)
     temperature: float | None = setting("0 is greedy", None)
     top_k: int | None = setting("keep this many likeliest tokens; 0: all", None)
     top_p: float | None = setting("keep this much probability; 1: all", None)
-    min_p: float | None = setting(
-        "drop tokens less likely than this share of the likeliest; 0: none", None
-    )
+    min_p: float | None = setting(MIN_P, None)
     stop: tuple[str, ...] | None = setting("strings that end a completion", None)
 
     def __post_init__(self):
-        GrpoSampling(**self.given)  # raises for a value out of range
+        check_ranges(types.SimpleNamespace(**self.given))
 
     @property
     def given(self) -> dict[str, Any]:
@@ -146,12 +104,9 @@ class GrpoPolicy(PolicySettings):
 
     env: EnvSettings = setting("environment: prompts and rewards")
     sampling: GrpoSampling = setting("rollouts and advantages", GrpoSampling())
-    rollout_revision: Place = setting(
-        "revision or PEFT directory that rollouts are drawn from; empty: the policy itself", ""
-    )
+    rollout_revision: Place = setting("adapter that draws rollouts; empty: the policy", "")
 
     def __post_init__(self):
-        self.sampling.check_trains()
         if "advantages" not in self.loss.needs:
             raise UserError(
                 f"loss.kind is {self.loss.kind!r}, which does not use rewards: choose ppo, say, or"
@@ -174,32 +129,22 @@ class HeldOutSettings:
 class GrpoSettings(TrainingSettings):
     """Settings of GRPO."""
 
-    schedule: str = setting(
-        "how policies share the devices: sequential, overlapped or batched", "batched"
-    )
+    schedule: str = setting("sequential, overlapped or batched sharing of the devices", "batched")
     cohorts: Count = setting("groups of policies that take turns, with schedule batched", 1)
     reward_workers: Count = setting("threads that compute rewards", 4)
     reward_timeout: float = setting(REWARD_TIMEOUT, scoring.TIMEOUT_S)
     max_rows: Count = setting(MAX_ROWS, 256)
     cache_gib: float = setting(CACHE_GIB, 0.0)
-    keep_rollouts: Natural = setting(
-        "number of last steps whose rollouts the catalog keeps; 0: none", 8
-    )
+    keep_rollouts: Natural = setting("last steps whose rollouts the catalog keeps; 0: none", 8)
     eval: HeldOutSettings = setting("evaluation before and after training", HeldOutSettings())
-    router_noise: float = setting(
-        "std of noise on the trainer's router weights, to study replay; 0: none", 0.0
-    )
-    trainer_dtype: str = setting(
-        "type of a second base for the trainer, to study the mismatch; empty: the sampler's base",
-        "",
-    )
+    router_noise: float = setting("std of noise on the trainer's router weights; 0: none", 0.0)
+    trainer_dtype: str = setting("dtype of a second base for the trainer; empty: one base", "")
     trainer_quantise: str | None = setting(
         "int8, float8 or empty (none) for that second base; unset: as the sampler's", None
     )
     policies: dict[str, GrpoPolicy] = setting("policies by name")
 
     def __post_init__(self):
-        super().__post_init__()
         scoring.check_timeout(self.reward_timeout)
 
 
@@ -208,26 +153,21 @@ class DataSettings(Open):
     """Examples of SFT or DPO: a file, or an environment, whose options are further settings."""
 
     path: Place = setting("file that data.sources reads, .jsonl or .parquet for instance", "")
-    held_out: Natural | None = setting(
-        "number of first rows to measure instead of train on; unset: a tenth", None
-    )
+    held_out: Natural | None = setting("first rows to measure on only; unset: a tenth", None)
     env: str = setting("without a path: a name in envs.env.REGISTRY, or module:factory", "")
-    append_eos: bool = setting(
-        "end plain texts and their replies with the end token; chat templates end theirs", True
-    )
+    append_eos: bool = setting("end plain texts and their replies with the end token", True)
     max_tokens: Natural = setting("largest row, prompt and answer; 0: the base's context", 0)
-    too_long: str = setting(
-        "longer rows: refuse ends the run before it starts, cut drops their end, drop omits them",
-        "refuse",
-    )
+    too_long: Annotated[str, ("refuse", "cut", "drop")] = setting("fate of longer rows", "refuse")
 
     def __post_init__(self):
-        if self.too_long not in TOO_LONG:
-            raise choice("too_long", self.too_long, TOO_LONG)
         if not self.path and not self.env:
             raise UserError(
                 "there is neither path nor env; expected path (a .jsonl or .parquet file) or env"
                 " (an environment's name)"
+            )
+        if self.extra and not self.env:
+            raise UserError(
+                f"{next(iter(self.extra))} is no setting of a file: drop it, or name an environment"
             )
 
     def preflight(self, where: str) -> None:
@@ -238,42 +178,24 @@ class DataSettings(Open):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SupervisedPolicy(PolicySettings):
-    """A policy of SFT or DPO."""
+class SftPolicy(PolicySettings):
+    """A policy of SFT. It also takes registered losses of log-probabilities alone."""
 
     data: DataSettings = setting("examples")
     batch_size: Count = setting("examples of an update", 8)
+    loss: LossConfig = setting("cross-entropy, with kl if set", LossConfig(kind="cross_entropy"))
+
+    def __post_init__(self):
+        kind = type(self).__dataclass_fields__["loss"].default.kind
+        is_own = kind == "cross_entropy" and self.loss.kind not in KINDS
+        if self.loss.kind != kind and not (is_own and self.loss.needs <= {"ref_logp"}):
+            raise UserError(
+                f"loss.kind is {self.loss.kind!r}, but this job minimises {kind!r}: drop"
+                " loss.kind, or choose another job"
+            )
 
     def preflight(self, where: str) -> None:
         self.data.preflight(f"{where}.data")
-
-
-def _only(loss: LossConfig, kind: str, job: str) -> None:
-    """Refuses a loss that the data of the recipe cannot feed. SFT also takes registered losses of
-    log-probabilities alone.
-
-    Raises:
-        UserError: another loss.
-    """
-    is_own = kind == "cross_entropy" and loss.kind not in KINDS and loss.needs <= {"ref_logp"}
-    if loss.kind != kind and not is_own:
-        raise UserError(
-            f"loss.kind is {loss.kind!r}, but job {job} minimises {kind!r}: drop loss.kind, or"
-            " choose another job"
-        )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SftPolicy(SupervisedPolicy):
-    """A policy of SFT."""
-
-    loss: LossConfig = setting(
-        "cross-entropy; kl keeps the policy near its reference on the target tokens",
-        LossConfig(kind="cross_entropy"),
-    )
-
-    def __post_init__(self):
-        _only(self.loss, "cross_entropy", "sft")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -284,13 +206,10 @@ class SftSettings(TrainingSettings):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DpoPolicy(SupervisedPolicy):
+class DpoPolicy(SftPolicy):
     """A policy of DPO."""
 
     loss: LossConfig = setting("the loss of pairs", LossConfig(kind="dpo"))
-
-    def __post_init__(self):
-        _only(self.loss, "dpo", "dpo")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -308,39 +227,22 @@ class LineSampling:
     temperature: float = setting("0 is greedy", 1.0)
     top_k: Natural = setting("keep this many likeliest tokens; 0: all", 0)
     top_p: float = setting("keep this much probability; 1: all", 1.0)
-    min_p: float = setting("drop tokens less likely than this share of the likeliest; 0: none", 0.0)
-    repetition_penalty: float = setting(
-        "divides positive logits of tokens in prompt and completion, multiplies others; 1: none",
-        1.0,
-    )
-    frequency_penalty: float = setting(
-        "subtracted from a token's logit for each occurrence in the completion", 0.0
-    )
-    presence_penalty: float = setting(
-        "subtracted once from the logit of a token that the completion has", 0.0
-    )
+    min_p: float = setting(MIN_P, 0.0)
+    repetition_penalty: float = setting("divides positive logits of earlier tokens; 1: none", 1.0)
+    frequency_penalty: float = setting("subtracted for each occurrence in the completion", 0.0)
+    presence_penalty: float = setting("subtracted once for tokens that the completion has", 0.0)
     ignore_eos: bool = setting("go on after the checkpoint's end tokens", False)
-    top_logprobs: Natural = setting(
-        "number of likeliest tokens whose log-probabilities are written for each position", 0
-    )
+    top_logprobs: Natural = setting("likeliest tokens written for each position", 0)
     prompt_logprobs: bool = setting("write the log-probabilities of the prompt's tokens", False)
     top_prompt_logprobs: Natural = setting("top_logprobs for each position of the prompt", 0)
-    prompt_alternatives: Natural = setting(
-        "number of tokens drawn at each position of the prompt, written with log-probabilities", 0
-    )
+    prompt_alternatives: Natural = setting("tokens drawn at each position of the prompt", 0)
     json_schema: str = setting("schema of the completion as JSON; a line may give an object", "")
     regex: str = setting("regular expression that the whole completion matches", "")
     choice: tuple[str, ...] = setting("the completion is one of these texts", ())
-    seed: int = setting(
-        "completion i draws from a hash of seed and i: the same seed gives the same tokens in any "
-        "batch",
-        0,
-    )
+    seed: int = setting("the same seed gives the same tokens in any batch", 0)
     n: Count = setting("completions of a line", 1)
     stop: tuple[str, ...] = setting("strings that end a completion", ())
-    stop_ids: tuple[int, ...] = setting(
-        "token ids that end a completion, besides the checkpoint's end tokens", ()
-    )
+    stop_ids: tuple[int, ...] = setting("token ids that end it, besides end tokens", ())
 
     def __post_init__(self):
         check_ranges(self, "sampling.")
@@ -367,14 +269,10 @@ class EvaluateSettings(CatalogSettings):
     """Settings of an evaluation."""
 
     env: EnvSettings = setting("environment: held-out examples and rewards")
-    seed: Natural = setting(
-        "completion i of example k draws from a hash of seed + k * samples and i", 0
-    )
+    seed: Natural = setting("the same seed draws the same completions", 0)
     examples: Count = setting("largest number of held-out examples", 30)
     samples: Count = setting("completions of an example", 4)
-    adapters: dict[str, Place] = setting(
-        "adapter by label: policy@alias, policy@12, a digest or a PEFT directory; empty: the base"
-    )
+    adapters: dict[str, Place] = setting("revision or PEFT directory by label; empty: the base")
     sampling: DrawingSettings = setting("how completions are drawn", DrawingSettings())
     max_rows: Count = setting(MAX_ROWS, 64)
     cache_gib: float = setting(CACHE_GIB, 0.0)
@@ -382,7 +280,6 @@ class EvaluateSettings(CatalogSettings):
     reward_timeout: float = setting(REWARD_TIMEOUT, scoring.TIMEOUT_S)
 
     def __post_init__(self):
-        super().__post_init__()
         scoring.check_timeout(self.reward_timeout)
 
     def preflight(self) -> None:
@@ -394,104 +291,62 @@ class EvaluateSettings(CatalogSettings):
 class ServeSettings(CatalogSettings):
     """Settings of the service."""
 
-    host: str = setting(
-        "address to listen at; beyond loopback it needs keys, and a certificate or a TLS proxy",
-        "127.0.0.1",
-    )
+    host: str = setting("address; beyond loopback it needs keys, and TLS", "127.0.0.1")
     port: Natural = setting("0: any free port", 8000)
     name: str = setting("clients' name of the base; empty: the setting base", "")
-    tokenizer: Place = setting(
-        "hub name or folder from which Tinker clients load the tokenizer; empty: the base's name",
-        "",
-    )
-    peft_folder: Place = setting(
-        "folder below which /v1/load_lora_adapter may read PEFT adapters; empty: none", ""
-    )
+    tokenizer: Place = setting("hub name or folder for Tinker clients; empty: the base's name", "")
+    peft_folder: Place = setting("folder that /v1/load_lora_adapter may read; empty: none", "")
     api_keys: Place = setting(
-        "folder of API keys, made by python -m mint_jax.service.keys; empty: no keys, on loopback "
-        "only",
-        "",
+        "folder made by python -m mint_jax.service.keys; empty: no keys, on loopback only", ""
     )
-    hosts: tuple[str, ...] = setting(
-        "further names of a server without keys, behind a proxy for instance; requests with "
-        "another Host header are refused",
-        (),
-    )
+    hosts: tuple[str, ...] = setting("further Host headers that a server without keys takes", ())
     certificate: Place = setting("TLS certificate with its chain; empty: no TLS", "")
     private_key: Place = setting("key of the certificate, where its file has none", "")
     behind_tls: bool = setting("a proxy in front of the server encrypts", False)
-    ranks: tuple[int, ...] = setting(
-        "powers of two; a policy gets the next larger one of its rank", (32,)
-    )
-    slots: Count = setting(
-        "policies in training on the device, for each of ranks; others wait in memory and on disk",
-        4,
-    )
+    ranks: tuple[int, ...] = setting("powers of two; a policy gets the next larger one", (32,))
+    slots: Count = setting("policies in training on the device, for each of ranks", 4)
     adapters: Count = setting("revisions for sampling on the device, for each of ranks", 16)
-    shapes: tuple[Any, ...] = setting(
+    shapes: tuple[tuple[int, ...], ...] = setting(
         "training steps as blocks, rows, tokens and targets of a position; empty: for the devices",
         (),
     )
     max_rows: Count = setting(MAX_ROWS, 32)
     cache_gib: float = setting(CACHE_GIB, 0.0)
     reuse_decoded: bool = setting(
-        "do not read again a prompt's beginning that was sampled before, as in a chat; "
-        "log-probabilities after it may then differ by up to 2e-5 in float32",
-        False,
+        "reuse the cache of sampled tokens in a chat's next turn; rounding may differ", False
     )
-    host_gib: float = setting(
-        "host memory for states of idle policies, and the same for cached adapters, GiB", 4.0
-    )
-    gap_s: float = setting(
-        "seconds that decoding rows wait for a training step at most, where a step is as short", 0.5
-    )
+    host_gib: float = setting("host memory for idle policies, and again for adapters, GiB", 4.0)
+    gap_s: float = setting("seconds that decoding rows wait for a training step at most", 0.5)
     idle_gap_s: float = setting("the same while no row decodes", 2.0)
-    precompile: str = setting(
-        "background: serve each request as soon as its own programs are compiled; before: compile "
-        "all first; only: compile all into the cache and exit",
-        "background",
+    precompile: Annotated[str, ("background", "before", "only")] = setting(
+        "while serving; before it; into the cache only, then exit", "background"
     )
     snapshot_every: Count = setting("updates of a policy between two snapshots of its state", 16)
     snapshot_s: float = setting("seconds after which a snapshot is taken anyway", 60.0)
-    session_s: float = setting(
-        "seconds without a client's request after which its session ends and its policies leave "
-        "training; time in which the server is down does not count",
-        86400.0,
-    )
-    openai_limits: bool = setting(
-        "refuse what OpenAI's API refuses: temperature above 2, more than 5 logprobs of "
-        "completions, more than 4 stop strings, unknown roles; False: only the engine's limits",
-        True,
-    )
+    session_s: float = setting("seconds without a request that end a client's session", 86400.0)
+    openai_limits: bool = setting("refuse what OpenAI's API refuses beyond the engine", True)
     body_mb: Count = setting("largest request body, MB; 1 MB on paths that take no data", 64)
-    bodies_gib: float = setting(
-        "memory for all request bodies in flight, GiB; beyond it requests get 429, or 413 where "
-        "one body alone is larger",
-        1.0,
-    )
+    bodies_gib: float = setting("memory for all request bodies, GiB; beyond it 429", 1.0)
     tenant_requests: Count = setting("requests of a tenant in flight; further ones get 429", 1000)
-    tenant_tokens: Natural = setting(
-        "tokens of a tenant's sampling and training requests in flight; 0: no limit. quotas.json "
-        "next to the keys overrides this and the next two for its tenants",
-        0,
-    )
+    tenant_tokens: Natural = setting("tokens of a tenant's requests in flight; 0: no limit", 0)
     tenant_policies: Natural = setting("policies of a tenant in training; 0: no limit", 0)
-    tenant_gib: float = setting(
-        "named checkpoints and training states of a tenant, GiB; 0: no limit", 0.0
-    )
+    tenant_gib: float = setting("checkpoints and states of a tenant, GiB; 0: no limit", 0.0)
 
     def __post_init__(self):
-        super().__post_init__()
-        if self.precompile not in PRECOMPILE:
-            raise choice("precompile", self.precompile, PRECOMPILE)
+        for shape in self.shapes:
+            if len(shape) not in (3, 4) or min(shape) < 1:
+                raise UserError(
+                    f"shapes has {shape!r}; expected blocks, rows and tokens of a step, and targets"
+                    " a position, as in (4, 1, 1024)"
+                )
+        if not self.ranks:
+            raise UserError("ranks is empty; expected the ranks that policies may have: (8, 32)")
 
-    @property
-    def creates_catalog(self) -> bool:
-        return True
+    creates_catalog = True
 
     def preflight(self) -> None:
         super().preflight()
-        for module in SERVICE_PACKAGES:
+        for module in SERVICE_PACKAGES.split():
             need_package(module, "serve", "the service")
         for name, kind, exists in (
             ("peft_folder", "folder", Path.is_dir),
@@ -527,7 +382,7 @@ class ScaleUpSettings(RecipeSettings):
     """Settings of a compilation for a pod."""
 
     base: str = setting("name of the model in the report")
-    dtype: str = setting("type of the base: float32 or bfloat16", "bfloat16")
+    dtype: Dtype = setting("type of the base", "bfloat16")
     topology: str = setting(
         "pod, such as v5p:2x2x1, or v5p-8 as clouds name it; smallest: the smallest that fits"
     )
@@ -541,10 +396,6 @@ class ScaleUpSettings(RecipeSettings):
     train: TrainShape = setting("the training step")
     rollout: RolloutShape = setting("sampling")
     model: dict[str, Any] = setting("fields of the model's config.json")
-
-    def __post_init__(self):
-        if self.dtype not in names.DTYPES:
-            raise choice("dtype", self.dtype, names.DTYPES)
 
     def preflight(self) -> None:
         if self.topology == "smallest":
@@ -568,11 +419,7 @@ OF_JOB: dict[str, type[RecipeSettings]] = {
 
 
 def of_job(job: Any) -> type[RecipeSettings]:
-    """Returns the class of a job's settings.
-
-    Raises:
-        UserError: an unknown job.
-    """
+    """Returns the class of a job's settings; raises ``UserError`` for an unknown job."""
     if job not in OF_JOB:
         raise choice("job", job, OF_JOB)
     return OF_JOB[job]

@@ -53,23 +53,20 @@ def encode_rows(examples: list[Example]) -> tuple[np.ndarray, np.ndarray]:
     mask of the tokens to learn.
     """
     ids = {token: i for i, token in enumerate([END, UNKNOWN, *ALPHABET])}
-    pairs = []
-    for example in examples:
-        prompt, answer = example.messages, f" {example.answer}\n"
+    texts = [(example.messages, f" {example.answer}\n") for example in examples]
+    for prompt, answer in texts:
         if not isinstance(prompt, str) or not set(prompt + answer) <= set(ALPHABET):
             raise UserError(
                 f"prompt {prompt!r} and answer {answer!r}: pretraining needs plain text in ASCII:"
                 " choose another environment"
             )
-        pairs.append((prompt, answer))
-    width = max(len(prompt) + len(answer) for prompt, answer in pairs)
-    tokens, learn = (
-        np.zeros((len(pairs), width), np.int32),
-        np.zeros((len(pairs), width), np.float32),
-    )
-    for row, (prompt, answer) in enumerate(pairs):
-        tokens[row, : len(prompt) + len(answer)] = [ids[c] for c in prompt + answer]
-        learn[row, len(prompt) : len(prompt) + len(answer)] = 1.0
+    width = max(len(prompt) + len(answer) for prompt, answer in texts)
+    tokens = np.zeros((len(texts), width), np.int32)
+    learn = np.zeros((len(texts), width), np.float32)
+    for row, (prompt, answer) in enumerate(texts):
+        length = len(prompt) + len(answer)
+        tokens[row, :length] = [ids[str(c)] for c in (*prompt, *answer)]
+        learn[row, len(prompt) : length] = 1.0
     return tokens, learn
 
 
@@ -98,12 +95,9 @@ def run(config: PretrainSettings, folder: Path) -> dict[str, Any]:
     fields = {**config.model, "vocab_size": len(ALPHABET) + 2, "eos_token_id": 0}
     cfg = from_hf(fields)
     environments = [env_lib.make(**dict(section)) for section in config.envs]
-    examples, held_out = (
-        [e for env in environments for e in part(env)]
-        for part in (lambda v: v.train, lambda v: v.held_out)
-    )
-    tokens, learn = encode_rows([*examples, *held_out])
-    trained, new = slice(0, len(examples)), slice(len(examples), None)
+    examples = [example for env in environments for example in env.train]
+    held_out = encode_rows([example for env in environments for example in env.held_out])
+    tokens, learn = encode_rows(examples)
     workdir.save_config(config, folder)
 
     params = params_lib.init(transformer.abstract(cfg), jax.random.key(config.seed))
@@ -119,19 +113,17 @@ def run(config: PretrainSettings, folder: Path) -> dict[str, Any]:
         updates, opt = optimizer.update(grads, opt, params)
         return optax.apply_updates(params, updates), opt, value
 
-    before = float(loss(params, tokens[new], learn[new]))
-    say(
-        f"{params_lib.count(params):,} parameters in"
-        f" {', '.join(f'{n} {kind} layers' for kind, n in cfg.stacks.items())}"
-    )
+    before = float(loss(params, *held_out))
+    layers = ", ".join(f"{n} {kind} layers" for kind, n in cfg.stacks.items())
+    say(f"{params_lib.count(params):,} parameters in {layers}")
     opt, rng = jax.jit(optimizer.init)(params), np.random.default_rng(config.seed)
     progress = metrics.Progress("pretraining", config.steps)
     for n in range(config.steps):
         rows = rng.integers(0, len(examples), config.batch_size)
-        params, opt, value = step(params, opt, tokens[trained][rows], learn[trained][rows])
+        params, opt, value = step(params, opt, tokens[rows], learn[rows])
         if n % 50 == 49:
             progress.update(n + 1, f"steps, loss {float(value):.3f}")
-    after = float(loss(params, tokens[new], learn[new]))
+    after = float(loss(params, *held_out))
     with new_directory(target, "config.json") as staging:
         hf.save(params, cfg, staging)
         write_tokenizer(staging)

@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from mint_jax import metrics, multihost
@@ -21,7 +22,8 @@ from mint_jax.errors import UserError
 from mint_jax.harness import adapters, start
 from mint_jax.harness.catalogs import JobCatalog
 from mint_jax.harness.start import PolicyData
-from mint_jax.lora.tree import Slot, Stacks
+from mint_jax.models import base as base_lib
+from mint_jax.models import router
 from mint_jax.models.base import Base
 from mint_jax.recipes.options import GrpoSampling, GrpoSettings
 from mint_jax.residency.pool import ResidentAdapters
@@ -100,12 +102,8 @@ class PolicySampler:
             cache_bytes=start.cache_bytes(config.cache_gib),
             keep_cache=False,
         )
-        self.stop_ids, self.tokens = tokenizer.eos_ids, 0
-        self.fixed: dict[str, str] = {}
-        self._resident, self._digests = (
-            ResidentAdapters({}, {}),
-            dict[str, str](),
-        )  # of fixed adapters
+        self.stop_ids, self.tokens, self.fixed = tokenizer.eos_ids, 0, dict[str, str]()
+        self._resident, self._digests = ResidentAdapters({}, {}), dict[str, str]()  # of fixed
 
     @contextlib.contextmanager
     def sampling_from(self, fixed: dict[str, str], catalog: JobCatalog) -> Iterator[None]:
@@ -131,10 +129,21 @@ class PolicySampler:
         one for those with fixed adapters.
         """
         order = multihost.agree("data order", lambda: {n: self._draw(n, step) for n in names})
-        own, fixed = ([n for n in names if (n in self.fixed) == is_fixed] for is_fixed in (0, 1))
-        slots = {name: self._resident.slots[self.fixed[name]] for name in fixed}
-        out = self._sample(own, order, self.trainer.slots, self.trainer.stacks)
-        out |= self._sample(fixed, order, slots, self._resident.stacks)
+        out = {}
+        for is_fixed in (False, True):
+            rows = [
+                (name, self.members[name].train[i], self.members[name].sampling.group_size, seed)
+                for name in names
+                for i, seed in order[name]
+                if (name in self.fixed) == is_fixed
+            ]
+            for name, completions in self._sample(rows, is_fixed).items():
+                member, chosen = self.members[name], [i for i, _ in order[name]]
+                examples = [member.env.train[i] for i in chosen]
+                drawn_by = self._digests[name] if is_fixed else self.trainer.versions[name]
+                prompts = [member.train[i] for i in chosen]
+                out[name] = Rollout(examples, prompts, completions, drawn_by)
+                self.tokens += sum(len(c.tokens) for group in completions for c in group)
         return {name: out[name] for name in names}
 
     def _draw(self, name: str, step: int) -> list[tuple[int, int]]:
@@ -144,52 +153,55 @@ class PolicySampler:
         seeds = np.random.SeedSequence([member.config.seed, step]).generate_state(len(chosen))
         return list(zip(chosen, seeds.tolist()))
 
-    def _sample(
-        self,
-        names: Sequence[str],
-        order: Mapping[str, list[tuple[int, int]]],
-        slots: Mapping[str, Slot],
-        stacks: Stacks,
-    ) -> dict[str, Rollout]:
-        out, requests, owners = {}, [], []
-        for name in names:
-            member, drawn_by = self.members[name], self._digests.get(name)
-            adapter: dict[str, Any] = {"revision": drawn_by}
-            if drawn_by is None:
-                drawn_by = self.trainer.versions[name]
-                adapter = {"version": drawn_by}
-            indices = [index for index, _ in order[name]]
-            examples = [member.env.train[index] for index in indices]
-            out[name] = Rollout(examples, [member.train[i] for i in indices], [], drawn_by)
-            for index, seed in order[name]:
-                own = {"n": member.sampling.group_size, "seed": seed, "adapter": slots[name]}
-                requests.append(self._request(member, member.train[index], **own, **adapter))
-                owners.append(name)
-        for name, completions in zip(owners, self.engine.generate(requests, stacks)):
-            out[name].completions.append(completions)
-            self.tokens += sum(len(c.tokens) for c in completions)
-        return out
-
-    def _request(self, member: Member, prompt: Sequence[int], **own: Any) -> Request:
-        drawing = member.sampling.drawing
-        return Request(**drawing, prompt=tuple(prompt), stop_ids=self.stop_ids, **own)
-
     def held_out(self, names: Sequence[str]) -> dict[str, list[list[Completion]]]:
         """Samples the held-out prompts with the policies as they are, with seeds of their own."""
-        out: dict[str, list[list[Completion]]] = {name: [] for name in names}
-        requests, owners, n = [], [], self.config.eval.samples
-        for name in names:
-            now = {"adapter": self.trainer.slots[name], "version": self.trainer.versions[name]}
-            for i, prompt in enumerate(self.members[name].held_out):
-                requests.append(self._request(self.members[name], prompt, n=n, seed=i * n, **now))
-                owners.append(name)
-        progress = metrics.Progress("evaluating", len(requests))
-        results = self.engine.generate(
-            requests, self.trainer.stacks, lambda done, _: progress.update(done, "prompts")
-        )
-        for name, completions in zip(owners, results):
+        n = self.config.eval.samples
+        rows = [(a, p, n, i * n) for a in names for i, p in enumerate(self.members[a].held_out)]
+        progress = metrics.Progress("evaluating", len(rows))
+        return self._sample(rows, False, lambda done, _: progress.update(done, "prompts"))
+
+    def _sample(
+        self, rows: Sequence[tuple[str, list[int], int, int]], is_fixed: bool, *progress: Any
+    ) -> dict[str, list[list[Completion]]]:
+        """Samples rows of policy, prompt, number of completions and seed, in one engine call."""
+        requests, out = [], {name: [] for name, *_ in rows}
+        for name, prompt, n, seed in rows:
+            named: dict[str, Any] = {"version": self.trainer.versions[name]}
+            named["adapter"] = self.trainer.slots[name]
+            if is_fixed:
+                named = {"revision": self._digests[name]}
+                named["adapter"] = self._resident.slots[self.fixed[name]]
+            drawing = self.members[name].sampling.drawing
+            own = {"prompt": tuple(prompt), "n": n, "seed": seed, "stop_ids": self.stop_ids}
+            requests.append(Request(**own, **drawing, **named))
+        stacks = self._resident.stacks if is_fixed else self.trainer.stacks
+        results = self.engine.generate(requests, stacks, *progress) if requests else []
+        for (name, *_), completions in zip(rows, results):
             out[name].append(completions)
         return out
+
+
+def trainer_base(base: Base, config: GrpoSettings) -> Base:
+    """Returns the trainer's base: the sampler's, unless the config studies a mismatch of the two.
+
+    ``router_noise`` changes the weights of the trainer's routers. ``trainer_dtype`` and
+    ``trainer_quantise`` load a second base, with its memory.
+
+    Raises:
+        UserError: noise for a base without experts.
+    """
+    dtype, quantise = config.trainer_dtype or config.dtype, config.trainer_quantise
+    quantise = config.quantise if quantise is None else quantise
+    if base_lib.DTYPES.get(dtype) != base.dtype or quantise != config.quantise:
+        how: Any = {"quantise": quantise, "kernels": base.cfg.kernels}
+        base = base_lib.load(config.base, base.mesh, dtype, **how)
+        start.say(f"the trainer has a base of its own in {quantise or dtype}")
+    if not (std := config.router_noise):
+        return base
+    if not base.cfg.routed:
+        raise UserError(f"router_noise is {std}, but {base.name} has no experts: set it to 0")
+    noisy = router.perturb(base.params, std, jax.random.key(config.seed))
+    return dataclasses.replace(base, params=noisy)
 
 
 def rollout_metrics(

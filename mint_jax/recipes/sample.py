@@ -14,6 +14,7 @@ turns. The same command continues an interrupted run; see ``harness.batch``.
 """
 
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Sequence
@@ -50,11 +51,8 @@ SETTINGS = tuple(f.name for f in dataclasses.fields(LineOptions))
 def run(config: SampleSettings, folder: Path) -> dict[str, Any]:
     """Samples ``config.input`` into ``config.output``; returns the result."""
     decides = {f"sampling.{name}": value for name, value in vars(config.sampling).items()}
-
-    def program_of(base: Base) -> LineSampler:
-        return LineSampler(base, config)
-
-    common, rows, drawn, seconds = batch.run(config, folder, program_of, decides)
+    how = functools.partial(LineSampler, config=config)
+    common, rows, drawn, seconds = batch.run(config, folder, how, decides)
     new = sum(len(c.tokens) for completions in drawn for c in completions)
     return {
         "job": "sample",
@@ -96,24 +94,27 @@ class LineSampler:
 
     def to_row(self, made: Request, result: list[Completion], digest: str | None) -> batch.Row:
         row = {"prompt_tokens": list(made.prompt), "revision": digest}
-        asked = {name: getattr(result[0], name) for name in OF_PROMPT}
-        if (values := asked["prompt_logprobs"]) is not None:  # JSON has no NaN
-            asked["prompt_logprobs"] = [None if math.isnan(p) else p for p in values]
-        row |= {name: value for name, value in asked.items() if value is not None}
-        completions = []
-        for c in result:
-            top = {} if c.top_logprobs is None else {"top_logprobs": c.top_logprobs}
-            shown = {"tokens": c.tokens, "logprobs": c.logprobs, "text": c.text, "finish": c.finish}
-            completions.append(shown | top)
+        row |= _present(result[0], *OF_PROMPT)
+        if (values := row.get("prompt_logprobs")) is not None:  # JSON has no NaN
+            row["prompt_logprobs"] = [None if math.isnan(p) else p for p in values]
+        names = "tokens", "logprobs", "text", "finish"
+        completions = [
+            {name: getattr(c, name) for name in names} | _present(c, "top_logprobs") for c in result
+        ]
         return row | {"completions": completions}
+
+
+def _present(completion: Completion, *names: str) -> dict[str, Any]:
+    """Returns the values that a completion has."""
+    found = {name: getattr(completion, name) for name in names}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def request_of(base: Base, row: batch.Row, defaults: dict[str, Any], where: str) -> Request:
     """Returns the request of one line for the bare base; the checkpoint's end tokens end a
     completion too.
     """
-    given = vars(LineSampling()) | defaults
-    given |= {name: row[name] for name in SETTINGS if name in row}
+    given = defaults | {name: row[name] for name in SETTINGS if name in row}
     if isinstance(given["stop"], str):
         given["stop"] = (given["stop"],)
     if isinstance(given["json_schema"], dict):
@@ -142,25 +143,11 @@ def _prompt(base: Base, row: batch.Row, where: str) -> list[int]:
     given = [name for name in ("prompt", "messages", "tokens", "text") if name in row]
     if len(given) > 1:
         raise UserError(f"{where} has {' and '.join(given)}: give one of them")
-    if "prompt" in row and not isinstance(row["prompt"], str):
-        raise UserError(
-            f"{where}: prompt is {str(row['prompt'])[:80]}; expected a string; a conversation is"
-            " called messages"
-        )
     if "messages" in row:
-        messages = row["messages"]
-        turns = messages if isinstance(messages, list) else []
-        if not turns or not all(
-            isinstance(m, dict) and isinstance(m.get("role"), str) for m in turns
-        ):
-            wanted = 'expected a list of {"role": ..., "content": ...}; plain text is called prompt'
-            raise UserError(f"{where}: messages is {str(messages)[:80]!r}; {wanted}")
         return chat.prompt_tokens(base.need_tokenizer(), row, where)
     if given := [name for name in chat.OF_CHATS if name in row]:
         raise UserError(
             f"{where} has {given[0]} and plain text, which no chat template renders: give"
             " messages, or leave it out"
         )
-    if "prompt" in row:
-        return start.encode(base, row["prompt"])
     return batch.tokens_of(base, row, where)

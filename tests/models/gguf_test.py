@@ -55,6 +55,30 @@ def _same_tensors(directory, model):
     return len(mine)
 
 
+@pytest.mark.long
+def test_smollm2_tensors_and_config_equal_those_of_transformers(converted, smollm2_file):
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        smollm2_file.parent, gguf_file=smollm2_file.name, dtype=torch.float32
+    )
+    assert _same_tensors(converted, theirs) == 272
+    config = transformers.AutoConfig.from_pretrained(converted)
+    for field in (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+    ):
+        assert getattr(config, field) == getattr(theirs.config, field), field
+    assert config.head_dim == 64
+    assert config.rms_norm_eps == theirs.config.rms_norm_eps
+    assert config.max_position_embeddings == theirs.config.max_position_embeddings
+    assert (
+        config.rope_parameters["rope_theta"] == theirs.config.rope_parameters["rope_theta"] == 1e5
+    )
+
+
 TEXTS = [
     "The quick brown fox; it's 12,345.67% of they've and WE'LL!",
     "tabs\tand\t\ttabs\r\nlines\n\n\n   indented, trailing   ",

@@ -13,6 +13,7 @@ import safetensors.torch
 import torch
 
 from mint_jax import params as params_lib
+from mint_jax.errors import UserError
 from mint_jax.lora.config import AdapterConfig
 from mint_jax.mesh import make_mesh
 from mint_jax.models import base as base_lib
@@ -20,12 +21,18 @@ from mint_jax.models import hf, transformer
 from mint_jax.models.config import read_config
 from mint_jax.models.outline import outline
 from tests import oracles
-from tests.exchange import our_logits, refusal
+from tests.exchange import our_logits
 
 
 def _copy(directory, to):
     shutil.copytree(directory, to)
     return to
+
+
+def _message(call, *args) -> str:
+    with pytest.raises(UserError) as error:
+        call(*args)
+    return str(error.value)
 
 
 def _load(directory, mesh, dtype=np.float32):
@@ -229,7 +236,7 @@ DAMAGED = {  # words of the error -> change of a sound directory
 def test_a_damaged_checkpoint_is_refused_before_anything_is_loaded(words, change, ckpt, mesh):
     change(ckpt)
     begun = []
-    message = refusal(
+    message = _message(
         lambda: hf.load(ckpt, read_config(ckpt), mesh, progress=lambda *_: begun.append(1))
     )
     assert words in message
@@ -246,10 +253,10 @@ def test_an_index_that_contradicts_its_files_is_refused(indexed, mesh):
         (json.dumps({"weight_map": files | {"lm_head.bias": last}}), "'lm_head.bias', which it"),
     ):
         index.write_text(text)
-        assert words in refusal(_load, directory, mesh)
+        assert words in _message(_load, directory, mesh)
     index.write_text(json.dumps(content))
     (directory / last).unlink()
-    assert f"{last} is named by model.safetensors.index.json but does not" in refusal(
+    assert f"{last} is named by model.safetensors.index.json but does not" in _message(
         _load, directory, mesh
     )
 
@@ -275,7 +282,7 @@ def test_a_head_that_differs_from_the_embedding_is_used_though_the_config_ties_t
     assert "lm_head.weight differs from the embedding and is used" in caplog.text
     assert outline(str(directory)).cfg == hf.read_model(directory)
     assert not hf.read_model(directory).tie_embeddings
-    assert "'lm_head.weight'" in refusal(_load, directory, mesh)  # whoever loads it tied
+    assert "'lm_head.weight'" in _message(_load, directory, mesh)  # whoever loads it tied
     _rewrite(
         directory, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()})
     )

@@ -1,16 +1,7 @@
-"""Jobs take every device there is; here they run on one."""
+"""Recipes take every device there is; here they run on one."""
 
-import jax
 import pytest
-
-from mint_jax import mesh
 
 
 @pytest.fixture(autouse=True)
-def one_device(monkeypatch):
-    made = mesh.make_mesh
-    monkeypatch.setattr(
-        mesh,
-        "make_mesh",
-        lambda sizes=None, devices=None: made(sizes, devices or jax.devices()[:1]),
-    )
+def on_one_device(one_device): ...

@@ -1,0 +1,97 @@
+"""Recipes one after another, as a user runs them, and what they leave on disk."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mint_jax import nested
+from mint_jax.catalog.lifecycle import Catalog
+from mint_jax.catalog.packed import unpack
+from mint_jax.data.tokenizer import Tokenizer
+from mint_jax.models import base as base_lib
+from tests.configs import load, run_config, tiny
+
+PLAIN = """
+import json, sys
+sys.modules["mint_jax"] = None
+import numpy as np, orbax.checkpoint as ocp
+
+step, out = sys.argv[1:]
+items = ocp.args.Composite(adapters=ocp.args.StandardRestore(), extra=ocp.args.JsonRestore())
+with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+    found = checkpointer.restore(step, items)
+arrays = {}
+def walk(node, path, one):
+    if isinstance(node, dict):
+        for name, child in node.items():
+            walk(child, path + [name], one)
+    else:
+        arrays["/".join(path)] = np.asarray(node)[:, one["slot"], ..., : one["schema"]["rank"], :]
+for policy, one in found.extra["adapters"].items():
+    walk(found.adapters[one["bucket"]]["factors"], [policy], one)
+np.savez(out, **arrays)
+"""
+
+
+@pytest.mark.long
+def test_plain_orbax_restores_the_adapters_of_a_checkpoint(tmp_path):
+    workdir = tmp_path / "run"
+    result = run_config(tiny("sft", steps=3), workdir)
+    wanted = {}
+    with Catalog.open(workdir / "catalog") as catalog:
+        for policy in result["policies"]:
+            for path, leaf in nested.leaves_with_path(unpack(catalog.load(policy["revision"]))[0]):
+                wanted[f"{policy['name']}/{path}"] = np.array(leaf)
+    command = [sys.executable, "-c", PLAIN, str(workdir / "checkpoints" / "step_6")]
+    command.append(str(tmp_path / "found.npz"))
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = np.load(tmp_path / "found.npz")
+    assert set(wanted) == set(found)
+    for path, leaf in wanted.items():
+        np.testing.assert_array_equal(found[path], leaf, err_msg=path)
+
+
+@pytest.mark.long
+def test_a_trained_policy_is_sampled_scored_and_evaluated(tmp_path):
+    catalog = f"--config.catalog={tmp_path / 'catalog'}"
+
+    def run(name, *options):
+        return run_config(load(name, catalog, *options), tmp_path / Path(name).stem)
+
+    def rows(*lines):
+        (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        files = (f"--config.input={tmp_path}/in.jsonl", f"--config.output={tmp_path}/out.jsonl")
+        return ("--config.base=tiny-random", *files)
+
+    trained = run("configs/tiny/sft.py", "--config.steps=2")
+    revision = next(p["revision"] for p in trained["policies"] if p["name"] == "adder")
+    with Catalog.open(tmp_path / "catalog") as opened:
+        opened.branch("again", "adder@latest")
+    options = ("--config.sampling.max_tokens=4", "--config.sampling.temperature=0.0")
+    names = ("adder@latest", "again@latest")
+    run("configs/sample.py", *rows(*({"prompt": "1 +", "adapter": n} for n in names)), *options)
+    made = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [row["revision"] for row in made] == [revision, revision]
+    assert made[0]["completions"] == made[1]["completions"]
+    (tmp_path / "out.jsonl").unlink()
+    scored = run("configs/score.py", *rows({"text": "1 + 2 = 3", "adapter": "again@latest"}))
+    assert scored["sequences"] == 1
+    few = ("--config.examples=2", "--config.samples=1", "--config.adapters.policy=again@latest")
+    assert run("configs/evaluate.py", "--config.base=tiny-random", *few, options[0])
+
+
+@pytest.mark.long
+def test_a_pretrained_base_is_a_checkpoint_that_learned(tmp_path, mesh):
+    made = run_config(tiny("pretrain_moe"), tmp_path)
+    assert made["loss_after"] < 0.5 * made["loss_before"]
+    base = base_lib.load(made["base"], mesh)
+    assert base.cfg.stacks == {"dense": 1, "moe": 2}
+    assert base.cfg.latent is not None
+    text = "2 or 9: 9\n~ {x}"
+    tokenizer = Tokenizer(made["base"])
+    assert tokenizer.decode(tokenizer.encode(text)) == text
