@@ -1,32 +1,39 @@
 """Garbage collection: revisions beyond retention, payloads that nothing refers to, packs without
 payloads, abandoned packs.
 
-Three rules protect readers and writers that run meanwhile. A payload row is removed only in a
-transaction that has locked it and then saw that nothing refers to it; an exporter that relied on it
-finds it missing in its own transaction and stores the bytes again. A pack's file is removed only a
-grace period after its last payload, so a reader that resolved before can still read. A pack without
-a row is first entered as swept: its writer, if it lives, can no longer commit it.
-
-Compaction moves payloads of small or mostly dead packs together into large ones: copy, one
-transaction that moves the places, and the old packs wait their grace period like any other that
-lost its payloads.
+Readers and writers may run meanwhile. A payload's row goes only in a transaction that has locked it
+and then saw that nothing refers to it; an exporter that relied on it stores the bytes again. A
+pack's file goes a grace period after its last payload, for readers that resolved before. A pack
+without a row is first entered as swept, so that its writer can no longer commit it. Compaction
+copies payloads of small or mostly dead packs into large ones and moves their places in one
+transaction.
 """
 
-import contextlib
+import collections
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Unpack
 
 import sqlalchemy as sa
 
-from mint_jax.catalog.records import audit, leases, retention
-from mint_jax.catalog.records.audit import Author
-from mint_jax.catalog.records.database import chunks, insert_new
+from mint_jax.catalog.records import audit, leases
+from mint_jax.catalog.records.audit import Author, Signed
+from mint_jax.catalog.records.database import Database, chunks, insert_new
 from mint_jax.catalog.records.handle import Handle
+from mint_jax.catalog.records.names import full_name
 from mint_jax.catalog.records.payload_rows import enter_packs
 from mint_jax.catalog.records.policies import DELETED
+from mint_jax.catalog.records.tables import (
+    aliases,
+    metadata,
+    packs,
+    payloads,
+    policies,
+    revisions,
+    rollouts,
+    tags,
+)
 from mint_jax.catalog.records.tables import leases as lease_table
-from mint_jax.catalog.records.tables import metadata, packs, payloads, policies, revisions, rollouts
 from mint_jax.catalog.storage.payloads import PackDamaged, PackInfo, PackMissing, Place
 from mint_jax.errors import UserError
 
@@ -69,13 +76,12 @@ def collect(
     dry_run: bool = False,
     compact: bool = True,
     grace_s: float = 3600.0,
-    by: str | None = None,
-    why: str = "",
+    **signed: Unpack[Signed],
 ) -> Report:
     """Removes what retention gives up and nothing refers to, in transactions of bounded size.
 
     Args:
-        dry_run: only report: removes rows in one transaction, which is rolled back.
+        dry_run: only report; a read-only catalog will do.
         compact: join small and mostly dead packs too.
         grace_s: seconds that a pack's file stays after its last payload, and that a writer may take
             to write and commit; shorten it only while no process writes.
@@ -83,26 +89,17 @@ def collect(
     Raises:
         UserError: the database is damaged: live payloads could look unreferenced.
     """
-    report, author = Report(dry_run), catalog.author(by, why)
+    report, author = Report(dry_run), catalog.author(**signed)
     database = catalog.database
     if dry_run:
-
-        def rehearse(connection: sa.Connection) -> None:
-            nonlocal report
-            report = Report(dry_run=True)  # the transaction may run again
-            here = lambda body: body(connection)  # noqa: E731
-            _remove_rows(here, here, author, report)
-            raise _RolledBack
-
-        with contextlib.suppress(_RolledBack):
-            database.write(rehearse)
+        database.read(lambda c: _count_rows(c, author, report))
     else:
         if damage := database.damage(1):
             raise UserError(
                 f"database {database.name} is damaged ({damage[0]}): nothing was removed;"
                 " restore it from a backup, then collect"
             )
-        _remove_rows(database.read, database.write, author, report)
+        _remove_rows(database, author, report)
     _sweep_dead(catalog, author, grace_s, report)
     _sweep_abandoned(catalog, author, grace_s, report)
     report.leftovers = len(catalog.store.sweep(grace_s, dry_run))
@@ -111,12 +108,10 @@ def collect(
     return report
 
 
-def compact(
-    catalog: Handle, *, dry_run: bool = False, by: str | None = None, why: str = ""
-) -> Report:
+def compact(catalog: Handle, *, dry_run: bool = False, **signed: Unpack[Signed]) -> Report:
     """Joins small and mostly dead packs; ``gc`` removes the old files after its grace period."""
     report = Report(dry_run)
-    _compact(catalog, catalog.author(by, why), report)
+    _compact(catalog, catalog.author(**signed), report)
     return report
 
 
@@ -138,17 +133,36 @@ def stats(catalog: Handle) -> dict[str, int]:
     )
 
 
-class _RolledBack(Exception):
-    """Ends the transaction of a dry run."""
+def _count_rows(connection: sa.Connection, author: Author, report: Report) -> None:
+    """Counts the rows that ``_remove_rows`` would remove."""
+    expired = sa.select(sa.func.count()).where(lease_table.c.expires_at <= author.now)
+    report.leases = connection.scalar(expired) or 0
+    leaving: list[Expendable] = []
+    for some in chunks(_candidates(connection), 100):
+        owners = _policies(connection, some, lock=False)
+        leaving += _expendable(connection, author, owners)
+    report.revisions = [f"{one.policy}@{one.number}" for one in leaving]
+    # a payload goes with the last of its revisions
+    leaving_by_digest = collections.Counter(one.digest for one in leaving)
+    free = set(_unreferenced(connection, author))
+    for some in chunks(list(leaving_by_digest)):
+        query = sa.select(revisions.c.digest, sa.func.count()).group_by(revisions.c.digest)
+        named = connection.execute(query.where(revisions.c.digest.in_(some))).tuples()
+        last = [digest for digest, count in named if count == leaving_by_digest[digest]]
+        query = sa.select(payloads.c.digest).where(payloads.c.digest.in_(last))
+        free |= set(connection.scalars(query.where(_is_free(author))))
+    for some in chunks(list(free)):
+        query = sa.select(payloads.c.length).where(payloads.c.digest.in_(some))
+        lengths = list(connection.scalars(query))
+        report.payloads += len(lengths)
+        report.payload_bytes += sum(lengths)
 
 
-Run = Callable[[Callable[[sa.Connection], Any]], Any]  # ``Database.read`` or ``write``
-
-
-def _remove_rows(read: Run, write: Run, author: Author, report: Report) -> None:
+def _remove_rows(database: Database, author: Author, report: Report) -> None:
+    read, write = database.read, database.write
     report.leases = write(lambda c: leases.remove_expired(c, author))
-    for some in chunks(read(retention.candidates), 100):
-        removed = write(lambda c, some=some: retention.remove(c, author, some))
+    for some in chunks(read(_candidates), 100):
+        removed = write(lambda c, some=some: _remove_revisions(c, author, some))
         report.revisions += [f"{one.policy}@{one.number}" for one in removed]
     for some in chunks(read(lambda c: _unreferenced(c, author))):
         lengths = write(lambda c, some=some: _remove_payloads(c, author, some))
@@ -157,15 +171,90 @@ def _remove_rows(read: Run, write: Run, author: Author, report: Report) -> None:
     write(lambda c: _retire_packs(c, author))
 
 
-def _nothing_refers(author: Author) -> sa.ColumnElement[bool]:
-    leased = (lease_table.c.digest == payloads.c.digest, lease_table.c.expires_at > author.now)
-    return sa.not_(
-        sa.or_(
-            sa.exists().where(revisions.c.digest == payloads.c.digest),
-            sa.exists().where(rollouts.c.digest == payloads.c.digest),
-            sa.exists().where(*leased),
-        )
+@dataclasses.dataclass(frozen=True)
+class Expendable:
+    """A revision that may be removed."""
+
+    id: int
+    policy_id: int
+    policy: str
+    number: int
+    digest: bytes
+
+
+def _candidates(connection: sa.Connection) -> list[int]:
+    """Returns the ids of policies that may have expendable revisions."""
+    kept = sa.select(policies.c.id).where(policies.c.last_number > policies.c.keep_last)
+    retired = sa.select(revisions.c.policy_id).where(revisions.c.state == "retired")
+    return sorted(connection.scalars(sa.union(kept, retired)))
+
+
+def _expendable(
+    connection: sa.Connection, author: Author, owners: Mapping[int, sa.Row]
+) -> list[Expendable]:
+    """Returns the revisions of these policies (rows by id) that are retired or beyond the last K,
+    and not pinned, aliased, leased, a branch's parent or the start of an open session.
+    """
+    protected = sa.or_(
+        revisions.c.pinned,
+        sa.exists().where(aliases.c.revision_id == revisions.c.id),
+        sa.exists().where(policies.c.parent_revision == revisions.c.id),
+        sa.exists().where(
+            lease_table.c.digest == revisions.c.digest, lease_table.c.expires_at > author.now
+        ),
     )
+    query = sa.select(revisions, protected.label("protected"))
+    query = query.where(revisions.c.policy_id.in_(owners))
+    found = []
+    newer = dict.fromkeys(owners, 0)  # live revisions counted so far, newest first
+    for row in connection.execute(query.order_by(revisions.c.policy_id, revisions.c.number.desc())):
+        owner = owners[row.policy_id]
+        beyond = owner.keep_last is not None and newer[owner.id] >= owner.keep_last
+        newer[owner.id] += row.state == "live"
+        start = owner.session_owner is not None and owner.session_revision == row.number
+        if (beyond or row.state == "retired") and not row.protected and not start:
+            full = full_name(owner.tenant, owner.name)
+            found.append(Expendable(row.id, owner.id, full, row.number, row.digest))
+    return found
+
+
+def _policies(
+    connection: sa.Connection, policy_ids: Sequence[int], lock: bool
+) -> dict[int, sa.Row]:
+    """Returns the rows of these policies by id, locked if ``lock``."""
+    query = sa.select(policies).where(policies.c.id.in_(policy_ids)).order_by(policies.c.id)
+    return {row.id: row for row in connection.execute(query.with_for_update() if lock else query)}
+
+
+def _remove_revisions(
+    connection: sa.Connection, author: Author, policy_ids: Sequence[int]
+) -> list[Expendable]:
+    """Locks these policies and removes their expendable revisions."""
+    owners = _policies(connection, policy_ids, lock=True)
+    found = _expendable(connection, author, owners)
+    by_policy: dict[int, list[Expendable]] = {}
+    for one in found:
+        by_policy.setdefault(one.policy_id, []).append(one)
+    for policy_id, some in by_policy.items():
+        numbers = [one.number for one in some]
+        own = (tags.c.policy_id == policy_id, tags.c.number.in_(numbers))
+        connection.execute(tags.delete().where(*own))
+        connection.execute(revisions.delete().where(revisions.c.id.in_([one.id for one in some])))
+        details = {"revisions": numbers, "digests": [one.digest.hex() for one in some]}
+        audit.log(connection, author, "remove revisions", owners[policy_id], details)
+    return found
+
+
+def _is_free(author: Author) -> sa.ColumnElement[bool]:
+    """True for a payload that no rollout and no lease refers to."""
+    leased = (lease_table.c.digest == payloads.c.digest, lease_table.c.expires_at > author.now)
+    rolled_out = sa.exists().where(rollouts.c.digest == payloads.c.digest)
+    return sa.not_(sa.or_(rolled_out, sa.exists().where(*leased)))
+
+
+def _nothing_refers(author: Author) -> sa.ColumnElement[bool]:
+    named = sa.exists().where(revisions.c.digest == payloads.c.digest)
+    return sa.and_(sa.not_(named), _is_free(author))
 
 
 def _unreferenced(connection: sa.Connection, author: Author) -> list[bytes]:

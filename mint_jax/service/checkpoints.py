@@ -33,7 +33,7 @@ from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import Schema, as_bytes, digest_of, pack
 from mint_jax.catalog.records import names
 from mint_jax.catalog.records.database import DatabaseFailed
-from mint_jax.catalog.storage.interface import StorageFailed
+from mint_jax.catalog.storage.payloads import StorageFailed
 from mint_jax.digest import blake3_of
 from mint_jax.errors import UserError
 from mint_jax.lora import tree as lora_tree

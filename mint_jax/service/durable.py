@@ -30,7 +30,7 @@ from typing import Any, Literal
 
 from mint_jax import files
 from mint_jax.catalog.records.database import DatabaseFailed
-from mint_jax.catalog.storage.interface import StorageFailed
+from mint_jax.catalog.storage.payloads import StorageFailed
 from mint_jax.digest import blake3_of
 from mint_jax.errors import UserError
 from mint_jax.service import calls

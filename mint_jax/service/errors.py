@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mint_jax.catalog.records.database import DatabaseFailed
-from mint_jax.catalog.storage.interface import StorageFailed
+from mint_jax.catalog.storage.payloads import StorageFailed
 from mint_jax.errors import UserError
 from mint_jax.residency.loads import QueueFull
 from mint_jax.service import weights

@@ -25,7 +25,7 @@ from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import as_bytes, digest_of
 from mint_jax.catalog.records.database import DatabaseFailed
 from mint_jax.catalog.records.names import clean, full_name
-from mint_jax.catalog.storage.interface import StorageFailed
+from mint_jax.catalog.storage.payloads import StorageFailed
 from mint_jax.errors import UserError
 from mint_jax.lora.peft import is_peft
 from mint_jax.models.base import Base

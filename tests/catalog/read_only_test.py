@@ -90,6 +90,7 @@ def test_a_catalog_of_others_is_listed_and_sampled_from(writer, open_folder):
         "ls",
         "show chat@1",
         "verify",
+        "gc --dry-run",
         "promote chat@1",
         f"export chat --packed={out}/packed",
     ]
@@ -116,6 +117,7 @@ def test_a_catalog_of_others_is_listed_and_sampled_from(writer, open_folder):
     assert done.returncode == 0, done.stderr[-3000:]
     assert lines[0] == "may not write"
     assert [line for line in lines if line.startswith("status")] == [
+        "status 0",
         "status 0",
         "status 0",
         "status 0",

@@ -22,8 +22,7 @@ from mint_jax.models import expert_parallel, transformer
 from mint_jax.models.config import Experts, ModelConfig
 from mint_jax.train import state as state_lib
 from mint_jax.train import step
-from mint_jax.train.batch import Batch
-from mint_jax.train.losses import LossCoefs, Targets
+from tests.laws.vmap_one_matmul_test import training_batch
 
 SHAPE = {
     "vocab_size": 96,
@@ -73,29 +72,7 @@ def _compiled() -> str:
     params = params_lib.abstract(specs, sharding.shardings(specs, mesh))
     state = jax.eval_shape(lambda: state_lib.empty(specs, [AdapterConfig(1)] * P))
 
-    def struct(dtype, *shape):
-        return jax.ShapeDtypeStruct((P, *shape), dtype)
-
-    ints, floats, tokens = (
-        struct(jnp.int32, B, M),
-        struct(jnp.float32, B, M),
-        struct(jnp.int32, B, T),
-    )
-    batch = Batch(
-        tokens,
-        tokens,
-        tokens,
-        tokens,
-        ints,
-        ints,
-        Targets(floats, floats, floats, floats, ints, struct(jnp.float32, 0)),
-    )
-    coefs = LossCoefs(
-        *(
-            struct(jnp.int32 if name in ("kind", "kl_kind") else jnp.float32)
-            for name in LossCoefs._fields
-        )
-    )
+    batch, coefs = training_batch(P, B, T, M)
     slots = {1: jax.ShapeDtypeStruct((P,), jnp.int32)}
     with jax.set_mesh(mesh):
         step.forward_backward.clear_cache()

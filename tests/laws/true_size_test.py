@@ -23,10 +23,8 @@ from mint_jax.rollout.samples import longest_table
 from mint_jax.rollout.score import next_token_logprobs
 from mint_jax.train import state as state_lib
 from mint_jax.train import step
-from mint_jax.train.batch import Batch
-from mint_jax.train.losses import LossCoefs, Targets
 from tests.laws.configs_trace_test import load
-from tests.laws.vmap_one_matmul_test import equations
+from tests.laws.vmap_one_matmul_test import equations, training_batch
 from tests.marks import first
 
 # One layer, for XLA's count takes the body of a loop once whatever its length.
@@ -88,29 +86,7 @@ def traced(ranks, resident, cfg, dtype=jnp.float32):
         lambda: state_lib.empty(specs, [AdapterConfig(r) for r in ranks], dict(resident))
     )
 
-    def struct(dtype, *shape):
-        return jax.ShapeDtypeStruct((len(ranks), *shape), dtype)
-
-    ints, floats, tokens = (
-        struct(jnp.int32, B, M),
-        struct(jnp.float32, B, M),
-        struct(jnp.int32, B, T),
-    )
-    batch = Batch(
-        tokens,
-        tokens,
-        tokens,
-        tokens,
-        ints,
-        ints,
-        Targets(floats, floats, floats, floats, ints, struct(jnp.float32, 0)),
-    )
-    coefs = LossCoefs(
-        *(
-            struct(jnp.int32 if name in ("kind", "kl_kind") else jnp.float32)
-            for name in LossCoefs._fields
-        )
-    )
+    batch, coefs = training_batch(len(ranks), B, T, M)
     return step.forward_backward.trace(params, state, batch, coefs, slots, cfg=cfg, remat="names")
 
 

@@ -162,18 +162,22 @@ def test_vmap_of_one_policy_is_one_base_matmul(tiny_base):
     assert all(math.prod(shape) == P * B * T * 4 for shape in deltas)
 
 
+def training_batch(policies: int, rows: int, tokens: int, targets: int) -> tuple[Batch, LossCoefs]:
+    """Shapes of a batch and of the policies' coefficients."""
+    ints, floats = (struct(x, policies, rows, targets) for x in (jnp.int32, jnp.float32))
+    read = struct(jnp.int32, policies, rows, tokens)
+    loss = Targets(floats, floats, floats, floats, ints, struct(jnp.float32, policies, 0))
+    kinds = {"kind": jnp.int32, "kl_kind": jnp.int32}
+    coefs = (struct(kinds.get(name, jnp.float32), policies) for name in LossCoefs._fields)
+    return Batch(read, read, read, read, ints, ints, loss), LossCoefs(*coefs)
+
+
 def training_args(cfg):
     """Shapes of the arguments of ``step.forward_backward``."""
     specs = transformer.abstract(cfg)
     state = jax.eval_shape(lambda: state_lib.empty(specs, [AdapterConfig(r) for r in RANKS]))
-    ints, floats = struct(jnp.int32, P, B, M), struct(jnp.float32, P, B, M)
-    tokens = struct(jnp.int32, P, B, T)
-    loss = Targets(floats, floats, floats, floats, ints, struct(jnp.float32, P, 0))
-    batch = Batch(tokens, tokens, tokens, tokens, ints, ints, loss)
-    kinds = {"kind": jnp.int32, "kl_kind": jnp.int32}
-    coefs = LossCoefs(*(struct(kinds.get(name, jnp.float32), P) for name in LossCoefs._fields))
     slots = {1: struct(jnp.int32, 1), 4: struct(jnp.int32, 2), 8: struct(jnp.int32, 2)}
-    return params_lib.abstract(specs), state, batch, coefs, slots
+    return params_lib.abstract(specs), state, *training_batch(P, B, T, M), slots
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])

@@ -8,12 +8,14 @@ cannot be imported is reported with its reason; the others are imported.
 import argparse
 import collections
 import dataclasses
+import os
 import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from mint_jax.catalog.cli.output import ProgressLine, Result, facts, size, table
+from mint_jax.catalog.cli.commands import BASE, NATURAL, SIGNED, arg, command, count, path
+from mint_jax.catalog.cli.output import Result, progress
 from mint_jax.catalog.cli.sources import ImportRefusal, Source, find
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import digest_of
@@ -25,7 +27,8 @@ from mint_jax.catalog.records.names import full_name
 from mint_jax.catalog.storage.payloads import StorageFailed
 from mint_jax.errors import UserError
 
-BATCH_BYTES = 256 << 20
+BATCH, BATCH_BYTES = 1000, 256 << 20  # adapters and bytes of a transaction
+READERS = min(8, 2 * (os.cpu_count() or 1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,12 +61,39 @@ class Tally:
         self.refused.append(ImportRefusal(str(source.path), str(reason)))
 
 
-def run(args: argparse.Namespace, catalog: Catalog | None) -> Result:
-    """Imports all sources; status 1 if one was refused.
-
-    Args:
-        catalog: None in a dry run without a catalog.
-    """
+@command(
+    "import",
+    "import PEFT directories, Orbax checkpoints, packed files",
+    arg("paths", nargs="+", type=path, metavar="PATH", help="one of them, or a folder of them"),
+    arg(
+        "--policy",
+        default="{name}",
+        metavar="TEMPLATE",
+        help="policies' names; {name} and {parent} are of the path",
+    ),
+    arg("--tenant", help="tenant of the policies"),
+    arg("--step", type=NATURAL, default=0, metavar="N", help="number of optimizer steps done"),
+    arg(
+        "--dtype",
+        choices=("keep", "float32", "bfloat16", "float16"),
+        default="keep",
+        help="of the factors of PEFT files",
+    ),
+    arg("--force", action="store_true", help="accept NaN and infinite weights"),
+    arg("--follow-links", action="store_true", help="follow links that leave the given folder"),
+    arg(
+        "--max-bytes",
+        type=count,
+        default=4 << 30,
+        metavar="N",
+        help="refuse larger files (default 4 GiB)",
+    ),
+    arg("--dry-run", action="store_true", help="read and check, write nothing"),
+    *BASE,
+    *SIGNED,
+)
+def _import(args: argparse.Namespace, catalog: Catalog | None) -> Result:
+    """Imports all sources."""
     sources, refused = find(args.paths, args.follow_links)
     if not sources and not refused:
         raise UserError(
@@ -76,35 +106,20 @@ def run(args: argparse.Namespace, catalog: Catalog | None) -> Result:
         )
     tally, total = Tally(args.dry_run, refused=refused), len(sources) + len(refused)
     planned = _plan(sources, args.policy, args.tenant, tally)
-    progress = ProgressLine("check" if args.dry_run else "import")
     try:
-        for batch in _batches(_read(planned, args), tally, args.batch):
-            _commit(batch, args, catalog, tally)
-            done = tally.imported + tally.present + len(tally.refused)
-            note = f"{len(tally.refused)} refused, {size(tally.bytes)}"
-            progress.at(done, total, note)
+        with progress("check" if args.dry_run else "import", total) as advance:
+            for batch in _batches(_read(planned, args), tally):
+                _commit(batch, args, catalog, tally)
+                advance(tally.imported + tally.present + len(tally.refused))
     except UserError as error:
         raise UserError(
             f"{error} ({tally.imported:,} were imported before; the same command continues after"
             " them)"
         ) from None
-    progress.end()
-    counts = [
-        ("would be imported" if tally.dry_run else "imported", f"{tally.imported:,}"),
-        ("present already", f"{tally.present:,}"),
-        ("refused", f"{len(tally.refused):,}"),
-        ("bytes", f"{tally.bytes:,}"),
-    ]
-    parts: list = [facts("", counts)]
-    if tally.refused:
-        rows = ((one.path, one.reason) for one in tally.refused)
-        parts.append(table("refused", ("path", "reason"), rows))
-    return Result(tally, parts, 1 if tally.refused else 0)
+    return Result(tally, code=1 if tally.refused else 0)
 
 
-def _batches(
-    found: Iterator[Ready | ImportRefusal], tally: Tally, count: int
-) -> Iterator[Sequence[Ready]]:
+def _batches(found: Iterator[Ready | ImportRefusal], tally: Tally) -> Iterator[Sequence[Ready]]:
     """Splits adapters into transactions of bounded number and bytes; counts refusals."""
     batch: list[Ready] = []
     size_held = 0
@@ -114,21 +129,21 @@ def _batches(
         else:
             batch.append(one)
             size_held += len(one.data)
-        if len(batch) >= count or size_held >= BATCH_BYTES:
+        if len(batch) >= BATCH or size_held >= BATCH_BYTES:
             yield batch
             batch, size_held = [], 0
     yield batch
 
 
-def policy_name(template: str, path: Path, tenant: str | None) -> str:
+def policy_name(template: str, place: Path, tenant: str | None) -> str:
     """Returns the policy of a source, by the template.
 
     Raises:
         UserError: an unknown field, or a name that is not allowed.
     """
-    path = path.absolute()
-    stem = path.stem if path.suffix == ".safetensors" else path.name
-    fields = {"name": stem, "parent": path.parent.name}
+    place = place.absolute()
+    stem = place.stem if place.suffix == ".safetensors" else place.name
+    fields = {"name": stem, "parent": place.parent.name}
 
     def fill(match: re.Match) -> str:
         if match[1] not in fields:
@@ -145,9 +160,7 @@ def policy_name(template: str, path: Path, tenant: str | None) -> str:
 def _plan(
     sources: Sequence[Source], template: str, tenant: str | None, tally: Tally
 ) -> list[tuple[Source, str]]:
-    """Pairs sources with policies, refusing a second source of a policy: the order of the two would
-    be arbitrary.
-    """
+    """Pairs sources with policies, refusing a second source of a policy."""
     # a wrong template is one error, not thousands
     policy_name(template, Path("/parent/name"), tenant)
     taken: dict[str, Path] = {}
@@ -193,12 +206,12 @@ def _read(
                 str(source.path), f"it cannot be read ({type(error).__name__}: {str(error)[:300]})"
             )
 
-    with ThreadPoolExecutor(args.readers, "reader") as pool:
+    with ThreadPoolExecutor(READERS, "reader") as pool:
         under_way: collections.deque[Future] = collections.deque()
         try:
             for source, policy in planned:
                 under_way.append(pool.submit(read, source, policy))
-                if len(under_way) >= 2 * args.readers:
+                if len(under_way) >= 2 * READERS:
                     yield under_way.popleft().result()
             while under_way:
                 yield under_way.popleft().result()
@@ -247,25 +260,18 @@ def _check(one: Ready, catalog: Catalog, args: argparse.Namespace) -> None:
 def _export(
     some: Sequence[Ready], args: argparse.Namespace, catalog: Catalog, tally: Tally
 ) -> None:
-    """Exports in one transaction; if it is refused, in halves, down to the adapters at fault.
-
-    Raises:
-        UserError: storage or database failed, not an adapter.
-    """
-    pending = collections.deque([list(some)] if some else [])
-    while pending:
-        part = pending.popleft()
-        items = [_as_export(one, args) for one in part]
-        try:
-            catalog.export_many(items, create=True, by=args.by, why=args.why)
-        except (StorageFailed, DatabaseFailed):
-            raise
-        except UserError as error:
-            if len(part) == 1:
-                tally.refuse(part[0].source, error)
-            else:
-                middle = len(part) // 2
-                pending.extendleft([part[middle:], part[:middle]])
-            continue
-        for one in part:
-            tally.add(one)
+    """Exports in one transaction."""
+    try:
+        items = [_as_export(one, args) for one in some]
+        catalog.export_many(items, create=True, by=args.by, why=args.why)
+    except (StorageFailed, DatabaseFailed):
+        raise
+    except UserError as error:
+        if len(some) == 1:
+            tally.refuse(some[0].source, error)
+            return
+        for one in some:
+            _export([one], args, catalog, tally)
+        return
+    for one in some:
+        tally.add(one)

@@ -1,9 +1,10 @@
 """Output of commands: tables or one JSON document on stdout, progress on stderr.
 
-Text that strangers may have written (names, reasons, origins) is shown without control characters,
-which a terminal would execute.
+Both are made from the same data. Text that strangers may have written (names, reasons, origins) is
+shown without control characters, which a terminal would execute.
 """
 
+import contextlib
 import dataclasses
 import io
 import json
@@ -11,12 +12,15 @@ import math
 import sys
 import time
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
+
+DIGESTS = ("digest", "base", "dataset")  # columns whose first 12 digits are shown
 
 
 @dataclasses.dataclass
@@ -24,22 +28,23 @@ class Result:
     """The result of a command.
 
     Attributes:
-        data: for ``--json``.
-        parts: tables and lines for people.
+        data: a record, printed as JSON, or as a table of its values and one of each list in it.
+        columns: columns of a list's table by the list's name, in words; all by default.
+        note: a last line for people.
         code: the exit status.
     """
 
     data: Any
-    parts: Sequence[Table | str]
+    columns: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    note: str = ""
     code: int = 0
 
 
 def show(result: Result, as_json: bool) -> None:
     """Prints a result to stdout."""
+    data = ready(result.data)
     if as_json:
-        print(
-            json.dumps(ready(result.data), indent=1, ensure_ascii=True, allow_nan=False), flush=True
-        )
+        print(json.dumps(data, indent=1, ensure_ascii=True, allow_nan=False), flush=True)
         return
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names are unicode, terminals not always
@@ -47,8 +52,16 @@ def show(result: Result, as_json: bool) -> None:
     console = Console(
         file=sys.stdout, width=None if sys.stdout.isatty() else 10_000, highlight=False
     )
-    for part in result.parts:
-        console.print(Text(plain(part)) if isinstance(part, str) else part)
+    values = {key: value for key, value in data.items() if _is_value(value)}
+    if any(value is not None for value in values.values()):
+        console.print(_facts("", values))
+    for key, value in data.items():
+        if isinstance(value, dict) and not _is_value(value):
+            console.print(_facts(key, value))
+        elif isinstance(value, list) and value:
+            console.print(_table(key, value, result.columns.get(key, "").split()))
+    if result.note:
+        console.print(Text(plain(result.note)))
 
 
 def ready(value: Any) -> Any:
@@ -66,51 +79,52 @@ def ready(value: Any) -> Any:
     return value
 
 
-def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
-    """Returns a table; columns whose name starts with ``#`` are numbers, aligned right."""
+def _is_value(value: Any) -> bool:
+    """True for what fits in a cell: a number, a text, or a few short texts by name."""
+    if isinstance(value, dict):
+        return all(isinstance(each, str) for each in value.values())
+    return not isinstance(value, list)
+
+
+def _facts(title: str, values: Mapping[str, Any]) -> Table:
+    made = Table(title=plain(title) or None, title_justify="left", show_header=False)
+    for name, value in values.items():
+        if value not in (None, "", [], {}):
+            made.add_row(Text(_head(name)), Text(_cell(name, value)))
+    return made
+
+
+def _table(title: str, rows: Sequence[Any], columns: Sequence[str]) -> Table:
     made = Table(title=plain(title) or None, title_justify="left", header_style="bold")
-    for column in columns:
+    if not isinstance(rows[0], dict):
+        rows, columns = [{title: row} for row in rows], [title]
+    columns = columns or list(rows[0])
+    for name in columns:
+        numeric = all(isinstance(row[name], int | float | None) for row in rows)
+        is_number = numeric and not name.endswith("_at") and name != "at"
         made.add_column(
-            Text(column.removeprefix("#")),
-            justify="right" if column.startswith("#") else "left",
-            overflow="fold",
+            Text(_head(name)), justify="right" if is_number else "left", overflow="fold"
         )
     for row in rows:
-        made.add_row(*(Text(plain(cell)) for cell in row))
+        row = row | {name: row[name][:12] for name in DIGESTS if row.get(name)}
+        made.add_row(*(Text(_cell(name, row[name])) for name in columns))
     return made
 
 
-def records(title: str, found: Iterable[Any], columns: str) -> Table:
-    """Returns a table of some attributes of records; ``columns`` are their names."""
-    names = columns.split()
-    rows = [[_cell(name, getattr(one, name)) for name in names] for one in found]
-    heads = [f"#{name}" if name in _NUMBERS else name for name in names]
-    return table(title, [head.removesuffix("_at").replace("_", " ") for head in heads], rows)
+def _head(name: str) -> str:
+    return name.removesuffix("_at").replace("_", " ")
 
 
-_NUMBERS = {"id", "number", "step", "bytes", "version", "before", "after", "tokens", "mean_reward"}
-
-
-def _cell(name: str, value: Any) -> Any:
-    if name == "at" or name.endswith("_at"):
-        return when(value)
-    if name == "digest" and value is not None:
-        return value[:12]
-    if isinstance(value, tuple):
-        return ", ".join(value)
+def _cell(name: str, value: Any) -> str:
+    if value is not None and (name.endswith(("_at", "_expires")) or name == "at"):
+        return _when(value)
     if isinstance(value, dict):
-        text = json.dumps(value, sort_keys=True) if value else ""
-        return text if len(text) <= 60 else text[:57] + "..."
-    return f"{value:,}" if name == "bytes" else value
-
-
-def facts(title: str, pairs: Iterable[tuple[str, Any]]) -> Table:
-    """Returns a table of properties, without those that are None."""
-    made = Table(title=plain(title) or None, title_justify="left", show_header=False)
-    for name, value in pairs:
-        if value is not None:
-            made.add_row(Text(name), Text(plain(value)))
-    return made
+        return ", ".join(f"{plain(key)}={_cell('', each)}" for key, each in value.items())
+    if isinstance(value, list):
+        return ", ".join(_cell("", each) for each in value)
+    if name.endswith("bytes") and value is not None:
+        return f"{value:,}"
+    return plain(value)
 
 
 def plain(value: Any) -> str:
@@ -121,10 +135,9 @@ def plain(value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:.6g}"
-    text = value if isinstance(value, str) else str(value)
     return "".join(
         char if _is_visible(char) else char.encode("unicode_escape", "backslashreplace").decode()
-        for char in text
+        for char in str(value)
     )
 
 
@@ -133,52 +146,21 @@ def _is_visible(char: str) -> bool:
     return category[0] != "C" and category not in ("Zl", "Zp")
 
 
-def when(seconds: float | None) -> str | None:
-    """Formats seconds since 1970 as UTC."""
-    if seconds is None:
-        return None
+def _when(seconds: float) -> str:
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(seconds))
     except (OverflowError, ValueError, OSError):  # a clock far off
         return f"{seconds:.0f} s"
 
 
-def size(count: int | float) -> str:
-    """Formats a number of bytes."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(count) < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
-
-
-class ProgressLine:
-    """A line on stderr: how far, how fast, time left. Rewritten on a terminal, else written every
-    10 s.
-    """
-
-    def __init__(self, title: str):
-        self._title, self._line = title, ""
-        self._terminal = sys.stderr.isatty()
-        self._start = self._shown = time.monotonic()
-
-    def at(self, done: int, total: int, note: str = "") -> None:
-        """Reports ``done`` of ``total``."""
-        now = time.monotonic()
-        rate = done / max(now - self._start, 1e-9)
-        line = f"{self._title}: {done:,} of {total:,}, {rate:,.1f}/s"
-        if rate > 0 and done < total:
-            line += f", {(total - done) / rate:,.0f} s left"
-        line += f", {note}" if note else ""
-        width, self._line = len(self._line), line
-        if now - self._shown >= (0.2 if self._terminal else 10.0):
-            self._shown = now
-            end = "" if self._terminal else "\n"
-            start = "\r" if self._terminal else ""
-            print(start + line.ljust(width), end=end, file=sys.stderr, flush=True)
-
-    def end(self) -> None:
-        """Prints the last line."""
-        if self._line:
-            start = "\r" if self._terminal else ""
-            print(start + self._line, file=sys.stderr, flush=True)
+@contextlib.contextmanager
+def progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Shows progress on stderr; yields a function of the number done."""
+    columns = (
+        TextColumn("{task.description}"),
+        MofNCompleteColumn(separator=" of "),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as shown:
+        task = shown.add_task(title, total=total)
+        yield lambda done: shown.update(task, completed=done)

@@ -165,9 +165,7 @@ def _check_pattern(pattern: str) -> None:
 
 
 def _unpacked_bytes(tensors: set[str], base: Outline, rank: int) -> int:
-    """Returns the adapter's bytes in memory: all layers of each projection in the file, at the
-    largest rank.
-    """
+    """Returns the bytes of all layers of the file's projections at the largest rank."""
     modules = {
         re.sub(r"(\.base_layer)?\.lora_(embedding_)?[AB](\.weight)?$", "", name).removeprefix(
             "base_model.model."

@@ -1,7 +1,7 @@
 """Discovery of adapters under given paths: PEFT directories, Orbax checkpoints, packed files.
 
-A folder may come from a stranger. Symbolic links that lead out of it are refused unless allowed,
-and links in a circle are not followed. Only regular files are opened: a named pipe would block.
+A folder may come from a stranger. Symbolic links that lead out of it are refused, and
+links in a circle are not followed. Only regular files are opened: a named pipe would block.
 """
 
 import dataclasses

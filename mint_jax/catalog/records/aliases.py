@@ -8,12 +8,12 @@ undoes a rollback. The whole history stays in the audit log.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import sqlalchemy as sa
 
 from mint_jax.catalog.records import audit, names
-from mint_jax.catalog.records.audit import AuditEntry, Author
+from mint_jax.catalog.records.audit import AuditEntry, Author, Signed
 from mint_jax.catalog.records.database import chunks
 from mint_jax.catalog.records.handle import Handle, touch
 from mint_jax.catalog.records.names import full_name
@@ -41,9 +41,7 @@ def promote(
     policy: str,
     revision: int | str,
     alias: str = "serving",
-    *,
-    by: str | None = None,
-    why: str = "",
+    **signed: Unpack[Signed],
 ) -> Alias:
     """Points an alias at a live revision of the policy, creating the alias if needed.
 
@@ -59,7 +57,7 @@ def promote(
         rollback_to = 0 if now is None else now.version
         return _move(connection, author, row, now, target, alias, "promote", rollback_to)
 
-    return catalog.change(policy, body, by, why, active=True)
+    return catalog.change(policy, body, **signed, active=True)
 
 
 def rollback(
@@ -68,8 +66,7 @@ def rollback(
     alias: str = "serving",
     *,
     to: int | str | None = None,
-    by: str | None = None,
-    why: str = "",
+    **signed: Unpack[Signed],
 ) -> Alias:
     """Points an alias back at the revision before, or at the earlier revision ``to``.
 
@@ -100,7 +97,7 @@ def rollback(
             " or choose from its history"
         )
 
-    return catalog.change(policy, body, by, why, active=True)
+    return catalog.change(policy, body, **signed, active=True)
 
 
 def list_aliases(catalog: Handle, policy: str) -> list[Alias]:

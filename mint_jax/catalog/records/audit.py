@@ -7,7 +7,7 @@ with the later of now and the policy's last change.
 
 import dataclasses
 import json
-from typing import Any
+from typing import Any, TypedDict
 
 import sqlalchemy as sa
 
@@ -27,6 +27,13 @@ class Author:
     def __post_init__(self):
         note("by", self.actor, 400)
         note("why", self.why)
+
+
+class Signed(TypedDict, total=False):
+    """Author of a change, by default the catalog's ``actor``, and the reason."""
+
+    by: str | None
+    why: str
 
 
 @dataclasses.dataclass(frozen=True)

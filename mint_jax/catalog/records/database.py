@@ -23,7 +23,6 @@ import sqlite3
 import threading
 import time
 import uuid
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -110,7 +109,6 @@ class Database:
             else self.engine.execution_options(isolation_level="AUTOCOMMIT")
         )
         self._writer = self.engine.execution_options(begin_immediate=True)
-        _open.add(self)
         try:
             self._create()
         except BaseException:
@@ -319,7 +317,6 @@ class Database:
     def close(self) -> None:
         """Closes all connections."""
         self.engine.dispose()
-        _open.discard(self)
 
 
 def _prepare_sqlite(connection, _record) -> None:
@@ -381,18 +378,6 @@ def _lost(error: exc.DBAPIError) -> bool:
 
 def _state(error: exc.DBAPIError) -> str | None:
     return getattr(error.orig, "sqlstate", None)
-
-
-_open: "weakref.WeakSet[Database]" = weakref.WeakSet()
-
-
-def _forget_connections() -> None:
-    for database in list(_open):
-        database.engine.dispose(close=False)
-
-
-# a connection must not be used on both sides of a fork
-os.register_at_fork(after_in_child=_forget_connections)
 
 
 def insert_new(connection: sa.Connection, table: sa.Table, rows: list[dict]) -> None:

@@ -7,12 +7,12 @@ serving does. If the two differ, the score says nothing about what is served, an
 import dataclasses
 import json
 import math
-from typing import Any
+from typing import Any, Unpack
 
 import sqlalchemy as sa
 
 from mint_jax.catalog.records import audit, lookup, names
-from mint_jax.catalog.records.audit import Author
+from mint_jax.catalog.records.audit import Author, Signed
 from mint_jax.catalog.records.handle import Handle, touch
 from mint_jax.catalog.records.names import full_name, note, whole
 from mint_jax.catalog.records.revisions import find_revision, revision
@@ -55,8 +55,7 @@ def record_evaluation(
     isolated: float,
     shared: float,
     tolerance: float = 0.0,
-    by: str | None = None,
-    why: str = "",
+    **signed: Unpack[Signed],
 ) -> Evaluation:
     """Records a score of a revision.
 
@@ -113,7 +112,7 @@ def record_evaluation(
         audit.log(connection, author, "evaluate", row, details, before=scored.number)
         return _select(connection, evaluations.c.id == number, 1)[0]
 
-    return catalog.change(found.policy, body, by, why)
+    return catalog.change(found.policy, body, **signed)
 
 
 def list_evaluations(catalog: Handle, name: str, limit: int = 1000) -> list[Evaluation]:

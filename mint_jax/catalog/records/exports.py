@@ -11,7 +11,7 @@ import functools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import sqlalchemy as sa
@@ -20,7 +20,7 @@ from mint_jax import nested
 from mint_jax.catalog import header
 from mint_jax.catalog.packed import Buffer, Schema, as_bytes, digest_of, unpack
 from mint_jax.catalog.records import audit, lookup, names, policies, sessions
-from mint_jax.catalog.records.audit import Author
+from mint_jax.catalog.records.audit import Author, Signed
 from mint_jax.catalog.records.database import chunks, dialect_insert
 from mint_jax.catalog.records.handle import Handle, check_active, lock
 from mint_jax.catalog.records.names import LATEST, full_name, note, whole
@@ -90,21 +90,15 @@ def export(
     origin: str = "",
     create: bool = False,
     force: bool = False,
-    by: str | None = None,
-    why: str = "",
+    **signed: Unpack[Signed],
 ) -> Revision:
     """Makes a packed adapter a revision, at which ``latest`` then points; see ``export_many``."""
     item = Export(policy, data, step, session, origin, force)
-    return export_many(catalog, [item], create=create, by=by, why=why)[0]
+    return export_many(catalog, [item], create=create, **signed)[0]
 
 
 def export_many(
-    catalog: Handle,
-    items: Sequence[Export],
-    *,
-    create: bool = False,
-    by: str | None = None,
-    why: str = "",
+    catalog: Handle, items: Sequence[Export], *, create: bool = False, **signed: Unpack[Signed]
 ) -> list[Revision]:
     """Makes packed adapters revisions, all or none, durable and visible on return.
 
@@ -118,7 +112,7 @@ def export_many(
     """
     if not items:
         return []
-    author = catalog.author(by, why)
+    author = catalog.author(**signed)
     prepared = [prepare(*names.parse_policy(item.policy), item) for item in items]
     objects = {ready.digest: item.data for ready, item in zip(prepared, items)}
     return store_and_commit(
@@ -135,13 +129,12 @@ def branch(
     revision: str,
     *,
     keep_last: int | None = None,
-    by: str | None = None,
-    why: str = "",
+    **signed: Unpack[Signed],
 ) -> PolicyRecord:
     """Creates policy ``name``, whose first revision shares the bytes of a revision, ``policy@…`` or
     a digest, of another policy.
     """
-    key, author = names.parse_policy(name), catalog.author(by, why)
+    key, author = names.parse_policy(name), catalog.author(**signed)
     found = lookup.resolve(catalog, revision)
     parent = names.parse_policy(found.policy)
 
@@ -266,9 +259,7 @@ def _lock_policies(
     ids: dict[str, int],
     create: bool,
 ) -> dict[tuple[str, str], Any]:
-    """Locks the policies of the exports in one order, creating missing ones if ``create``; each has
-    the present move of ``latest``.
-    """
+    """Locks the policies of the exports in one order, creating missing ones if ``create``."""
     wanted: dict[tuple[str, str], Prepared] = {}
     for export in exports:
         wanted.setdefault(export.key, export)

@@ -8,12 +8,12 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 import sqlalchemy as sa
 
 from mint_jax.catalog.records import names
-from mint_jax.catalog.records.audit import Author
+from mint_jax.catalog.records.audit import Author, Signed
 from mint_jax.catalog.records.database import Database
 from mint_jax.catalog.records.names import full_name
 from mint_jax.catalog.records.tables import policies, schemas
@@ -54,16 +54,15 @@ class Handle:
         self,
         policy: str,
         body: Callable[[Any, Author, Any], T],
-        by: str | None = None,
-        why: str = "",
         active: bool = False,
+        **signed: Unpack[Signed],
     ) -> T:
         """Runs ``body(connection, author, policy's locked row)`` in one transaction.
 
         Args:
             active: refuse a retired policy.
         """
-        key, author = names.parse_policy(policy), self.author(by, why)
+        key, author = names.parse_policy(policy), self.author(**signed)
         return self.database.write(lambda c: body(c, author, lock(c, *key, active=active)))
 
 

@@ -69,10 +69,7 @@ def store_and_commit(
 
 
 def _delete_unused(database: Database, store: PayloadStore, names: set[str]) -> None:
-    """Removes our packs whose bytes another writer committed first: no payload was in them.
-
-    If this process is killed before, gc removes them.
-    """
+    """Removes our packs whose bytes another writer committed first: no payload was in them."""
     empty = ~sa.exists().where(payloads.c.pack_id == packs.c.id)
     unused = sa.and_(packs.c.name.in_(names), packs.c.state == "dead")
     query = sa.select(packs.c.name).where(unused, empty)

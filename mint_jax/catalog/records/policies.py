@@ -2,14 +2,14 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Unpack
 
 import sqlalchemy as sa
 from sqlalchemy import exc
 
 from mint_jax.catalog.packed import Schema, schema_digest
 from mint_jax.catalog.records import audit, names
-from mint_jax.catalog.records.audit import Author
+from mint_jax.catalog.records.audit import Author, Signed
 from mint_jax.catalog.records.database import chunks, insert_new
 from mint_jax.catalog.records.handle import Handle, by_name, lock, touch
 from mint_jax.catalog.records.names import full_name
@@ -69,8 +69,7 @@ def create_policy(
     schema: Schema,
     *,
     keep_last: int | None = None,
-    by: str | None = None,
-    why: str = "",
+    **signed: Unpack[Signed],
 ) -> PolicyRecord:
     """Creates a policy whose revisions have ``schema``.
 
@@ -81,7 +80,7 @@ def create_policy(
     Raises:
         UserError: the name is taken or not allowed.
     """
-    key, author = names.parse_policy(name), catalog.author(by, why)
+    key, author = names.parse_policy(name), catalog.author(**signed)
 
     def body(connection: sa.Connection) -> PolicyRecord:
         return records(connection, [insert(connection, author, *key, schema, keep_last)])[0]
@@ -143,7 +142,7 @@ def branches(
 
 
 def keep_last(
-    catalog: Handle, policy: str, keep_last: int | None, *, by: str | None = None, why: str = ""
+    catalog: Handle, policy: str, keep_last: int | None, **signed: Unpack[Signed]
 ) -> None:
     """Sets the number of newest revisions that ``gc`` keeps; None keeps all."""
 
@@ -153,7 +152,7 @@ def keep_last(
         details = {"before": row.keep_last, "after": keep_last}
         audit.log(connection, author, "keep_last", row, details)
 
-    catalog.change(policy, body, by, why)
+    catalog.change(policy, body, **signed)
 
 
 def set_state(connection: sa.Connection, author: Author, row: sa.Row, state: str) -> None:
@@ -163,7 +162,7 @@ def set_state(connection: sa.Connection, author: Author, row: sa.Row, state: str
         audit.log(connection, author, "retire" if state == "retired" else "restore", row)
 
 
-def delete(catalog: Handle, policy: str, *, by: str | None = None, why: str = "") -> None:
+def delete(catalog: Handle, policy: str, **signed: Unpack[Signed]) -> None:
     """Removes a retired policy: its revisions, aliases, tags, checkpoints' and rollouts' records.
 
     ``gc`` then frees the bytes that nothing else refers to. The name is free again; the audit log
@@ -213,7 +212,7 @@ def delete(catalog: Handle, policy: str, *, by: str | None = None, why: str = ""
         }
         audit.log(connection, author, "delete", row, {"policy": full, **removed})
 
-    catalog.change(policy, body, by, why)
+    catalog.change(policy, body, **signed)
 
 
 def schema_ids(connection: sa.Connection, texts: set[str]) -> dict[str, int]:

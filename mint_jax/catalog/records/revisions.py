@@ -5,12 +5,12 @@ and revisions.
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import sqlalchemy as sa
 
 from mint_jax.catalog.records import audit, names, policies
-from mint_jax.catalog.records.audit import Author
+from mint_jax.catalog.records.audit import Author, Signed
 from mint_jax.catalog.records.database import chunks
 from mint_jax.catalog.records.handle import Handle, touch
 from mint_jax.catalog.records.names import full_name
@@ -64,12 +64,7 @@ def revision(catalog: Handle, policy: str, which: int | str) -> Revision:
 
 
 def retire(
-    catalog: Handle,
-    policy: str,
-    revision: int | str | None = None,
-    *,
-    by: str | None = None,
-    why: str = "",
+    catalog: Handle, policy: str, revision: int | str | None = None, **signed: Unpack[Signed]
 ) -> None:
     """Takes a policy, or one of its revisions, out of use: it no longer resolves, and ``gc`` may
     remove the revision.
@@ -77,28 +72,18 @@ def retire(
     Raises:
         UserError: an alias points at the revision.
     """
-    _set_state(catalog, policy, revision, True, by, why)
+    _set_state(catalog, policy, revision, True, signed)
 
 
 def restore(
-    catalog: Handle,
-    policy: str,
-    revision: int | str | None = None,
-    *,
-    by: str | None = None,
-    why: str = "",
+    catalog: Handle, policy: str, revision: int | str | None = None, **signed: Unpack[Signed]
 ) -> None:
     """Undoes ``retire``; for a revision, until ``gc`` has removed it."""
-    _set_state(catalog, policy, revision, False, by, why)
+    _set_state(catalog, policy, revision, False, signed)
 
 
 def _set_state(
-    catalog: Handle,
-    policy: str,
-    revision: int | str | None,
-    retired: bool,
-    by: str | None,
-    why: str,
+    catalog: Handle, policy: str, revision: int | str | None, retired: bool, signed: Signed
 ) -> None:
     def body(connection: sa.Connection, author: Author, row: sa.Row) -> None:
         if revision is None:
@@ -111,7 +96,7 @@ def _set_state(
         action = f"{'retire' if retired else 'restore'} revision"
         _update(connection, author, row, found, action, state=state)
 
-    catalog.change(policy, body, by, why)
+    catalog.change(policy, body, **signed)
 
 
 def _check_unnamed(connection: sa.Connection, policy: sa.Row, found: sa.Row) -> None:
@@ -123,28 +108,24 @@ def _check_unnamed(connection: sa.Connection, policy: sa.Row, found: sa.Row) -> 
         )
 
 
-def pin(
-    catalog: Handle, policy: str, revision: int | str, *, by: str | None = None, why: str = ""
-) -> None:
+def pin(catalog: Handle, policy: str, revision: int | str, **signed: Unpack[Signed]) -> None:
     """Keeps a revision regardless of retention."""
-    _set_pinned(catalog, policy, revision, True, by, why)
+    _set_pinned(catalog, policy, revision, True, signed)
 
 
-def unpin(
-    catalog: Handle, policy: str, revision: int | str, *, by: str | None = None, why: str = ""
-) -> None:
+def unpin(catalog: Handle, policy: str, revision: int | str, **signed: Unpack[Signed]) -> None:
     """Undoes ``pin``."""
-    _set_pinned(catalog, policy, revision, False, by, why)
+    _set_pinned(catalog, policy, revision, False, signed)
 
 
 def _set_pinned(
-    catalog: Handle, policy: str, revision: int | str, pinned: bool, by: str | None, why: str
+    catalog: Handle, policy: str, revision: int | str, pinned: bool, signed: Signed
 ) -> None:
     def body(connection: sa.Connection, author: Author, row: sa.Row) -> None:
         found = find_revision(connection, row, revision)
         _update(connection, author, row, found, "pin" if pinned else "unpin", pinned=pinned)
 
-    catalog.change(policy, body, by, why)
+    catalog.change(policy, body, **signed)
 
 
 def _update(
@@ -166,12 +147,7 @@ def _update(
 
 
 def tag(
-    catalog: Handle,
-    name: str,
-    changes: Mapping[str, str | None],
-    *,
-    by: str | None = None,
-    why: str = "",
+    catalog: Handle, name: str, changes: Mapping[str, str | None], **signed: Unpack[Signed]
 ) -> dict[str, str]:
     """Sets tags of a policy (``policy``) or of a revision (``policy@…``), and returns all its tags.
 
@@ -206,7 +182,7 @@ def tag(
         audit.log(connection, author, "tag", row, {"tags": changed}, before=number or None)
         return _tags(connection, row, number)
 
-    return catalog.change(policy, body, by, why)
+    return catalog.change(policy, body, **signed)
 
 
 def tags(catalog: Handle, name: str) -> dict[str, str]:

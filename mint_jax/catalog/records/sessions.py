@@ -7,12 +7,13 @@ owner has ended: so a restarted job takes its own policy back.
 """
 
 import dataclasses
+from typing import Unpack
 
 import sqlalchemy as sa
 
 from mint_jax.catalog.records import audit
 from mint_jax.catalog.records.aliases import current
-from mint_jax.catalog.records.audit import Author
+from mint_jax.catalog.records.audit import Author, Signed
 from mint_jax.catalog.records.handle import Handle, touch
 from mint_jax.catalog.records.names import LATEST, duration, full_name, note
 from mint_jax.errors import UserError
@@ -42,8 +43,7 @@ def open_session(
     *,
     force: bool = False,
     instead_of: str | None = None,
-    by: str | None = None,
-    why: str = "",
+    **signed: Unpack[Signed],
 ) -> Session:
     """Takes the right to write a policy.
 
@@ -92,7 +92,7 @@ def open_session(
         audit.log(connection, author, "open session", row, details)
         return Session(full, row.id, number, owner, expires, start)
 
-    opened = catalog.change(policy, body, by, why, active=True)
+    opened = catalog.change(policy, body, **signed, active=True)
     if isinstance(opened, UserError):  # returned, so that a shortened wait is committed
         raise opened
     return opened
@@ -114,9 +114,7 @@ def renew_session(catalog: Handle, session: Session, seconds: float = 60.0) -> S
     return catalog.change(session.policy, body)
 
 
-def close_session(
-    catalog: Handle, session: Session, *, by: str | None = None, why: str = ""
-) -> None:
+def close_session(catalog: Handle, session: Session, **signed: Unpack[Signed]) -> None:
     """Gives the right to write back."""
 
     def body(connection: sa.Connection, author: Author, row: sa.Row) -> None:
@@ -126,7 +124,7 @@ def close_session(
         details = {"session": session.number, "owner": session.owner}
         audit.log(connection, author, "close session", row, details)
 
-    catalog.change(session.policy, body, by, why)
+    catalog.change(session.policy, body, **signed)
 
 
 def check_writer(policy: sa.Row, session: Session | None) -> None:

@@ -6,14 +6,14 @@ rollout object is a payload, like a revision's.
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import sqlalchemy as sa
 
 from mint_jax.catalog.packed import Buffer, digest_of
 from mint_jax.catalog.records import audit, lookup, names
-from mint_jax.catalog.records.audit import Author
+from mint_jax.catalog.records.audit import Author, Signed
 from mint_jax.catalog.records.handle import Handle, lock, touch
 from mint_jax.catalog.records.names import full_name, note, whole
 from mint_jax.catalog.records.payload_rows import add_payloads, store_and_commit
@@ -57,8 +57,7 @@ def checkpoint(
     *,
     session: Session | None = None,
     keep: int | None = None,
-    by: str | None = None,
-    why: str = "",
+    **signed: Unpack[Signed],
 ) -> TrainingCheckpoint:
     """Records that a training checkpoint is committed at ``place``.
 
@@ -90,7 +89,7 @@ def checkpoint(
         audit.log(connection, author, "checkpoint", row, details)
         return _checkpoint(row, {"id": number, **values})
 
-    return catalog.change(policy, body, by, why, active=True)
+    return catalog.change(policy, body, **signed, active=True)
 
 
 def list_checkpoints(catalog: Handle, policy: str, limit: int = 100) -> list[TrainingCheckpoint]:
@@ -110,11 +109,10 @@ def rollout(
     tokens: int,
     mean_reward: float,
     session: Session | None = None,
-    by: str | None = None,
-    why: str = "",
+    **signed: Unpack[Signed],
 ) -> RolloutRecord:
     """Stores a rollout object (``rollouts.pack_rollouts``) of one step."""
-    key, author = names.parse_policy(policy), catalog.author(by, why)
+    key, author = names.parse_policy(policy), catalog.author(**signed)
     digest = bytes.fromhex(digest_of(data))
 
     def body(connection: sa.Connection, places: dict[bytes, Place]) -> RolloutRecord:
@@ -155,9 +153,7 @@ def read_rollout(catalog: Handle, record: RolloutRecord) -> np.ndarray:
     return lookup.load_payload(catalog, record.digest)
 
 
-def drop_rollouts(
-    catalog: Handle, policy: str, before_step: int, *, by: str | None = None, why: str = ""
-) -> int:
+def drop_rollouts(catalog: Handle, policy: str, before_step: int, **signed: Unpack[Signed]) -> int:
     """Removes the records of rollouts of earlier steps; ``gc`` then frees their bytes."""
 
     def body(connection: sa.Connection, author: Author, row: sa.Row) -> int:
@@ -169,7 +165,7 @@ def drop_rollouts(
             audit.log(connection, author, "drop rollouts", row, details)
         return dropped
 
-    return catalog.change(policy, body, by, why)
+    return catalog.change(policy, body, **signed)
 
 
 def _newest(connection: sa.Connection, table: sa.Table, policy: sa.Row, limit: int) -> list[Any]:

@@ -16,8 +16,13 @@ import numpy as np
 import tensorstore as ts
 
 from mint_jax.catalog.storage import pack_format
-from mint_jax.catalog.storage.interface import PackMissing, Piece, StorageFailed
-from mint_jax.catalog.storage.pack_format import Name, PackDamaged
+from mint_jax.catalog.storage.pack_format import (
+    Name,
+    PackDamaged,
+    PackMissing,
+    Piece,
+    StorageFailed,
+)
 from mint_jax.errors import UserError
 
 PART = 8 << 20  # bytes of one request to write
@@ -167,10 +172,7 @@ class Bucket:
 
 
 class _BucketWriter:
-    """Writes equal parts as they fill up; the last one has the pack's name and commits it.
-
-    Holds at most ``PARALLEL`` parts and the one being filled.
-    """
+    """Writes equal parts as they fill up; the last one has the pack's name and commits it."""
 
     def __init__(self, bucket: Bucket, stem: str, part: int):
         self._bucket = bucket

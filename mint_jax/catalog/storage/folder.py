@@ -15,8 +15,13 @@ from pathlib import Path
 import numpy as np
 
 from mint_jax.catalog.storage import pack_format
-from mint_jax.catalog.storage.interface import PackMissing, Piece, StorageFailed
-from mint_jax.catalog.storage.pack_format import Name, PackDamaged
+from mint_jax.catalog.storage.pack_format import (
+    Name,
+    PackDamaged,
+    PackMissing,
+    Piece,
+    StorageFailed,
+)
 from mint_jax.errors import UserError
 
 

@@ -1,4 +1,5 @@
-"""A pack: one immutable object that holds packed objects back to back.
+"""A pack: one immutable object that holds packed objects back to back; and the interface of a place
+for packs, which ``folder`` and ``bucket`` implement.
 
 An object starts at a multiple of 64 bytes, one of 1 MiB or more at a multiple of 4096, so that it
 can be mapped alone. The database records where each object lies and its digest.
@@ -12,8 +13,10 @@ long pack as equal parts; the last part, written last, has the pack's name.
 import re
 import secrets
 import time
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple, Protocol
+
+import numpy as np
 
 from mint_jax.errors import UserError
 
@@ -85,6 +88,37 @@ class Name(NamedTuple):
             key = self.key if i == last else part_key(self.stem, i)
             yield key, begin - i * part, stop - i * part
             begin = stop
+
+
+Piece = tuple[str, int, int]  # bytes [begin, end) of the object with a key
+
+
+class PackMissing(UserError):
+    """A pack was deleted or never existed; resolve the revision again."""
+
+
+class StorageFailed(UserError):
+    """The storage is full, refuses a request or does not answer."""
+
+
+class Writer(Protocol):
+    """Writes one pack; ``abort`` removes an uncommitted one."""
+
+    def write(self, data: memoryview | bytes) -> None: ...
+    def commit(self, size: int) -> Name: ...
+    def abort(self) -> None: ...
+
+
+class Storage(Protocol):
+    """A folder or a bucket."""
+
+    url: str
+
+    def writer(self, stem: str) -> Writer: ...
+    def read(self, pieces: Iterable[Piece]) -> Iterator[np.ndarray]: ...
+    def list(self, prefix: str) -> Iterator[str]: ...
+    def modified(self, key: str) -> float | None: ...
+    def delete(self, key: str) -> None: ...
 
 
 def new_stem() -> str:

@@ -22,8 +22,15 @@ import numpy as np
 from mint_jax.catalog.packed import Buffer, as_bytes, digest_of
 from mint_jax.catalog.storage import pack_format
 from mint_jax.catalog.storage.folder import Folder
-from mint_jax.catalog.storage.interface import PackMissing, Piece, Storage, StorageFailed
-from mint_jax.catalog.storage.pack_format import Name, PackDamaged, Place
+from mint_jax.catalog.storage.pack_format import (
+    Name,
+    PackDamaged,
+    PackMissing,
+    Piece,
+    Place,
+    Storage,
+    StorageFailed,
+)
 from mint_jax.errors import UserError
 
 __all__ = ["PackDamaged", "PackInfo", "PackMissing", "PayloadStore", "Place", "StorageFailed"]

@@ -15,7 +15,7 @@ from mint_jax.catalog.packed import Schema
 from mint_jax.catalog.records import names
 from mint_jax.catalog.records.database import DatabaseFailed
 from mint_jax.catalog.records.policies import PolicyRecord
-from mint_jax.catalog.storage.interface import StorageFailed
+from mint_jax.catalog.storage.payloads import StorageFailed
 from mint_jax.errors import UserError
 from mint_jax.service.book import Model, NotFound
 from mint_jax.service.console.pages import Page, Visit, error_page, place_of, quoted, url_of
