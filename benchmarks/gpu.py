@@ -1,4 +1,4 @@
-"""One GPU against its own limits: training, decoding, prefill and handoff, in one command.
+"""One GPU against its own limits: training, decoding, prefill, handoff and experts, in one command.
 
 Parts run in the order of ``config.parts``. Every measurement is a row, printed and appended to
 ``WORKDIR/gpu.jsonl`` as soon as it is there. ``config.limits`` has two numbers of seconds for each
@@ -6,8 +6,9 @@ part: it is skipped where less than the first is left of ``config.seconds``, and
 row after the second. Skipped parts and failures are rows too.
 
 Shares compare with what the same card does in the same run (``floors``): reading memory, and a
-chain of products of the model's own shapes. ``first_s`` is a first call, compilation included.
-``peers`` runs transformers and PEFT on random weights of the same shape, in a process of its own.
+chain of products of the model's own shapes. ``first_s`` is a first call, compilation included;
+``profile`` lists the kernels of one call. ``peers`` runs transformers and PEFT on random weights of
+the same shape, in a process of its own.
 """
 
 import functools
@@ -26,6 +27,8 @@ import numpy as np
 
 from benchmarks import timing
 from benchmarks.decode_steps import Steps, adapter_bytes, random_stack
+from benchmarks.device_profile import profile
+from benchmarks.experts import Cell
 from mint_jax import params as params_lib
 from mint_jax.lora.tree import AdapterConfig, Slot
 from mint_jax.mesh import single_device_mesh
@@ -209,6 +212,8 @@ class _Bench:
             "share_of_matmul": self._share(self._floor(flops=4 * self.weights * tokens), seconds),
             "peak_bytes_so_far": stats.get("peak_bytes_in_use"),
         }
+        if not most:
+            yield {"name": "profile of a step"} | profile(step)
 
     def _row_of_tokens(self, count: int) -> Group:
         tokens = self._tokens(count)
@@ -305,6 +310,8 @@ class _Bench:
                 "over_bare": timing.ratio(times, name, "bare", less=1),
                 "bytes_over_bare": round(nbytes / base_bytes - 1, 4),
             }
+        for name in ("bare", str(counts[-1])):
+            yield {"name": f"profile of {STEPS} steps, {name}"} | profile(sides[name])
 
     def handoff(self) -> Iterator[Row]:
         """An optimizer step, and the first token of exactly these weights: the sampler reads the
@@ -328,6 +335,25 @@ class _Bench:
             "p50_ms": timing.percentile(times, 50, 1e3),
             "p95_ms": timing.percentile(times, 95, 1e3),
         }
+        yield {"name": "profile of a handoff"} | profile(hand_over)
+
+    # -- experts
+
+    def experts(self) -> Iterator[Row]:
+        """Gate and up of routed experts, the base alone and with adapters."""
+        part = self.config.experts
+        for name, of in part.cells.items():
+            cell = Cell(part.size, of, jnp.dtype(self.config.dtype), self.config.seed)
+            floor = self._floor(cell.nbytes, cell.flops)
+            found: Row = {"name": name, "rows": cell.rows, "floor_over_base": cell.floor}
+            for side, call in cell.sides(part.loops).items():
+                found[f"{side}_first_s"], times = _timed(call, self.config.n)
+                found[f"{side}_us"] = timing.median(times, 1e6 / part.loops)
+                if side == "base":
+                    seconds = float(np.median(times)) / part.loops
+                    found["floor_us"] = round(1e6 * floor, 1)
+                    found["share_of_floor"] = self._share(floor, seconds)
+            yield found
 
     # -- peers
 
