@@ -119,46 +119,36 @@ def _require(
     Raises:
         NotImplementedError: with the reason.
     """
-    for y, bucket, end in zip(ys, buckets, ends):
-        _require_parts(x, y, bucket.factors["a"], bucket.factors["b"], _split(x, y, end), op)
-
-
-def _require_parts(
-    x: jax.Array, y: jax.Array, a: jax.Array, b: jax.Array, split: _Split, op: Any
-) -> None:
     mesh: Any = jax.sharding.get_abstract_mesh()
-    inward, outward = (sharding.mesh_axes(axis, mesh) for axis in (split.inward, split.outward))
-    if both := set(inward) & set(outward):
-        raise NotImplementedError(f"mesh axis {min(both)} splits inputs and outputs")
-    for swapped, axes in ((split.swap_in, inward), (split.swap_out, outward)):
-        if swapped and swapped != axes:
-            raise NotImplementedError(
-                f"mesh axes {axes} split inputs or outputs, and {swapped} of them rows too"
-            )
-    M = x[..., 0].size // (sharding.ways(split.rows, mesh) if split.rows else 1)
-    D, F = (
-        size // (sharding.ways(axis, mesh) if axis else 1)
-        for size, axis in ((x.shape[-1], split.inward), (y.shape[-1], split.outward))
-    )
-    W, R = a.shape[0] * a.shape[1], a.shape[2]
-    more_in, more_out = (
-        math.prod(mesh.shape[axis] for axis in swapped)
-        for swapped in (split.swap_in, split.swap_out)
-    )
-    x_MD, y_MF, a_WRD, b_WRF = (
-        jax.ShapeDtypeStruct(shape, like.dtype)
-        for shape, like in (
-            ((M * more_in, D), x),
-            ((M * more_out, F), y),
-            ((W, R, D), a),
-            ((W, R, F), b),
+    for y, bucket, end in zip(ys, buckets, ends):
+        a, b, split = bucket.factors["a"], bucket.factors["b"], _split(x, y, end)
+        inward, outward = (sharding.mesh_axes(axis, mesh) for axis in (split.inward, split.outward))
+        if both := set(inward) & set(outward):
+            raise NotImplementedError(f"mesh axis {min(both)} splits inputs and outputs")
+        for swapped, axes in ((split.swap_in, inward), (split.swap_out, outward)):
+            if swapped and swapped != axes:
+                raise NotImplementedError(
+                    f"mesh axes {axes} split inputs or outputs, and {swapped} of them rows too"
+                )
+
+        def part(size: int, axis: str | None) -> int:
+            return size // (sharding.ways(axis, mesh) if axis else 1)
+
+        M, W, R = part(x[..., 0].size, split.rows), a.shape[0] * a.shape[1], a.shape[2]
+        D, F = part(x.shape[-1], split.inward), part(y.shape[-1], split.outward)
+        more_in, more_out = (
+            math.prod(mesh.shape[axis] for axis in swapped)
+            for swapped in (split.swap_in, split.swap_out)
         )
-    )
-    if split.inward is None and not split.swap_out:
-        op.require_add(x_MD, a_WRD, b_WRF, y_MF)
-    else:
-        op.require_shrink(x_MD, a_WRD)
-        op.require_expand(b_WRF, y_MF)
+        x_MD = jax.ShapeDtypeStruct((M * more_in, D), x.dtype)
+        y_MF = jax.ShapeDtypeStruct((M * more_out, F), y.dtype)
+        a_WRD = jax.ShapeDtypeStruct((W, R, D), a.dtype)
+        b_WRF = jax.ShapeDtypeStruct((W, R, F), b.dtype)
+        if split.inward is None and not split.swap_out:
+            op.require_add(x_MD, a_WRD, b_WRF, y_MF)
+        else:
+            op.require_shrink(x_MD, a_WRD)
+            op.require_expand(b_WRF, y_MF)
 
 
 def _by_kernel(

@@ -125,9 +125,9 @@ def _unpack(name: str) -> Path:
 
 def _make_random(name: str) -> Path:
     """Writes a model of random weights (seed 0) with the packaged tokenizer into the cache."""
+    cfg = from_hf(RANDOM[name])
 
     def weights(folder: Path) -> None:
-        cfg = from_hf(RANDOM[name])
         hf.save(params_lib.init(transformer.abstract(cfg), jax.random.key(0)), cfg, folder)
 
     return _outlined(name, RANDOM[name], lambda: resolve(next(iter(PACKAGED))), weights)

@@ -388,18 +388,6 @@ def _check_tensors(ckpt: Checkpoint, specs: Any, cfg: ModelConfig) -> None:
         )
 
 
-def _layer_beyond(name: str, ckpt: Checkpoint, cfg: ModelConfig) -> bool:
-    """Returns True for a tensor of a multi-token prediction layer, which only speculative decoding
-    uses.
-    """
-    layer = re.match(r"model\.layers\.(\d+)\.", name)
-    return (
-        layer is not None
-        and int(layer[1]) >= cfg.num_layers
-        and f"{layer[0]}eh_proj.weight" in ckpt.files
-    )
-
-
 def _harmless(name: str, ckpt: Checkpoint, cfg: ModelConfig) -> bool:
     """Returns True if logits do not depend on a tensor."""
     # Frequencies are derived from config.json. The value head of TRL's PPO returns no logits.
@@ -407,12 +395,14 @@ def _harmless(name: str, ckpt: Checkpoint, cfg: ModelConfig) -> bool:
         return True
     if name == HEAD and cfg.tie_embeddings:
         return same_values(ckpt.tensor(name), ckpt.tensor(EMBED))
-    if cfg.indexer is not None and (
-        found := re.match(r"model\.layers\.(\d+)\.self_attn\.indexer\.", name)
-    ):
-        layer = int(found[1])  # a layer that reuses the choice of an earlier one
-        return layer >= cfg.num_layers or not cfg.indexer.full[layer]
-    return _layer_beyond(name, ckpt, cfg)
+    found = re.match(r"(model\.layers\.(\d+)\.)(self_attn\.indexer\.)?", name)
+    if found is None:
+        return False
+    layer = int(found[2])
+    if layer >= cfg.num_layers:  # a multi-token prediction layer, for speculative decoding
+        return f"{found[1]}eh_proj.weight" in ckpt.files
+    # A layer may reuse the choice of an earlier one's indexer.
+    return found[3] is not None and cfg.indexer is not None and not cfg.indexer.full[layer]
 
 
 def load(
