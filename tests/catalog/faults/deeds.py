@@ -9,12 +9,16 @@ import itertools
 import json
 import os
 import random
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import sqlalchemy as sa
+
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.records.exports import Export
+from mint_jax.catalog.storage import folder
 from mint_jax.errors import UserError
 from tests.catalog.adapters import SCHEMA, packed
 
@@ -205,3 +209,93 @@ def for_ever(catalog: Catalog, number: int, log: str, seed: int, grace_s: float)
         kind = choice.choice(KINDS)
         worker.ready(kind)
         getattr(worker, kind)()
+
+
+def killed_at(
+    catalog: Catalog, number: int, log: str, kind: str, boundary: int, reads: bool
+) -> int:
+    """Looks at what the one before left; then does one deed, killed before its call number
+    ``boundary``.
+
+    Calls are those of storage and database; the last boundary is the one before the
+    acknowledgement.
+
+    Args:
+        reads: count statements that only read, and each of a run of equal ones, too.
+
+    Returns:
+        How many boundaries there are, where ``boundary`` is beyond them.
+    """
+    from tests.catalog.faults import inspect
+
+    found = inspect.inspect(catalog, str(Path(log).parent), collect=True)
+    assert not found, found
+    worker = Worker(catalog, number, log, 0.0, "own0")
+    worker.ready(kind)
+    fuse = Fuse(boundary, reads)
+    fuse.lay(catalog)
+    say = worker.say
+
+    def last(**line: Any) -> None:
+        if "done" in line:
+            fuse.burn()
+        say(**line)
+
+    worker.say = last  # type: ignore[method-assign]
+    getattr(worker, kind)()
+    fuse.left = -1
+    return fuse.passed
+
+
+class Fuse:
+    """Kills its own process when so many calls of the storage or the database have been made."""
+
+    def __init__(self, left: int, reads: bool):
+        self.left, self.passed, self._reads, self._last = left, 0, reads, ""
+
+    def _statement(self, connection: Any, cursor: Any, text: str, *_: Any) -> None:
+        if self._reads or (
+            text != self._last and not text.lstrip().startswith(("SELECT", "PRAGMA"))
+        ):
+            self.burn()
+        self._last = text
+
+    def burn(self) -> None:
+        if self.left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.left -= 1
+        self.passed += 1
+
+    def before(self, call: Callable) -> Callable:
+        def burning(*arguments: Any, **options: Any) -> Any:
+            self.burn()
+            return call(*arguments, **options)
+
+        return burning
+
+    def lay(self, catalog: Catalog) -> None:
+        """Before every statement and commit, and before every call of the storage that changes the
+        disk.
+        """
+        sa.event.listen(catalog.database.engine, "before_cursor_execute", self._statement)
+        for name in ("commit", "rollback"):
+            sa.event.listen(catalog.database.engine, name, lambda *_: self.burn())
+        folder.os = _Module(
+            os, {name: self.before(getattr(os, name)) for name in ("fsync", "rename")}
+        )  # type: ignore[assignment]
+        folder.open = lambda *a, **k: _Module(self.before(open)(*a, **k), self)  # type: ignore[attr-defined]
+        for name in ("mkdir", "unlink"):
+            setattr(Path, name, self.before(getattr(Path, name)))
+
+
+class _Module:
+    """A module or a file, some of its functions replaced."""
+
+    def __init__(self, real: Any, replaced: Any):
+        self._real = real
+        if isinstance(replaced, Fuse):
+            replaced = {name: replaced.before(getattr(real, name)) for name in ("write", "flush")}
+        self.__dict__.update(replaced)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)

@@ -1,4 +1,4 @@
-"""kill -9 at random moments: what was acknowledged stays, what was not is
+"""kill -9 at every boundary and at random moments: what was acknowledged stays, what was not is
 there whole or not at all.
 """
 
@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.catalog.conftest import DATABASES, make_place
+from tests.catalog.faults import deeds
 from tests.catalog.faults.nursery import Nursery
 from tests.catalog.postgres import _roomy
 
@@ -50,6 +51,25 @@ class Killing:
     def inspect(self, collect: bool) -> None:
         assert self.nursery.run("inspect.inspect", logs=self.nursery.logs, collect=collect) == []
 
+    def every_boundary(self, kind: str, reads: bool) -> int:
+        """Kills a deed at each of its boundaries in turn; how many there were."""
+        for boundary in range(1000):
+            log = self.log()
+            arguments = {
+                "number": self.workers,
+                "log": log,
+                "kind": kind,
+                "boundary": boundary,
+                "reads": reads,
+            }
+            code, passed = self.nursery.wait(self.nursery.fork("deeds.killed_at", **arguments))
+            if code == 0:
+                assert passed <= boundary
+                self.inspect(collect=True)
+                return boundary
+            self.kills += 1
+        raise AssertionError("a deed without an end")
+
     def random_moment(self, choice: random.Random, together: int) -> None:
         """Kills some workers that write at once, each at a random moment after it has begun."""
         running = []
@@ -71,6 +91,25 @@ class Killing:
             assert self.nursery.wait(process)[0] == -9
             self.kills += 1
         self.inspect(collect=together == 1)
+
+
+@pytest.mark.parametrize(
+    ("nursery", "reads"),
+    [
+        pytest.param("sqlite", False, marks=pytest.mark.long),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("postgres", False), ("sqlite", True), ("postgres", True))
+        ),
+    ],
+    ids=["sqlite-writes", "postgres-writes", "sqlite-every call", "postgres-every call"],
+    indirect=["nursery"],
+)
+def test_killed_at_every_boundary(nursery, reads):
+    killing = Killing(nursery)
+    counts = {kind: killing.every_boundary(kind, reads) for kind in deeds.KINDS}
+    print(f"\n{killing.kills} kills: {counts}")
+    assert min(counts.values()) >= 3, "a transaction has a beginning, a statement and an end"
 
 
 @pytest.mark.parametrize("kills", [20, pytest.param(2000, marks=pytest.mark.slow)])
