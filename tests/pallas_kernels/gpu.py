@@ -1,6 +1,5 @@
 """Programs as they are lowered for a GPU, where there is none."""
 
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -23,9 +22,3 @@ def text(fn: Callable[..., Any], *args: Any) -> str:
     """What a call of ``fn`` is lowered to."""
     with abstract():
         return jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-
-
-def attach(monkeypatch: Any, *capabilities: str) -> None:
-    """GPUs of these compute capabilities, for who asks."""
-    devices = [types.SimpleNamespace(compute_capability=one) for one in capabilities]
-    monkeypatch.setattr(jax, "local_devices", lambda backend: devices)
