@@ -296,7 +296,7 @@ def test_a_full_queue_of_loads_answers_429(world, client, monkeypatch):
 
 def test_a_corrupt_revision_fails_before_a_stream_starts(world, client, monkeypatch):
     digest = export(world.catalog, world.rng, world.base, "chat", 4)
-    monkeypatch.setattr(world.weights, "_below", lambda _: np.zeros(8, np.uint8))
+    monkeypatch.setattr(world.catalog, "load", lambda _: np.zeros(8, np.uint8))
     for stream in (False, True):
         with pytest.raises(openai.BadRequestError, match="is corrupt"):
             client.completions.create(model=digest, prompt=TEXT, stream=stream)
