@@ -98,49 +98,6 @@ def test_a_run_that_was_interrupted_equals_one_that_was_not(rng, sites, tiny_bas
     same_parts(site.held(whole), site.held(later))
 
 
-def test_names_are_taken_until_they_are_given_back(rng, site):
-    trainer, rest = site.trainer(), site.client().create_rest_client()
-    path = trainer.save_state("a").result().path
-    train(trainer, [batch(rng)], [random_optimizer(rng)])
-    user_error(
-        trainer.save_state("a"), "exists already: choose another name, or save with overwrite"
-    )
-    assert trainer.save_state("a", overwrite=True).result().path == path
-    trainer.save_weights_for_sampler("a").result()
-    user_error(trainer.save_weights_for_sampler("a"), "exists already")
-    again = site.client().create_training_client_from_state(path).result()
-    for name, leaf in site.held(again).parts["factors"].items():
-        np.testing.assert_array_equal(leaf, site.held(trainer).parts["factors"][name])
-    rest.delete_checkpoint_from_tinker_path(path).result()
-    with pytest.raises(tinker.NotFoundError, match="there is no checkpoint"):
-        rest.delete_checkpoint_from_tinker_path(path).result()
-    user_error(trainer.load_state(path), "there is no checkpoint")
-    with pytest.raises(tinker.RequestFailedError, match="there is no checkpoint"):
-        site.client().create_training_client_from_state_with_optimizer(path).result()
-    assert trainer.save_state("a").result().path == path
-
-
-def test_what_is_for_sampling_is_no_state_and_the_other_way_round(site):
-    trainer, client = site.trainer(), site.client()
-    sampled, saved = (
-        trainer.save_weights_for_sampler("x").result().path,
-        trainer.save_state("x").result().path,
-    )
-    assert sampled == f"tinker://{trainer.model_id}/sampler_weights/x"
-    user_error(trainer.load_state(sampled), "are weights to sample from; training goes on from")
-    with pytest.raises(
-        tinker.BadRequestError,
-        match="cannot be sampled; save_weights_for_sampler makes paths that can",
-    ):
-        client.create_sampling_client(model_path=saved).result()
-    with pytest.raises(tinker.NotFoundError, match="there is no checkpoint"):
-        client.create_sampling_client(model_path=sampled + "y").result()
-    trainer.forward(
-        [types.Datum(types.ModelInput.from_ints([5]), {"target_tokens": [5], "weights": [1.0]})],
-        "cross_entropy",
-    ).result()
-
-
 def test_a_checkpoint_ends_with_its_time(site, monkeypatch):
     trainer, rest = site.trainer(), site.client().create_rest_client()
     path = trainer.save_state("short", ttl_seconds=3600).result().path

@@ -11,7 +11,6 @@ import tinker
 import torch
 from tinker import types
 
-from mint_jax.models import base as base_lib
 from tests import oracles
 from tests.service.sites import datum_of, logprobs_of
 from tests.service.sites import site as site
@@ -123,28 +122,6 @@ def test_a_prompt_s_log_probabilities_in_every_form(bare, rng, logprobs):
     last = bare.compute_logprobs(ints(prompt), prompt_logprobs_last_n=3).result()
     assert last[:6] == [None] * 6
     np.testing.assert_allclose(last[6:], answer.prompt_logprobs[6:], atol=CLOSE)
-
-
-def test_stop_strings_end_a_sample(sites, mesh, rng):
-    site = sites(base_lib.load("tiny-random", mesh))
-    sampler = site.client().create_sampling_client(base_model=site.server.name).result()
-    tokenizer, prompt = site.server.base.tokenizer, ints(rng.integers(3, 97, 5))
-    for seed in range(9):
-        (tokens,) = drawn(
-            sampler.sample(prompt, 1, params(seed=seed, stop=[], max_tokens=12)).result()
-        )
-        assert len(tokens) == 12
-        if word := tokenizer.decode(tokens[5:6]).strip():
-            break
-    (sequence,) = (
-        sampler.sample(prompt, 1, params(seed=seed, stop=["never", word], max_tokens=12))
-        .result()
-        .sequences
-    )
-    assert sequence.stop_reason == "stop"
-    assert sequence.tokens == tokens[: len(sequence.tokens)]
-    assert word in tokenizer.decode(sequence.tokens)
-    assert word not in tokenizer.decode(sequence.tokens[:-1])
 
 
 def test_the_sampler_s_log_probabilities_are_the_trainer_s(site, rng):
