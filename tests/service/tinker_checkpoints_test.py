@@ -72,7 +72,7 @@ def test_what_was_saved_goes_on_bit_for_bit(how, optimizer, rng, site):
     for part, leaves in loaded.parts.items():
         for name, leaf in leaves.items():
             np.testing.assert_array_equal(leaf, saved.parts[part][name])
-    assert loaded.count == (2 if optimizer else 0)
+    assert loaded.steps == (2 if optimizer else 0)
     assert again.get_info().lora_rank == 8
     if optimizer:
         other = site.trainer(client=client)
