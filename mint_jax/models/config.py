@@ -419,6 +419,11 @@ def from_hf(given: dict[str, Any]) -> ModelConfig:
         experts = _experts(given, fields)
     if "kv_lora_rank" in known:
         latent, dense = _latent(fields), _dense_layers(fields, layers)
+        rotary = (None, latent.rope) if family == "deepseek_v3" else (fields["head_dim"],)
+        _require(
+            fields["head_dim"] in rotary,
+            f"head_dim is {fields['head_dim']}; expected none, or qk_rope_head_dim {latent.rope}",
+        )
         fields["head_dim"] = latent.nope + latent.rope
     elif fields["head_dim"] is None:
         fields["head_dim"] = fields.number("hidden_size") // heads

@@ -20,6 +20,7 @@ import numpy as np
 from mint_jax.errors import UserError
 from mint_jax.models.base import Base
 from mint_jax.rollout.request import BadField, Request
+from mint_jax.rollout.schemas import has_finite_value
 
 # JSON in the layout of ``json.dumps``. With free white space, a model at a high temperature may
 # write nothing else. A schema with this key overrides the layout.
@@ -127,6 +128,8 @@ def _matcher(tokenizer: Any, kind: str, text: str, vocab: int) -> Matcher:
         mask_of(begun, vocab)
     if error := begun.get_error():
         raise ValueError(error)
+    if kind == "json_schema" and not has_finite_value(json.loads(text)):
+        raise ValueError("no finite JSON matches it")
     return matcher
 
 

@@ -384,3 +384,14 @@ def test_a_broken_config_file_is_refused(text, words, tmp_path):
     message = _message(read_config, tmp_path)
     assert str(tmp_path) in message
     assert all(word in message for word in words), message
+
+
+def test_a_width_of_heads_that_transformers_cannot_rotate_is_refused():
+    """transformers rotates ``head_dim`` dimensions of a DeepSeek-V3 and then fails."""
+    given = _given("deepseek_v3")
+    assert from_hf(given | {"head_dim": 8}) == from_hf(given)
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        _torch_logits("deepseek_v3", head_dim=6)
+    assert "head_dim is 6; expected none, or qk_rope_head_dim 8" in _message(
+        from_hf, given | {"head_dim": 6}
+    )
