@@ -14,6 +14,8 @@ from mint_jax.compiling import compilations
 from mint_jax.errors import UserError
 from mint_jax.lora import tree
 from mint_jax.lora.tree import AdapterConfig
+from mint_jax.mesh import make_mesh
+from mint_jax.models import base as base_lib
 from mint_jax.models import transformer
 from mint_jax.train import host_state as held_lib
 from mint_jax.train import slots as slots_lib
@@ -366,6 +368,41 @@ def assert_close(found, expected):
         np.testing.assert_allclose(
             found[path], leaf, atol=1e-4 * max(np.abs(leaf).max(), 1e-3), err_msg=path
         )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_mesh_of_eight_devices_gives_the_same(family, rng, hf_dirs, tiny_base):
+    """Shapes with fewer rows than the mesh splits them into get more blocks, and states come and go
+    over all devices.
+    """
+    mesh = make_mesh({"data": 2, "fsdp": 2, "expert": 2})
+    lives = [
+        Trainer(base, slots={8: 2}, shapes=SHAPES)
+        for base in (tiny_base(family), base_lib.load(str(hf_dirs(family)), mesh))
+    ]
+    assert sorted(lives[1].declared) == sorted(
+        [(8, 1, 12, 1), (4, 2, 12, 1), (8, 1, 24, 1), (8, 1, 12, 4)]
+    )
+    states = {
+        name: random_state(rng, lives[0].base, AdapterConfig(3, 6.0, ("o", "down")))
+        for name in "abc"
+    }
+    data = {name: random_data(rng, "ppo") for name in "abc"}
+    found = []
+    for live in lives:
+        for name, state in states.items():
+            live.join(name, state)
+        works = [TrainRequest(name, data[name], coefs("importance_sampling")) for name in "abc"]
+        run(live, works)
+        grads = {name: live.read_state(name).parts["grad"] for name in "abc"}
+        found.append((grads, [work.logprobs for work in works]))
+    # sums over parts
+    jax.tree.map(
+        lambda one, many: np.testing.assert_allclose(many, one, atol=4e-5), found[0][1], found[1][1]
+    )
+    for name in "abc":
+        assert_close(found[1][0][name], found[0][0][name])
 
 
 def test_a_bound_takes_the_largest_step_below_it(rng, live_of):
