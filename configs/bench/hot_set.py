@@ -1,5 +1,5 @@
-"""Hit rates of device slots and of the host cache over uniform, Zipf and bursty traffic, beside LRU
-and the optimal policy.
+"""Hit rates of a tier of residency, slots or host memory, over uniform, Zipf and bursty traffic,
+next to LRU and the optimal policy.
 
 Command: python -m benchmarks --config=configs/bench/hot_set.py --workdir=runs/bench/hot_set
 Short:   --config=configs/bench/hot_set.py:ci
@@ -20,7 +20,7 @@ def get_config(size: str = "default") -> ConfigDict:
     config.half_life_s = 600.0  # the product's
     config.zipf = 1.0  # exponent
     config.traffic = ("uniform", "zipf", "bursts")
-    config.capacities = (16, 64, 512, 4096)  # slots, or adapters in the host cache
+    config.capacities = (16, 64, 512, 4096)  # slots, or adapters in host memory
     if size == "ci":
         config.n = 2
         config.names = 200

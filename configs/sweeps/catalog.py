@@ -1,5 +1,5 @@
 """A catalog of 10^3 to 10^6 names on SQLite and PostgreSQL under three kinds of traffic, and hit
-rates by slots and host memory.
+rates of a tier of residency.
 
 Command: python -m benchmarks --config=configs/sweeps/catalog.py:cpu
 --workdir=runs/sweeps/cpu/catalog Sizes:   configs/sweeps/catalog.py:ci,
@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 
 SIZES = ("ci", "cpu", "gpu", "pod")
 TRAFFIC = ("uniform", "zipf", "bursts")
-POLICIES = ("slots", "host", "lru", "optimal")
+POLICIES = ("slots", "lru", "optimal")
 MINT = "arXiv 2605.13779, 64 requests through the whole service, Qwen3-30B-A3B rank 1, 4 GPUs"
 
 
@@ -75,7 +75,7 @@ def get_config(size: str = "cpu") -> ConfigDict:
             "hot_set": {
                 "config": f"configs/bench/hot_set.py{':ci' if tiny else ''}",
                 "about": (
-                    "Hit rates by capacity: slots, or adapters that the host cache has bytes for."
+                    "Hit rates of a tier of residency by its capacity, in slots or in adapters."
                     " None can be better than optimal."
                 ),
                 "axes": {"traffic": TRAFFIC[1:2] if tiny else TRAFFIC},
