@@ -28,6 +28,7 @@ DISCARDING = ("__del__", "_xla_gc_callback")  # functions whose exceptions Pytho
 IMPORTING = "<frozen importlib._bootstrap>"
 _leave: list[Callable[[int, str], None]] = []  # the argument of ``install``
 _repeated: list[int] = []  # signals delivered a second time by this module
+_raised: list[int] = []  # signals that have raised ``Interrupted``
 _grace: list[float] = []  # seconds of the active blocks; the last one is used
 
 
@@ -91,7 +92,13 @@ def interrupt(number: int, frame: FrameType | None) -> None:
             again.start()
             return
         frame = frame.f_back
+    _raised.append(number)
     raise Interrupted(signal.Signals(number).name, number)
+
+
+def raised() -> int:
+    """Returns the last signal that has raised ``Interrupted``; 0 if none has."""
+    return _raised[-1] if _raised else 0
 
 
 def _deliver(number: int, main: int) -> None:

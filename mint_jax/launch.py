@@ -244,9 +244,10 @@ def cli(main: Callable[[Sequence[str]], None] = main) -> None:
         status, says = 128 + getattr(error, "number", signal.SIGINT), str(error)
         print(f"interrupted: {error or 'SIGINT'}", file=sys.stderr)
     except Exception as error:
-        if not (_process() or _loaded("host", "is_abandoning", bool)()):
+        number = interrupts.raised()  # native code may put an error of its own in its place
+        if not (number or _process() or _loaded("host", "is_abandoning", bool)()):
             raise
-        status, says = 1, repr(error)
+        status, says = 128 + number if number else 1, repr(error)
         traceback.print_exc()
     else:
         return

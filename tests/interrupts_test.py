@@ -57,6 +57,27 @@ PHASES = {  # what a main thread may be at; which of them end by themselves
 }
 
 
+def test_an_error_that_native_code_makes_of_a_signal_has_its_status():
+    code = """
+import os, signal, time
+from mint_jax import launch
+
+def main(arguments):
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+    except KeyboardInterrupt:
+        raise RuntimeError("a callback failed") from None
+
+launch.cli(main)
+"""
+    found = subprocess.run(
+        [sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, timeout=60
+    )
+    assert found.returncode == 128 + signal.SIGTERM
+    assert "a callback failed" in found.stderr
+
+
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_ends_a_program_whatever_its_main_thread_does(number):
     started = {}
