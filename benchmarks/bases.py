@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ml_collections import ConfigDict
+
 from mint_jax import mesh as mesh_lib
 from mint_jax.harness import settings, start
 from mint_jax.harness.options import BaseSettings
@@ -54,6 +56,6 @@ def make_grpo(config: Any, base: Base) -> grpo.ConcurrentGrpo:
 
 
 def _own(cls: type, config: Any, job: str) -> Any:
-    tree: Mapping[str, Any] = config.to_dict() if hasattr(config, "to_dict") else config
+    tree: Mapping[str, Any] = ConfigDict(config).to_dict()
     known = [f.name for f in dataclasses.fields(cls)]
     return settings.build(cls, {n: tree[n] for n in known if n in tree} | {"job": job})
