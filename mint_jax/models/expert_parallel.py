@@ -13,6 +13,7 @@ pairs, W devices of an exchange, C capacity of a block between two of them, K ke
 devices and blocks.
 """
 
+import abc
 import dataclasses
 import functools
 import math
@@ -247,7 +248,7 @@ def _masked(real: jax.Array, x: jax.Array) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Rounds:
+class _Rounds(abc.ABC):
     """The rounds of an exchange, forward and backward.
 
     Subclasses define where tokens go: ``enter`` and ``leave`` before and after all rounds, ``swap``
@@ -265,22 +266,25 @@ class _Rounds:
     experts: int
     capacity: int
 
+    @abc.abstractmethod
     def enter(self, x: jax.Array, fill: int = 0) -> jax.Array:
-        raise NotImplementedError
+        """Returns the rows that take part in the rounds; padding is ``fill``."""
 
+    @abc.abstractmethod
     def leave(self, x: jax.Array, tokens: int) -> jax.Array:
-        raise NotImplementedError
+        """Returns the results of this device's ``tokens`` rows after all rounds."""
 
+    @abc.abstractmethod
     def swap(self, tree: Any) -> Any:
-        raise NotImplementedError
+        """Sends rows of a round to the devices of their experts."""
 
+    @abc.abstractmethod
     def results(self, y: jax.Array, dtype: Any) -> jax.Array:
         """Returns the float32 results of rows to the devices of their tokens."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def plan(self, v: Visits, blocks: int | None = None) -> Plan:
         """Returns the order of pairs, forward or, given the number of ``blocks``, backward."""
-        raise NotImplementedError
 
     def _enter_all(self, v: Visits) -> Visits:
         return Visits(*(self.enter(x, -1 if x is v.ids else 0) for x in v))

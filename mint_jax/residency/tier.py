@@ -111,7 +111,7 @@ class Tier:
             self._remove(digest)
 
     def lease(self, digest: str) -> Copy | None:
-        """Returns a copy, which stays until ``release``; None if there is none."""
+        """Returns a copy, which stays until ``release``; None if the digest has no copy yet."""
         with self._lock:
             copy = self.copies.get(digest)
             if copy is None or not copy.ready:

@@ -151,7 +151,7 @@ class Keys:
         """Returns the key of a secret or of a token; None if it is unknown, revoked or expired.
 
         Keys are looked up by hash: a client can compute the hash of a guess, but not a guess for a
-        hash, so that the time of a look-up tells nothing.
+        hash, so the time of a lookup reveals nothing.
         """
         by_hash, by_id = self._file.get()
         if is_token(secret):

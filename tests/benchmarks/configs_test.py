@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import launch, sweep
+from benchmarks import bases, launch, sweep
 from benchmarks.sweeps import runner
 from mint_jax.errors import UserError
 from mint_jax.harness import settings
@@ -110,3 +110,9 @@ def test_a_file_without_a_settings_class_declares_its_settings():
         settings.change(declared, tree, "shape.layer", "4")
     with pytest.raises(UserError, match="n is 'many'; expected a whole number"):
         settings.change(declared, tree, "n", "many")
+
+
+def test_a_base_is_opened_from_a_config_with_one_setting_changed():
+    """As the engine's default size does, whose base is in blocks."""
+    config = launch.load(f"{ROOT / 'configs' / 'bench' / 'engine'}.py:ci")
+    assert bases.open_base({**config, "as_stored": False}).weights == "float32"

@@ -15,8 +15,8 @@ from foreign import Foreign
 from run import need
 
 MOST = 3
-# A right request may still be refused for what a schema cannot say: a token that the vocabulary
-# does not have, a regular expression that is none. That a wrong one is refused is checked.
+# A request that fits the schema may still be refused, for a token outside the vocabulary or an
+# invalid regular expression. Requests that do not fit must be refused.
 LONG = "/retrieve_futures?$"  # a request that waits for as long as nothing happens
 OPTIONS = f"""--max-examples 12 --seed 1 --request-timeout 120 --exclude-path-regex {LONG}
 --exclude-checks positive_data_acceptance --phases examples,coverage,fuzzing

@@ -67,7 +67,7 @@ class FakeTrainer:
         return {}
 
     def read_state(self, name):
-        raise UserError("there is none")
+        raise UserError("the checkpoint does not exist")
 
     def optim(self, updates):
         for name, numbers in updates.items():

@@ -4,7 +4,7 @@ out is found again, and every request changes its model's state once, in order.
 ``python -m tests.service.kill_test FOLDER SEED`` is the process that is killed. It loads the last
 snapshot, replays, and continues; between two of them the test opens the database and compares.
 FOLDER has the database, ``state.json`` with the last snapshot, and ``log``: a line of JSON for each
-thing that a client was told, written right after it was.
+answer that a client received, written right after it.
 """
 
 import json
@@ -49,7 +49,7 @@ def load(folder: Path) -> tuple[dict[str, list[int]], dict[str, int]]:
 
 
 def log_of(folder: Path) -> list[list]:
-    """Returns all that clients were told so far; a line is one write, which no kill divides."""
+    """Returns the answers that clients received; a line is one write, which no kill divides."""
     path = folder / "log"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
