@@ -30,8 +30,8 @@ from mint_jax import host
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.metrics import Progress
 from mint_jax.rollout.request import Request
-from mint_jax.service.calls import Call, Create, ForwardBackward, Optim, Save
 from mint_jax.service.server import Server, Sizes
+from mint_jax.service.training_calls import Call, Create, ForwardBackward, Optim, Save
 from mint_jax.train.blocks import Datum
 from mint_jax.train.config import BlockShape, OptimizerConfig
 from mint_jax.train.losses import NO_LOSS

@@ -42,7 +42,7 @@ from mint_jax.models import transformer
 from mint_jax.models.base import Base
 from mint_jax.service import external
 from mint_jax.service.book import Book, Checkpoint, NotFound, Sampler
-from mint_jax.service.calls import Load, Save
+from mint_jax.service.training_calls import Load, Save
 from mint_jax.train.host_state import HostState
 
 log = logging.getLogger("mint_jax.service")

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mint_jax.service.calls import Call, ForwardBackward, Optim
 from mint_jax.service.server_db import Connection, ServerDatabase
+from mint_jax.service.training_calls import Call, ForwardBackward, Optim
 
 MOST = 1000  # points of a chart
 

@@ -33,13 +33,21 @@ from mint_jax.catalog.records.database import DatabaseFailed
 from mint_jax.catalog.storage.payloads import StorageFailed
 from mint_jax.digest import blake3_of
 from mint_jax.errors import UserError
-from mint_jax.service import calls
-from mint_jax.service.calls import Call, Create, ForwardBackward, Load, Optim, Save, Trained
+from mint_jax.service import training_calls
 from mint_jax.service.checkpoints import Checkpoints
 from mint_jax.service.costs import BASE, Costs, Kind, Payer
 from mint_jax.service.fairness import Counters
 from mint_jax.service.futures import Category, Done, Failed, Futures, TrainingRequest
 from mint_jax.service.server_db import ServerDatabase
+from mint_jax.service.training_calls import (
+    Call,
+    Create,
+    ForwardBackward,
+    Load,
+    Optim,
+    Save,
+    Trained,
+)
 from mint_jax.train import blocks, host_state
 from mint_jax.train.blocks import TrainRequest
 from mint_jax.train.config import OptimizerConfig
@@ -234,7 +242,7 @@ class Durable:
     def _encoded(self, call: Call) -> tuple[str, bytes]:
         if self.failed is not None:
             raise Unavailable(f"this server takes no more requests: {self.failed}")
-        return calls.encode(call)
+        return training_calls.encode(call)
 
     def result(self, id: str, timeout_s: float = 0.0) -> Any:
         """Returns the result of a request; None if it has not ended.
@@ -247,7 +255,7 @@ class Durable:
         outcome = self.futures.wait(id, timeout_s)
         if isinstance(outcome, Failed):
             raise (UserError if outcome.category == Category.USER else RuntimeError)(outcome.error)
-        return None if outcome is None else calls.decode_result(outcome.result)
+        return None if outcome is None else training_calls.decode_result(outcome.result)
 
     def do(self, policy: str, call: Callable[[Trainer], Any], tenant: str = "") -> "Future[Any]":
         """Runs a function in the policy's order, between steps. A restart does not run it again."""
@@ -419,7 +427,7 @@ class Durable:
             one.end()
             return
         try:
-            one.call = call = calls.decode(one.request.call, body)
+            one.call = call = training_calls.decode(one.request.call, body)
             if isinstance(call, ForwardBackward):
                 blocks.check(call.data, self.live.base.cfg, self.live.declared)
                 one.work = TrainRequest(one.policy, call.data, call.loss, call.backward)
@@ -620,7 +628,7 @@ class Durable:
     def _finish(self, one: _Operation) -> None:
         assert one.request is not None
         if one.error is None:
-            outcome = Done(calls.encode_result(one.result))
+            outcome = Done(training_calls.encode_result(one.result))
         else:
             failed = isinstance(one.error, (DatabaseFailed, StorageFailed))  # UserErrors too
             is_mistake = isinstance(one.error, UserError) and not failed

@@ -20,11 +20,11 @@ from mint_jax.errors import UserError
 from mint_jax.service import checkpoints
 from mint_jax.service.answers import group_of
 from mint_jax.service.book import Checkpoint, NotFound
-from mint_jax.service.calls import Refused
 from mint_jax.service.handlers import body_of, tenant_of
 from mint_jax.service.interpolation import interpolate
 from mint_jax.service.server import Server
 from mint_jax.service.tinker_types import Interpolate, ReverseKl
+from mint_jax.service.training_calls import Refused
 
 MAX_SOURCES = 16
 NO_REVERSE_KL = (

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mint_jax.rollout.request import Completion
-from mint_jax.service.calls import ForwardBackward
+from mint_jax.service.training_calls import ForwardBackward
 
 KEPT_BYTES = 1 << 28  # of routes
 

@@ -44,7 +44,6 @@ from mint_jax.service import checkpoints as checkpoints_
 from mint_jax.service import external
 from mint_jax.service.answers import Answers
 from mint_jax.service.book import Book
-from mint_jax.service.calls import Call, ForwardBackward, Refused
 from mint_jax.service.checkpoints import Checkpoints
 from mint_jax.service.costs import Costs, Payer
 from mint_jax.service.curves import Curves
@@ -54,6 +53,7 @@ from mint_jax.service.provenance import Sequences
 from mint_jax.service.quotas import OverQuota, Quotas
 from mint_jax.service.server_db import ServerDatabase
 from mint_jax.service.tenancy import Tenancy
+from mint_jax.service.training_calls import Call, ForwardBackward, Refused
 from mint_jax.service.weights import Weights
 from mint_jax.train.config import BlockShape
 from mint_jax.train.programs import programs as training_programs

@@ -15,10 +15,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mint_jax.errors import UserError
-from mint_jax.service import calls, checkpoints
+from mint_jax.service import checkpoints, training_calls
 from mint_jax.service.answers import group_of
 from mint_jax.service.book import Model, NotFound
-from mint_jax.service.calls import Call, Create, Load, Refused, Save
 from mint_jax.service.errors import LONGEST_REASON, reason_of
 from mint_jax.service.futures import Conflict
 from mint_jax.service.handlers import body_of, off_loop, tenant_of
@@ -40,6 +39,7 @@ from mint_jax.service.tinker_types import (
     SaveWeights,
     SessionRef,
 )
+from mint_jax.service.training_calls import Call, Create, Load, Refused, Save
 from mint_jax.service.validation import parse
 from mint_jax.service.wire import forward_backward as wire_training
 from mint_jax.train.config import OptimizerConfig
@@ -232,7 +232,7 @@ class Tinker:
         raw, tenant = await request.body(), tenant_of(request)
 
         def make() -> Call:
-            return calls.Optim(_adam(parse(OptimStep, raw).adam_params or AdamParams()))
+            return training_calls.Optim(_adam(parse(OptimStep, raw).adam_params or AdamParams()))
 
         return await self._train(parse(RequestPlace, raw), tenant, make)
 

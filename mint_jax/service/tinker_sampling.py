@@ -19,7 +19,7 @@ from mint_jax.residency.loads import QueueFull
 from mint_jax.rollout.request import Completion
 from mint_jax.rollout.stream import Stream
 from mint_jax.service import answers as answers_
-from mint_jax.service import calls, checkpoints
+from mint_jax.service import checkpoints, training_calls
 from mint_jax.service import futures as futures_
 from mint_jax.service.answers import PREFIX, Answer, group_of
 from mint_jax.service.durable import Unavailable
@@ -161,10 +161,10 @@ class Sampling:
             return JSONResponse(failure, background=then)
         raw = outcome.result
         if call != "forward_backward":
-            result = _result(call, model, calls.decode_result(raw))
+            result = _result(call, model, training_calls.decode_result(raw))
             return JSONResponse(result, background=then)
         body = await off_loop(
-            len(raw), lambda: wire_training.encode(calls.decode_result(raw), protobuf)
+            len(raw), lambda: wire_training.encode(training_calls.decode_result(raw), protobuf)
         )
         return _payload(body, protobuf, small, then)
 

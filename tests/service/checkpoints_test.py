@@ -19,10 +19,10 @@ from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Request
 from mint_jax.service import checkpoints
 from mint_jax.service.book import Book, NotFound
-from mint_jax.service.calls import Create, ForwardBackward, Load, Optim, Save
 from mint_jax.service.checkpoints import Checkpoints
 from mint_jax.service.server import Server, Sizes
 from mint_jax.service.server_db import ServerDatabase
+from mint_jax.service.training_calls import Create, ForwardBackward, Load, Optim, Save
 from mint_jax.train import host_state as held_lib
 from mint_jax.train.state import OptimizerConfig
 from tests.train.live_test import SHAPES, coefs, random_data, random_state

@@ -18,7 +18,6 @@ from starlette.applications import Starlette
 
 from mint_jax.models import base as base_lib
 from mint_jax.service import keys as keys_lib
-from mint_jax.service.calls import ForwardBackward, Optim, Trained
 from mint_jax.service.console import pages
 from mint_jax.service.console.routes import Console
 from mint_jax.service.console.sessions import COOKIE, Browsers
@@ -26,6 +25,7 @@ from mint_jax.service.costs import Payer
 from mint_jax.service.gate import Gate
 from mint_jax.service.keys import Keys
 from mint_jax.service.openai import OpenAI
+from mint_jax.service.training_calls import ForwardBackward, Optim, Trained
 from mint_jax.train.blocks import Datum
 from mint_jax.train.losses import LossCoefs
 from mint_jax.train.state import OptimizerConfig

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from mint_jax.errors import UserError
 from mint_jax.lora.tree import AdapterConfig
-from mint_jax.service.calls import Create, ForwardBackward, Optim
 from mint_jax.service.durable import Durable, Snapshot, path_of
 from mint_jax.service.futures import Conflict, Gone
 from mint_jax.service.server_db import ServerDatabase
+from mint_jax.service.training_calls import Create, ForwardBackward, Optim
 from mint_jax.train import blocks
 from mint_jax.train.blocks import BlockShape, Datum
 from mint_jax.train.losses import NO_LOSS

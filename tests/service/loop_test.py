@@ -12,9 +12,9 @@ import pytest
 from mint_jax.errors import UserError
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Request
-from mint_jax.service.calls import ForwardBackward, Optim
 from mint_jax.service.durable import Durable
 from mint_jax.service.server_db import ServerDatabase
+from mint_jax.service.training_calls import ForwardBackward, Optim
 from mint_jax.train.state import OptimizerConfig
 from mint_jax.train.trainer import Trainer
 from tests.rollout.serving_test import contended

@@ -16,9 +16,9 @@ from mint_jax.catalog.records.database import DatabaseFailed
 from mint_jax.errors import UserError
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.service import server_db
-from mint_jax.service.calls import Create, ForwardBackward, Load, Optim, Save
 from mint_jax.service.durable import Snapshot, path_of
 from mint_jax.service.server import Server, Sizes
+from mint_jax.service.training_calls import Create, ForwardBackward, Load, Optim, Save
 from mint_jax.train.state import OptimizerConfig
 from tests.disks import FullDatabase
 from tests.residency.clock import Clock

@@ -17,8 +17,8 @@ from google.protobuf.message import DecodeError
 
 from mint_jax.errors import UserError
 from mint_jax.service.bodies import is_protobuf
-from mint_jax.service.calls import ForwardBackward, Trained
 from mint_jax.service.tinker_types import RequestPlace
+from mint_jax.service.training_calls import ForwardBackward, Trained
 from mint_jax.service.validation import Body, Text, check, parse, shown
 from mint_jax.service.wire import losses, messages, tensors
 from mint_jax.service.wire.tensors import MAX_CELLS, ModelInput, Tensor, TensorBody, proto_tokens
