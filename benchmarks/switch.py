@@ -221,7 +221,7 @@ def measure(config: Any, folder: Path, database: str | None, what: str) -> dict[
         elsewhere = np.frombuffer(reads, np.int64).reshape(-1, _FIELDS)
         # the audit log knows each of them
         log, most = sum(move.policy == 0 for move in writer.moves), len(writer.moves) + 2
-        kept = len(catalog.history(plan.policy(policies[0]), ALIAS, limit=most)) - 1
+        kept = len(catalog.audit(plan.policy(policies[0]), alias=ALIAS, limit=most)) - 1
     here = [np.frombuffer(reads, np.int64).reshape(-1, _FIELDS) for reads, _ in found]
     first = busy[0].began
     both = np.concatenate([*here, elsewhere])

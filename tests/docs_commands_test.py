@@ -145,7 +145,7 @@ def test_the_commands_of_the_readme_and_the_index_on_the_quickstarts_output(tmp_
         )
         [answer] = (json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines())
         with Catalog.open(folder / "runs/quickstart/catalog") as catalog:
-            assert [entry.action for entry in catalog.history("adder")] == [
+            assert [entry.action for entry in catalog.audit("adder", alias="serving")] == [
                 "promote",
                 "promote",
                 "rollback",

@@ -12,8 +12,8 @@ from mint_jax.api.evaluation import Evaluation, Task, evaluate
 from mint_jax.api.inputs import Loss, Prompt, Rows
 from mint_jax.api.store import Store, Stored
 from mint_jax.catalog.packed import Schema, pack
+from mint_jax.catalog.records.lookup import Revision
 from mint_jax.catalog.records.names import parse_policy
-from mint_jax.catalog.records.revisions import Revision
 from mint_jax.errors import UserError
 from mint_jax.harness import adapters
 from mint_jax.harness.adapters import AdapterSource, LoadedAdapter

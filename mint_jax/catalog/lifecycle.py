@@ -39,15 +39,14 @@ class Catalog(Handle):
     keep_last = _policies.keep_last
     delete = _policies.delete
 
-    revision = _revisions.revision
-    revisions = _revisions.list_revisions
+    revision, revisions = lookup.revision, lookup.list_revisions
     retire, restore = _revisions.retire, _revisions.restore
     pin, unpin = _revisions.pin, _revisions.unpin
     tag, tags, tags_of = _revisions.tag, _revisions.tags, _revisions.tags_of
 
     promote, rollback = _aliases.promote, _aliases.rollback
     aliases, aliases_of = _aliases.list_aliases, _aliases.aliases_of
-    history, audit, recent = _aliases.history, _aliases.list_audit, _aliases.recent
+    audit = _aliases.list_audit
 
     export, export_many, branch = exports.export, exports.export_many, exports.branch
     resolve, resolve_many = lookup.resolve, lookup.resolve_many

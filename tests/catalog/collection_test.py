@@ -88,7 +88,7 @@ def test_retired_revisions_go_and_shared_bytes_stay(ten):
     ten.drop_rollouts("p", 100)
     assert collect(ten).payloads == 1
     assert ten.stats()["evaluations"] == 1, "scores outlive their revision, and so does the log"
-    assert ten.history("p")[0].details["digest"] == blake3(packed(1)).hexdigest()
+    assert ten.audit("p", alias="serving")[0].details["digest"] == blake3(packed(1)).hexdigest()
 
 
 def test_files_go_after_the_grace_period(ten, clock):

@@ -36,8 +36,8 @@ def engine_of(url: str) -> sa.Engine:
     [
         (
             [
-                f"CREATE TABLE {tables.VERSION_TABLE} (version INTEGER)",
-                f"INSERT INTO {tables.VERSION_TABLE} VALUES ({tables.VERSION + 1})",
+                f"CREATE TABLE {tables.version} (version INTEGER)",
+                f"INSERT INTO {tables.version} VALUES ({tables.VERSION + 1})",
             ],
             f"is a catalog of version {tables.VERSION + 1}; .*: export its",
         ),

@@ -158,7 +158,7 @@ def test_everything_at_once(place, monkeypatch):
         assert all(other.result() > 0 for other in others)
     assert list(catalog.verify()) == []
     for policy in range(3):
-        numbers = [entry.after for entry in catalog.history(f"p{policy}", "latest")]
+        numbers = [entry.after for entry in catalog.audit(f"p{policy}", alias="latest")]
         assert len(numbers) == 43
         catalog.load(f"p{policy}")
 

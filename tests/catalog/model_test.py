@@ -103,7 +103,7 @@ class Machine(RuleBasedStateMachine):
         for name, policy in self.policies.items():
             for alias, moves in policy.moves.items():
                 assert [
-                    (entry.before, entry.after) for entry in self.catalog.history(name, alias)
+                    (entry.before, entry.after) for entry in self.catalog.audit(name, alias=alias)
                 ] == moves
             for number, revision in policy.revisions.items():
                 if self.active(name) and not revision.retired:

@@ -100,7 +100,7 @@ def exported(workdir) -> dict[tuple[str, int], str]:
             assert steps == sorted(steps)
             if revisions:
                 assert catalog.resolve(policy.name).number == revisions[-1].number
-                moves = [move.after for move in catalog.history(policy.name, "latest")]
+                moves = [move.after for move in catalog.audit(policy.name, alias="latest")]
                 assert moves == sorted(moves), "latest went back"
         assert not list(catalog.verify())
     return out

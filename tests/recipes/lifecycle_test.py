@@ -175,4 +175,4 @@ def test_the_best_revision_on_held_out_data_is_kept_under_an_alias(tmp_path, mon
         assert [revision.step for revision in catalog.revisions("adder")] == [2, 4, 8]
         assert catalog.revision("adder", "best").step == 4
         assert catalog.revision("adder", "latest").step == 8
-        assert [move.after for move in catalog.history("adder", "best")] == [1, 2]
+        assert [move.after for move in catalog.audit("adder", alias="best")] == [1, 2]

@@ -309,13 +309,13 @@ def test_a_move_needs_a_reason_a_right_and_a_form_of_ours(people, guarded):
     moved = people["ann"].post(path, data=form)
     assert moved.headers["location"] == "/console/policies/ann/chat?done=promoted"
     assert at() == 2
-    entry = catalog.recent("ann/chat", limit=1)[0]
+    entry = catalog.audit("ann/chat", newest=True, limit=1)[0]
     assert (entry.action, entry.actor, entry.why) == ("promote", "ann in the console", form["why"])
     back = {"alias": "serving", "why": "worse", "version": str(entry.version)}
     moved = people["root"].post("/console/rollback/ann/chat", data=back)
     assert moved.headers["location"].endswith("?done=rolled-back")
     assert at() == began
-    assert catalog.recent("ann/chat", limit=1)[0].actor == "root in the console"
+    assert catalog.audit("ann/chat", newest=True, limit=1)[0].actor == "root in the console"
 
 
 def test_names_and_reasons_that_are_scripts_are_shown_and_not_obeyed(people, guarded):

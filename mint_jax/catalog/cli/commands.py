@@ -17,9 +17,8 @@ from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import unpack
 from mint_jax.catalog.records import names
 from mint_jax.catalog.records.aliases import Alias
-from mint_jax.catalog.records.lookup import Resolved
+from mint_jax.catalog.records.lookup import Resolved, Revision
 from mint_jax.catalog.records.policies import PolicyRecord
-from mint_jax.catalog.records.revisions import Revision
 from mint_jax.catalog.rollouts import unpack_rollouts
 from mint_jax.errors import UserError
 from mint_jax.files import write_file
@@ -245,7 +244,7 @@ def _audit(args: argparse.Namespace, catalog: Catalog) -> Result:
     options = {"after": _number(args.after), "limit": args.limit}
     policy, at, alias = (args.name or "").partition("@")
     if at:
-        entries = catalog.history(policy, alias, **options)
+        entries = catalog.audit(policy, alias=alias, **options)
         named = [one.name for one in catalog.aliases(policy)]
         if not entries and args.after is None and alias not in named:
             raise UserError(

@@ -8,17 +8,17 @@ undoes a rollback. The whole history stays in the audit log.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import sqlalchemy as sa
 
 from mint_jax.catalog.records import audit, names
 from mint_jax.catalog.records.audit import AuditEntry, Author, Signed
-from mint_jax.catalog.records.database import chunks
+from mint_jax.catalog.records.database import chunks, dialect_insert
 from mint_jax.catalog.records.handle import Handle, touch
+from mint_jax.catalog.records.lookup import find_in
 from mint_jax.catalog.records.names import full_name
 from mint_jax.catalog.records.policies import PolicyRecord
-from mint_jax.catalog.records.revisions import find_revision
 from mint_jax.catalog.records.tables import aliases, revisions
 from mint_jax.catalog.records.tables import audit as log
 from mint_jax.errors import UserError
@@ -36,6 +36,24 @@ class Alias:
     updated_at: float
 
 
+class Move(NamedTuple):
+    """A move of an alias.
+
+    Attributes:
+        policy: locked row of the policy.
+        target: row of the revision that the alias points at afterwards.
+        before: number of the revision before; None for a new alias.
+        version: number of the move.
+    """
+
+    policy: Any
+    alias: str
+    target: Any
+    before: int | None
+    version: int
+    rollback_to: int
+
+
 def promote(
     catalog: Handle,
     policy: str,
@@ -50,12 +68,13 @@ def promote(
     alias = names.clean_alias(alias)
 
     def body(connection: sa.Connection, author: Author, row: sa.Row) -> Alias:
-        target = find_revision(connection, row, revision, live=True)
+        target = find_in(connection, row, revision, live=True)
         now = current(connection, row, alias)
-        if now is not None and now.revision_id == target.id:
-            return _as_alias(row, now)
-        rollback_to = 0 if now is None else now.version
-        return _move(connection, author, row, now, target, alias, "promote", rollback_to)
+        if now is None or now.revision_id != target.id:
+            before, version = (None, 0) if now is None else (now.number, now.version)
+            move = Move(row, alias, target, before, version + 1, version)
+            return _move(connection, author, move, "promote")
+        return _as_alias(row, now)
 
     return catalog.change(policy, body, **signed, active=True)
 
@@ -76,18 +95,18 @@ def rollback(
     alias = names.clean_alias(alias)
 
     def body(connection: sa.Connection, author: Author, row: sa.Row) -> Alias:
-        target = None if to is None else find_revision(connection, row, to, live=True)
+        target = None if to is None else find_in(connection, row, to, live=True)
         now = current(connection, row, alias)
         full = f"{full_name(row.tenant, row.name)}@{alias}"
         if now is None:
             raise UserError(f"alias {full} does not exist: promote a revision first")
-        move = _entry(connection, row, alias, now.version)
-        while move.rollback_to:
-            move = _entry(connection, row, alias, move.rollback_to)
-            if target is None or move.after == target.number:
-                target = target or find_revision(connection, row, move.after, live=True)
-                before = move.rollback_to
-                return _move(connection, author, row, now, target, alias, "rollback", before)
+        made = _made(connection, row, alias, now.version)
+        while made.rollback_to:
+            made = _made(connection, row, alias, made.rollback_to)
+            if target is None or made.after == target.number:
+                target = target or find_in(connection, row, made.after, live=True)
+                move = Move(row, alias, target, now.number, now.version + 1, made.rollback_to)
+                return _move(connection, author, move, "rollback")
         if target is None:
             raise UserError(
                 f"alias {full} has no revision before {now.number}: promote another one instead"
@@ -120,58 +139,84 @@ def aliases_of(catalog: Handle, records: Sequence[PolicyRecord]) -> dict[str, li
     return {one.policy: found.get(one.id, []) for one in records}
 
 
-def history(
-    catalog: Handle, policy: str, alias: str = "serving", *, after: int = 0, limit: int = 1000
-) -> list[AuditEntry]:
-    """Returns the moves of an alias, oldest first; the next page starts ``after`` the last id."""
-    alias = names.clean_alias(alias)
-
-    def body(connection: sa.Connection, row: sa.Row) -> list[AuditEntry]:
-        own = (log.c.policy_id == row.id, log.c.alias == alias)
-        return audit.entries(connection, *own, log.c.id > after, limit=limit)
-
-    return catalog.look(policy, body)
-
-
 def list_audit(
-    catalog: Handle, policy: str | None = None, *, after: int = 0, limit: int = 1000
-) -> list[AuditEntry]:
-    """Returns the audit log of one policy or of all, oldest first; the next page starts ``after``
-    the last id.
-    """
-    later = log.c.id > after
-    if policy is None:
-        return catalog.database.read(lambda c: audit.entries(c, later, limit=limit))
-    return catalog.look(
-        policy, lambda c, row: audit.entries(c, log.c.policy_id == row.id, later, limit=limit)
-    )
-
-
-def recent(
     catalog: Handle,
-    policy: str,
+    policy: str | None = None,
     *,
+    alias: str | None = None,
+    after: int = 0,
     before: int | None = None,
-    limit: int = 1000,
     without: Sequence[str] = (),
+    newest: bool = False,
+    limit: int = 1000,
 ) -> list[AuditEntry]:
-    """Returns a policy's audit log, newest first, without some actions; the next page is ``before``
-    the last id.
+    """Returns the audit log of all policies, or of one, oldest first; the next page starts
+    ``after`` the last id.
+
+    Args:
+        alias: only the moves of this alias of the policy.
+        before: only entries with smaller ids.
+        without: actions to leave out.
+        newest: newest first; the next page is ``before`` the last id.
     """
-    chosen: list[sa.ColumnElement[bool]] = [log.c.action.not_in(list(without))]
+    chosen: list[sa.ColumnElement[bool]] = [log.c.id > after, log.c.action.not_in(list(without))]
+    if alias is not None:
+        chosen.append(log.c.alias == names.clean_alias(alias))
     if before is not None:
         chosen.append(log.c.id < before)
 
-    def body(connection: sa.Connection, row: sa.Row) -> list[AuditEntry]:
-        own = log.c.policy_id == row.id
-        return audit.entries(connection, own, *chosen, limit=limit, newest=True)
+    def body(connection: sa.Connection, row: sa.Row | None = None) -> list[AuditEntry]:
+        own = [] if row is None else [log.c.policy_id == row.id]
+        return audit.entries(connection, *own, *chosen, limit=limit, newest=newest)
 
-    return catalog.look(policy, body)
+    return catalog.database.read(body) if policy is None else catalog.look(policy, body)
 
 
 def current(connection: sa.Connection, policy: sa.Row, alias: str) -> sa.Row | None:
     """Returns an alias with the number and digest of its revision."""
     return connection.execute(_select(policy).where(aliases.c.name == alias)).first()
+
+
+def write_moves(
+    connection: sa.Connection,
+    author: Author,
+    moves: Sequence[Move],
+    action: str,
+    **details: Sequence[Any],
+) -> None:
+    """Moves aliases, with one audit entry for each move; of several moves of one alias the last
+    stays.
+
+    Args:
+        details: values of further details, one for each move.
+    """
+    entries, rows = [], {}
+    for i, move in enumerate(moves):
+        about = {name: values[i] for name, values in details.items()}
+        fields = move._asdict() | {"after": move.target.number}
+        del fields["policy"], fields["target"]
+        about |= {"digest": move.target.digest.hex()}
+        entries.append(audit.row(author, action, move.policy, about, **fields))
+        rows[move.policy.id, move.alias] = {
+            "policy_id": move.policy.id,
+            "name": move.alias,
+            "revision_id": move.target.id,
+            "version": move.version,
+            "updated_at": max(author.now, move.policy.touched_at),
+        }
+    insert = dialect_insert(connection, aliases)
+    moved = {name: insert.excluded[name] for name in ("revision_id", "version", "updated_at")}
+    insert = insert.on_conflict_do_update(index_elements=["policy_id", "name"], set_=moved)
+    connection.execute(insert, list(rows.values()))
+    audit.append(connection, *entries)
+
+
+def _move(connection: sa.Connection, author: Author, move: Move, action: str) -> Alias:
+    write_moves(connection, author, [move], action)
+    touch(connection, author, move.policy)
+    made = current(connection, move.policy, move.alias)
+    assert made is not None
+    return _as_alias(move.policy, made)
 
 
 def _select(policy: sa.Row) -> sa.Select:
@@ -185,38 +230,6 @@ def _as_alias(policy: sa.Row, row: Any) -> Alias:
     return Alias(full, row.name, row.number, digest, row.version, row.updated_at)
 
 
-def _entry(connection: sa.Connection, policy: sa.Row, alias: str, version: int) -> sa.Row:
+def _made(connection: sa.Connection, policy: sa.Row, alias: str, version: int) -> sa.Row:
     query = sa.select(log).where(log.c.policy_id == policy.id, log.c.alias == alias)
     return connection.execute(query.where(log.c.version == version)).one()
-
-
-def _move(
-    connection: sa.Connection,
-    author: Author,
-    policy: sa.Row,
-    now: sa.Row | None,
-    target: sa.Row,
-    alias: str,
-    action: str,
-    rollback_to: int,
-) -> Alias:
-    at = max(author.now, policy.touched_at)
-    version = 1 if now is None else now.version + 1
-    values = {"revision_id": target.id, "version": version, "updated_at": at}
-    if now is None:
-        connection.execute(aliases.insert(), {"policy_id": policy.id, "name": alias, **values})
-    else:
-        own = (aliases.c.policy_id == policy.id, aliases.c.name == alias)
-        connection.execute(aliases.update().where(*own).values(**values))
-    touch(connection, author, policy)
-    fields = {
-        "alias": alias,
-        "before": None if now is None else now.number,
-        "after": target.number,
-        "version": version,
-        "rollback_to": rollback_to,
-    }
-    digest = target.digest.hex()
-    audit.log(connection, author, action, policy, {"digest": digest}, **fields)
-    full = full_name(policy.tenant, policy.name)
-    return Alias(full, alias, target.number, digest, version, at)

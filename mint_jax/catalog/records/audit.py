@@ -53,6 +53,7 @@ class AuditEntry:
     details: dict[str, Any]
 
 
+_COLUMNS = [field.name for field in dataclasses.fields(AuditEntry) if field.name != "policy"]
 _EMPTY = dict.fromkeys(("alias", "before", "after", "version", "rollback_to"))
 
 
@@ -82,16 +83,9 @@ def append(connection: sa.Connection, *rows: dict[str, Any]) -> None:
         connection.execute(audit.insert(), [{**values, "write": write} for values in rows])
 
 
-def log(
-    connection: sa.Connection,
-    author: Author,
-    action: str,
-    policy: Any = None,
-    details: dict[str, Any] | None = None,
-    **fields: Any,
-) -> None:
-    """Adds one entry."""
-    append(connection, row(author, action, policy, details, **fields))
+def log(connection: sa.Connection, author: Author, *about: Any, **fields: Any) -> None:
+    """Adds one entry; the arguments are those of ``row``."""
+    append(connection, row(author, *about, **fields))
 
 
 def entries(
@@ -107,6 +101,3 @@ def _entry(found: sa.Row) -> AuditEntry:
     policy = None if found.policy_id is None else full_name(found.tenant, found.name)
     values: dict[str, Any] = {name: found._mapping[name] for name in _COLUMNS}
     return AuditEntry(policy=policy, **values | {"details": json.loads(found.details)})
-
-
-_COLUMNS = [field.name for field in dataclasses.fields(AuditEntry) if field.name != "policy"]

@@ -85,29 +85,21 @@ class Database:
             UserError: no such database, not a catalog, or a catalog of another version.
         """
         self.timeout_s = timeout_s
+        places = "give a folder, sqlite:///path or postgresql://host/name"
         try:
             self.url = sa.make_url(url)
         except exc.ArgumentError:
-            raise UserError(
-                f"{str(url)[:200]!r} is not a database URL: give a folder, sqlite:///path or"
-                " postgresql://host/name"
-            ) from None
+            raise UserError(f"{str(url)[:200]!r} is not a database URL: {places}") from None
         if self.url.drivername in ("postgresql", "postgres"):
             self.url = self.url.set(drivername="postgresql+psycopg")
         if self.url.get_backend_name() not in ("sqlite", "postgresql"):
-            raise UserError(
-                f"database {self.name} is not supported: give a folder, sqlite:///path or"
-                " postgresql://host/name"
-            )
+            raise UserError(f"database {self.name} is not supported: {places}")
         self.sqlite = self.url.get_backend_name() == "sqlite"
         self.read_only = self.sqlite and _may_only_read(Path(str(self.url.database)))
-        self._writers = threading.Lock()
-        self.engine = self._make_engine()
-        self._reader = (
-            self.engine
-            if self.sqlite
-            else self.engine.execution_options(isolation_level="AUTOCOMMIT")
-        )
+        self._queue = threading.Lock() if self.sqlite else contextlib.nullcontext()
+        self.engine = self._sqlite_engine() if self.sqlite else self._postgres_engine()
+        read = {} if self.sqlite else {"isolation_level": "AUTOCOMMIT"}
+        self._reader = self.engine.execution_options(**read)
         self._writer = self.engine.execution_options(begin_immediate=True)
         try:
             self._create()
@@ -120,17 +112,17 @@ class Database:
         """The URL, its password hidden."""
         return self.url.render_as_string(hide_password=True)
 
-    def _make_engine(self) -> sa.Engine:
-        if not self.sqlite:
-            args = {"connect_timeout": max(2, int(self.timeout_s))}
-            try:
-                return sa.create_engine(
-                    self.url, connect_args=args, isolation_level="READ COMMITTED", **_POOL
-                )
-            except ModuleNotFoundError:
-                raise UserError(
-                    f"database {self.name} needs psycopg: pip install 'mint-jax[postgres]'"
-                ) from None
+    def _postgres_engine(self) -> sa.Engine:
+        args = {"connect_timeout": max(2, int(self.timeout_s))}
+        level = "READ COMMITTED"
+        try:
+            return sa.create_engine(self.url, connect_args=args, isolation_level=level, **_POOL)
+        except ModuleNotFoundError:
+            raise UserError(
+                f"database {self.name} needs psycopg: pip install 'mint-jax[postgres]'"
+            ) from None
+
+    def _sqlite_engine(self) -> sa.Engine:
         if not self.url.database or self.url.database == ":memory:":
             raise UserError(
                 f"database {self.name} lives in memory: a catalog must outlive its process;"
@@ -171,7 +163,7 @@ class Database:
             transaction: str | None = None  # set while the commit is under way
             result: T
             try:
-                with self._queue(), self._writer.begin() as connection:
+                with self._queue, self._writer.begin() as connection:
                     result = body(connection.execution_options(**{WRITE: write}))
                     if not self.sqlite:
                         transaction = connection.scalar(
@@ -187,9 +179,6 @@ class Database:
                 self._pause(attempt)
         raise AssertionError("unreachable")
 
-    def _queue(self) -> contextlib.AbstractContextManager:
-        return self._writers if self.sqlite else contextlib.nullcontext()
-
     def _was_committed(self, transaction: str, write: bytes) -> bool:
         """Waits for the end of a transaction whose commit lost its connection, and looks for it in
         the audit log.
@@ -197,17 +186,14 @@ class Database:
         The transaction's own status is not enough: a crash can forget its number, and the next
         transaction may get the same.
         """
-        deadline = time.monotonic() + self.timeout_s
-        status = "unreachable"
+        deadline, status = time.monotonic() + self.timeout_s, "unreachable"
+        logged = sa.select(sa.exists().where(tables.audit.c.write == write))
         while time.monotonic() < deadline:
             try:
                 status = self._status(transaction)
                 if status != "in progress":
-                    query = (
-                        sa.select(tables.audit.c.id).where(tables.audit.c.write == write).limit(1)
-                    )
                     with self._reader.connect() as connection:
-                        return connection.execute(query).first() is not None
+                        return bool(connection.scalar(logged))
             except exc.OperationalError:
                 status = "unreachable"
             time.sleep(0.1)
@@ -218,11 +204,10 @@ class Database:
         )
 
     def _status(self, transaction: str) -> str | None:
+        query = sa.text("SELECT pg_xact_status(CAST(:id AS xid8))")
         try:
             with self._reader.connect() as connection:
-                return connection.scalar(
-                    sa.text("SELECT pg_xact_status(CAST(:id AS xid8))"), {"id": transaction}
-                )
+                return connection.scalar(query, {"id": transaction})
         except exc.DBAPIError as error:
             if _state(error) == "22023":  # "in the future": a crash forgot it
                 return None
@@ -234,22 +219,19 @@ class Database:
     def _explain(self, error: exc.DBAPIError) -> Exception:
         """A ``UserError`` for a fault of the surroundings; any other error is ours and stays."""
         lines = str(error.orig).strip().splitlines()
-        reason = lines[0] if lines else type(error).__name__
+        reason, remedy = lines[0] if lines else type(error).__name__, None
         if isinstance(error, exc.IntegrityError | exc.ProgrammingError):
             return error
         if self.sqlite:
-            for sign, remedy in _SQLITE_REMEDIES.items():
-                if sign in reason.lower():
-                    return DatabaseFailed(f"database {self.name}: {reason}: {remedy}")
+            found = (text for sign, text in _SQLITE_REMEDIES.items() if sign in reason.lower())
+            remedy = next(found, None)
+        elif _state(error) in _CORRUPT:
+            remedy = "restore it from a backup"
+        elif _lost(error) or isinstance(error, exc.OperationalError | exc.InterfaceError):
+            remedy = "check that the server runs, the address, and the user's rights"
+        if remedy is None:
             return error
-        if _state(error) in _CORRUPT:
-            return DatabaseFailed(f"database {self.name}: {reason}: restore it from a backup")
-        if _lost(error) or isinstance(error, exc.OperationalError | exc.InterfaceError):
-            return DatabaseFailed(
-                f"database {self.name}: {reason}: check that the server runs, the address, and the"
-                " user's rights"
-            )
-        return error
+        return DatabaseFailed(f"database {self.name}: {reason}: {remedy}")
 
     def damage(self, limit: int = 20) -> list[str]:
         """Damage that the database finds in its own files, at most ``limit`` lines.
@@ -270,42 +252,38 @@ class Database:
         return []
 
     def _create(self) -> None:
-        """Makes the tables of a new database.
-
-        Raises:
-            UserError: the database is of another version, or has tables of something else.
-        """
+        """Makes the tables of a new database."""
         try:
             with self._reader.connect() as connection:
                 if self._is_current(connection):
                     return
             if self.read_only:
                 raise UserError(f"database {self.name} is empty and cannot be written here")
-            with self._queue(), self._writer.begin() as connection:
+            with self._queue, self._writer.begin() as connection:
                 if not self.sqlite:
                     connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_LOCK_KEY)))
-                if self._is_current(connection):
-                    return
-                tables.metadata.create_all(connection, checkfirst=False)
-                for text in (
-                    f"CREATE TABLE {tables.VERSION_TABLE} (version INTEGER NOT NULL)",
-                    f"INSERT INTO {tables.VERSION_TABLE} VALUES ({tables.VERSION})",
-                ):
-                    connection.execute(sa.text(text))
+                if not self._is_current(connection):
+                    tables.metadata.create_all(connection, checkfirst=False)
+                    tables.version.create(connection)
+                    connection.execute(sa.insert(tables.version), {"version": tables.VERSION})
         except exc.DBAPIError as error:
             raise self._explain(error) from error
 
     def _is_current(self, connection: sa.Connection) -> bool:
-        """True for a catalog of this version, False for an empty database."""
+        """True for a catalog of this version, False for an empty database.
+
+        Raises:
+            UserError: the database is of another version, or has tables of something else.
+        """
         there = set(sa.inspect(connection).get_table_names())
-        if tables.VERSION_TABLE not in there:
+        if tables.version.name not in there:
             if strange := sorted(there & set(tables.metadata.tables)):
                 raise UserError(
                     f"database {self.name} has tables {', '.join(strange)} that are not a"
                     " catalog's: choose an empty database"
                 )
             return False
-        found = connection.scalar(sa.text(f"SELECT * FROM {tables.VERSION_TABLE}"))
+        found = connection.scalar(sa.select(tables.version))
         if found != tables.VERSION:
             raise UserError(
                 f"database {self.name} is a catalog of version {found}; this code reads version"

@@ -11,11 +11,11 @@ from typing import Any, Unpack
 
 import sqlalchemy as sa
 
-from mint_jax.catalog.records import audit, lookup, names
+from mint_jax.catalog.records import lookup, names
 from mint_jax.catalog.records.audit import Author, Signed
-from mint_jax.catalog.records.handle import Handle, touch
+from mint_jax.catalog.records.handle import Handle, record
+from mint_jax.catalog.records.lookup import find_in
 from mint_jax.catalog.records.names import full_name, note, whole
-from mint_jax.catalog.records.revisions import find_revision, revision
 from mint_jax.catalog.records.tables import evaluations, policies, revisions
 from mint_jax.errors import UserError
 
@@ -93,7 +93,7 @@ def record_evaluation(
     }
 
     def body(connection: sa.Connection, author: Author, row: sa.Row) -> Evaluation:
-        scored = find_revision(connection, row, found.number)
+        scored = find_in(connection, row, found.number)
         subject = {
             "revision_id": scored.id,
             "digest": scored.digest,
@@ -102,14 +102,9 @@ def record_evaluation(
         }
         insert = evaluations.insert().returning(evaluations.c.id)
         number = connection.scalar(insert, {**values, **subject})
-        touch(connection, author, row)
-        details = {
-            "digest": scored.digest.hex(),
-            "evaluation": number,
-            "scorer": scorer,
-            "score": isolated,
-        }
-        audit.log(connection, author, "evaluate", row, details, before=scored.number)
+        details = {"digest": scored.digest.hex(), "evaluation": number, "scorer": scorer}
+        details["score"] = isolated
+        record(connection, author, row, "evaluate", details, before=scored.number)
         return _select(connection, evaluations.c.id == number, 1)[0]
 
     return catalog.change(found.policy, body, **signed)
@@ -123,7 +118,7 @@ def list_evaluations(catalog: Handle, name: str, limit: int = 1000) -> list[Eval
         return catalog.look(name, lambda c, row: _select(c, revisions.c.policy_id == row.id, limit))
     policy, at, which = name.partition("@")
     if at:
-        digest = revision(catalog, policy, which).digest
+        digest = lookup.revision(catalog, policy, which).digest
     else:
         digest = name if len(name) == 64 else lookup.resolve(catalog, name).digest
     scored = evaluations.c.digest == bytes.fromhex(digest)
@@ -136,12 +131,12 @@ def _select(
     query = sa.select(evaluations, revisions.c.number, policies.c.tenant, policies.c.name)
     query = query.outerjoin(revisions, evaluations.c.revision_id == revisions.c.id)
     query = query.outerjoin(policies, revisions.c.policy_id == policies.c.id)
-    made = []
-    for row in connection.execute(query.where(condition).order_by(evaluations.c.id).limit(limit)):
-        values = dict(row._mapping)
-        del values["revision_id"]
-        tenant, name = values.pop("tenant"), values.pop("name")
-        policy = None if tenant is None else full_name(tenant, name)
-        values |= {"digest": row.digest.hex(), "metrics": json.loads(row.metrics)}
-        made.append(Evaluation(policy=policy, **values))
-    return made
+    query = query.where(condition).order_by(evaluations.c.id).limit(limit)
+    return [_evaluation(**row._mapping) for row in connection.execute(query)]
+
+
+def _evaluation(
+    revision_id: int | None, tenant: str | None, name: str, digest: bytes, metrics: str, **same: Any
+) -> Evaluation:
+    policy = None if tenant is None else full_name(tenant, name)
+    return Evaluation(policy=policy, digest=digest.hex(), metrics=json.loads(metrics), **same)

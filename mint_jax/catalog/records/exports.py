@@ -7,7 +7,6 @@ export may be repeated after a crash; ``latest`` points at it again.
 """
 
 import dataclasses
-import functools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from types import SimpleNamespace
@@ -18,17 +17,18 @@ import sqlalchemy as sa
 
 from mint_jax import nested
 from mint_jax.catalog import header
-from mint_jax.catalog.packed import Buffer, Schema, as_bytes, digest_of, unpack
-from mint_jax.catalog.records import audit, lookup, names, policies, sessions
+from mint_jax.catalog.packed import Buffer, as_bytes, digest_of, unpack
+from mint_jax.catalog.records import lookup, names, policies, sessions
+from mint_jax.catalog.records.aliases import Move, write_moves
 from mint_jax.catalog.records.audit import Author, Signed
-from mint_jax.catalog.records.database import chunks, dialect_insert
-from mint_jax.catalog.records.handle import Handle, check_active, lock
+from mint_jax.catalog.records.database import chunks
+from mint_jax.catalog.records.handle import POLICIES, Handle, check_active, lock
+from mint_jax.catalog.records.lookup import Revision, as_revision, find_in
 from mint_jax.catalog.records.names import LATEST, full_name, note, whole
 from mint_jax.catalog.records.payload_rows import add_payloads, store_and_commit
-from mint_jax.catalog.records.policies import PolicyRecord
-from mint_jax.catalog.records.revisions import Revision, as_revision, find_revision
+from mint_jax.catalog.records.policies import PolicyRecord, read_schema
 from mint_jax.catalog.records.sessions import Session
-from mint_jax.catalog.records.tables import aliases, revisions, schemas
+from mint_jax.catalog.records.tables import aliases, revisions
 from mint_jax.catalog.records.tables import policies as policy_table
 from mint_jax.catalog.storage.payloads import Place
 from mint_jax.errors import UserError
@@ -140,8 +140,8 @@ def branch(
 
     def body(connection: sa.Connection) -> PolicyRecord:
         row = lock(connection, *parent, active=True)
-        start = find_revision(connection, row, found.number, live=True)
-        made = policies.insert(connection, author, *key, read_schema(row.json), keep_last)
+        start = find_in(connection, row, found.number, live=True)
+        made = policies.insert_one(connection, author, key, row.json, keep_last)
         first = Prepared(
             *key,
             digest=start.digest,
@@ -211,7 +211,7 @@ def commit(
 ) -> list[Revision]:
     """Writes payloads, revisions, ``latest`` and the audit log; see ``store_and_commit``."""
     ids = policies.schema_ids(connection, {export.schema for export in exports})
-    owners = _lock_policies(connection, author, exports, ids, create)
+    owners = _lock_policies(connection, author, exports, create)
     for export in exports:
         policy = owners[export.key]
         sessions.check_writer(policy, export.session)
@@ -223,11 +223,11 @@ def commit(
     old = {owners[export.key].id for export in exports if owners[export.key].last_number}
     had = _find_same(connection, old, exports)
     new: dict[tuple[int, int, bytes], dict[str, Any]] = {}
-    chosen = []  # for each export, the key of its revision
+    chosen = []  # for each export, its policy and the key of its revision
     for export in exports:
         policy = owners[export.key]
         key = (policy.id, export.step, export.digest)
-        chosen.append(key)
+        chosen.append((policy, key))
         if key not in had and key not in new:
             policy.last_number += 1
             new[key] = {
@@ -245,24 +245,19 @@ def commit(
         insert = revisions.insert().returning(revisions.c.id, sort_by_parameter_order=True)
         for key, number in zip(new, connection.scalars(insert, list(new.values()))):
             had[key] = SimpleNamespace(id=number, **new[key])
-    made = [(owners[export.key], had[key]) for export, key in zip(exports, chosen)]
-    _advance_latest(connection, author, made)
-    for export, (_, revision) in zip(exports, made):
-        revision.length = export.length
-    return [as_revision(policy, revision) for policy, revision in made]
+    _advance_latest(connection, author, [(policy, had[key]) for policy, key in chosen])
+    for export, (_, key) in zip(exports, chosen):
+        had[key].length = export.length
+    return [as_revision(had[key], policy) for policy, key in chosen]
 
 
 def _lock_policies(
-    connection: sa.Connection,
-    author: Author,
-    exports: Sequence[Prepared],
-    ids: dict[str, int],
-    create: bool,
+    connection: sa.Connection, author: Author, exports: Sequence[Prepared], create: bool
 ) -> dict[tuple[str, str], Any]:
     """Locks the policies of the exports in one order, creating missing ones if ``create``."""
-    wanted: dict[tuple[str, str], Prepared] = {}
+    wanted: dict[tuple[str, str], str] = {}
     for export in exports:
-        wanted.setdefault(export.key, export)
+        wanted.setdefault(export.key, export.schema)
     owners = _select_policies(connection, wanted)
     missing = sorted(wanted.keys() - owners.keys())
     if missing and not create:
@@ -271,17 +266,8 @@ def _lock_policies(
             f"policy {unknown} is not in the catalog: create it first, or export with create=True"
         )
     if missing:
-        rows = []
-        for key in missing:
-            text = wanted[key].schema
-            rows.append(policies.new_row(author, *key, read_schema(text), ids[text]))
-        insert = dialect_insert(connection, policy_table).on_conflict_do_nothing()
-        # another writer may have just made the others
-        own = set(connection.scalars(insert.returning(policy_table.c.id), rows))
-        made = _select_policies(connection, missing)
-        owners |= made
-        new = [policy for policy in made.values() if policy.id in own]
-        audit.append(connection, *(policies.created(author, policy) for policy in new))
+        policies.insert(connection, author, {key: wanted[key] for key in missing})
+        owners |= _select_policies(connection, missing)
     for policy in owners.values():
         check_active(policy)
     return owners
@@ -290,28 +276,24 @@ def _lock_policies(
 def _select_policies(
     connection: sa.Connection, keys: Iterable[tuple[str, str]]
 ) -> dict[tuple[str, str], Any]:
+    """Locks policies; returns copies of their rows with revision, number, version of ``latest``."""
     by_tenant: dict[str, list[str]] = {}
     for tenant, name in keys:
         by_tenant.setdefault(tenant, []).append(name)
-    found = {}
+    by_id: dict[int, Any] = {}
     for tenant, some in sorted(by_tenant.items()):
         for chunk in chunks(sorted(some)):
-            query = sa.select(policy_table, schemas.c.json).join(schemas)
-            query = query.where(policy_table.c.tenant == tenant, policy_table.c.name.in_(chunk))
+            query = POLICIES.where(policy_table.c.tenant == tenant, policy_table.c.name.in_(chunk))
             query = query.order_by(policy_table.c.name).with_for_update(of=policy_table)
             for row in connection.execute(query):
-                found[row.tenant, row.name] = SimpleNamespace(
-                    **row._mapping, latest_id=None, latest_number=None, latest_version=0
-                )
-    by_id = {policy.id: policy for policy in found.values()}
+                by_id[row.id] = SimpleNamespace(**row._mapping, latest=(None, None, 0))
     columns = (aliases.c.policy_id, aliases.c.revision_id, revisions.c.number, aliases.c.version)
     for chunk in chunks([number for number, policy in by_id.items() if policy.last_number]):
         query = sa.select(*columns).join(revisions, aliases.c.revision_id == revisions.c.id)
         query = query.where(aliases.c.policy_id.in_(chunk), aliases.c.name == LATEST)
         for policy_id, *latest in connection.execute(query):
-            policy = by_id[policy_id]
-            policy.latest_id, policy.latest_number, policy.latest_version = latest
-    return found
+            by_id[policy_id].latest = latest
+    return {(policy.tenant, policy.name): policy for policy in by_id.values()}
 
 
 def _find_same(
@@ -332,60 +314,24 @@ def _find_same(
 
 
 def _advance_latest(connection: sa.Connection, author: Author, made: list[tuple[Any, Any]]) -> None:
-    """Points ``latest`` at the exports in order, with one audit entry each."""
-    entries, touched = [], {}
+    """Points ``latest`` at the exports in order."""
+    moves = []
     for policy, revision in made:
-        if policy.latest_id == revision.id:  # exported again
-            continue
-        fields = {
-            "alias": LATEST,
-            "before": policy.latest_number,
-            "after": revision.number,
-            "version": policy.latest_version + 1,
-            "rollback_to": policy.latest_version,
-        }
-        details = {"digest": revision.digest.hex(), "step": revision.step}
-        entries.append(audit.row(author, "export", policy, details, **fields))
-        policy.latest_id, policy.latest_number = revision.id, revision.number
-        policy.latest_version += 1
-        touched[policy.id] = policy
-    if not touched:
+        before, number, version = policy.latest
+        if before != revision.id:  # else exported again
+            moves.append(Move(policy, LATEST, revision, number, version + 1, version))
+            policy.latest = (revision.id, revision.number, version + 1)
+    if not moves:
         return
-    at = {number: max(author.now, policy.touched_at) for number, policy in touched.items()}
-    insert = dialect_insert(connection, aliases)
-    moved = {name: insert.excluded[name] for name in ("revision_id", "version", "updated_at")}
-    insert = insert.on_conflict_do_update(index_elements=["policy_id", "name"], set_=moved)
-    rows = [
-        {
-            "policy_id": number,
-            "name": LATEST,
-            "revision_id": policy.latest_id,
-            "version": policy.latest_version,
-            "updated_at": at[number],
-        }
-        for number, policy in touched.items()
-    ]
-    connection.execute(insert, rows)
+    steps = [move.target.step for move in moves]
+    write_moves(connection, author, moves, "export", step=steps)
     update = policy_table.update().where(policy_table.c.id == sa.bindparam("policy"))
     update = update.values(last_number=sa.bindparam("number"), touched_at=sa.bindparam("at"))
     values = [
-        {"policy": number, "number": policy.last_number, "at": at[number]}
-        for number, policy in touched.items()
+        {"policy": one.id, "number": one.last_number, "at": max(author.now, one.touched_at)}
+        for one in {move.policy.id: move.policy for move in moves}.values()
     ]
     connection.execute(update, values)
-    audit.append(connection, *entries)
-
-
-@functools.lru_cache(1024)
-def read_schema(text: str) -> Schema:
-    """Parses a schema."""
-    return Schema.from_json(text)
-
-
-@functools.lru_cache(1024)
-def _canonical(text: str) -> tuple[str, str]:
-    schema = read_schema(text)
-    return schema.to_json(), schema.dtype
 
 
 def schema_text(data: Buffer) -> str:
@@ -397,26 +343,25 @@ def schema_text(data: Buffer) -> str:
     """
     try:
         metadata, tensors, _ = header.read(as_bytes(data))
-        text, dtype = _canonical(metadata["schema"])
+        schema = read_schema(metadata["schema"])
     except (UserError, KeyError):
         return unpack(data)[1].to_json()  # raises, with the reason
-    if any(tensor.dtype != header.DTYPES[header.TAGS[dtype]] for tensor in tensors.values()):
+    if any(tensor.dtype != header.DTYPES[header.TAGS[schema.dtype]] for tensor in tensors.values()):
         return unpack(data)[1].to_json()
-    return text
+    return schema.to_json()
 
 
 def check_schema(export: Prepared, policy_schema: str) -> None:
     """Raises ``UserError`` unless the bytes have the policy's base and adapter config; the dtype
     may differ.
     """
-    own, expected = read_schema(export.schema), read_schema(policy_schema)
-    fields = [("base", own.base, expected.base)]
-    for field in dataclasses.fields(own.config):
-        values = (getattr(config, field.name) for config in (own.config, expected.config))
-        fields.append((field.name, *values))
-    for name, found, wanted in fields:
-        if found != wanted:
+    own, expected = (
+        {"base": one.base, **dataclasses.asdict(one.config)}
+        for one in (read_schema(export.schema), read_schema(policy_schema))
+    )
+    for name, found in own.items():
+        if found != expected[name]:
             raise UserError(
-                f"policy {full_name(*export.key)!r} has {name} {wanted!r}, the exported adapter has"
-                f" {found!r}: export it as another policy"
+                f"policy {full_name(*export.key)!r} has {name} {expected[name]!r}, the exported"
+                f" adapter has {found!r}: export it as another policy"
             )

@@ -1,6 +1,6 @@
 """An open catalog, as all operations take it: database, payload store, default author and clock.
 
-And a policy's row, found or locked: the start of most operations.
+And a policy's row, found, locked or changed: the start and the end of most operations.
 """
 
 import getpass
@@ -12,7 +12,7 @@ from typing import Any, TypeVar, Unpack
 
 import sqlalchemy as sa
 
-from mint_jax.catalog.records import names
+from mint_jax.catalog.records import audit, names
 from mint_jax.catalog.records.audit import Author, Signed
 from mint_jax.catalog.records.database import Database
 from mint_jax.catalog.records.names import full_name
@@ -21,6 +21,7 @@ from mint_jax.catalog.storage.payloads import PayloadStore
 from mint_jax.errors import UserError
 
 T = TypeVar("T")
+POLICIES = sa.select(policies, schemas.c.json).join(schemas)  # with the schema's text as ``json``
 
 
 class Handle:
@@ -66,19 +67,11 @@ class Handle:
         return self.database.write(lambda c: body(c, author, lock(c, *key, active=active)))
 
 
-def by_name(tenant: str, name: str) -> sa.Select:
-    """Selects a policy's row with its schema's text as ``json``."""
-    query = sa.select(policies, schemas.c.json).join(schemas)
-    return query.where(policies.c.tenant == tenant, policies.c.name == name)
-
-
-def find(connection: sa.Connection, tenant: str, name: str) -> sa.Row:
-    """Returns a policy's row with its schema's text as ``json``.
-
-    Raises:
-        UserError: the policy does not exist.
-    """
-    found = connection.execute(by_name(tenant, name)).first()
+def find(connection: sa.Connection, tenant: str, name: str, query: sa.Select = POLICIES) -> sa.Row:
+    """Returns a policy's row of ``POLICIES``. Raises ``UserError`` if it does not exist."""
+    found = connection.execute(
+        query.where(policies.c.tenant == tenant, policies.c.name == name)
+    ).first()
     if found is None:
         raise UserError(
             f"policy {full_name(tenant, name)!r} is not in the catalog: list the policies, or"
@@ -93,9 +86,7 @@ def lock(connection: sa.Connection, tenant: str, name: str, active: bool = False
     Raises:
         UserError: the policy does not exist, or is retired and must be ``active``.
     """
-    found = connection.execute(by_name(tenant, name).with_for_update(of=policies)).first()
-    if found is None:
-        return find(connection, tenant, name)  # for its message
+    found = find(connection, tenant, name, POLICIES.with_for_update(of=policies))
     if active:
         check_active(found)
     return found
@@ -113,6 +104,20 @@ def touch(connection: sa.Connection, author: Author, policy: Any, **changes: Any
     """Changes columns of a locked policy and sets the time of its last change."""
     changes["touched_at"] = max(author.now, policy.touched_at)
     connection.execute(policies.update().where(policies.c.id == policy.id).values(**changes))
+
+
+def record(
+    connection: sa.Connection,
+    author: Author,
+    policy: Any,
+    action: str,
+    details: dict[str, Any] | None = None,
+    before: int | None = None,
+    **changes: Any,
+) -> None:
+    """``touch`` with an entry in the audit log."""
+    touch(connection, author, policy, **changes)
+    audit.log(connection, author, action, policy, details, before=before)
 
 
 def _user() -> str:

@@ -5,7 +5,7 @@ read-only catalog records no lease; there gc's grace period protects a reader.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import sqlalchemy as sa
@@ -33,14 +33,12 @@ def lease(
     catalog: Handle, name: str, owner: str, seconds: float = 60.0, tenant: str | None = None
 ) -> Lease:
     """Keeps the bytes that a name resolves to now, until released or expired."""
-    if catalog.database.read_only:
-        return lease_many(catalog, [lookup.resolve(catalog, name, tenant).digest], owner, seconds)[
-            0
-        ]
-    named, author = parse_revision(name, tenant), catalog.author()
-    return catalog.database.write(
-        lambda c: _add(c, author, lookup.find(c, named, name).digest, owner, seconds)
-    )
+    named = parse_revision(name, tenant)
+
+    def find(connection: sa.Connection) -> list[str]:
+        return [lookup.resolved(lookup.find(connection, named, name)).digest]
+
+    return _take(catalog, find, owner, seconds)[0]
 
 
 def lease_many(
@@ -51,12 +49,7 @@ def lease_many(
     Raises:
         UserError: a payload was removed.
     """
-    author = catalog.author()
-    if catalog.database.read_only:
-        return [Lease(0, digest, owner, author.now + seconds) for digest in digests]
-    return catalog.database.write(
-        lambda c: [_add(c, author, digest, owner, seconds) for digest in digests]
-    )
+    return _take(catalog, lambda _: digests, owner, seconds)
 
 
 def renew_lease(catalog: Handle, lease: Lease, seconds: float = 60.0) -> Lease:
@@ -93,19 +86,29 @@ def read_leased(catalog: Handle, lease: Lease, verified: bool = True) -> np.ndar
     return lookup.load_payload(catalog, lease.digest, verified)
 
 
-def _add(
-    connection: sa.Connection, author: Author, digest: str, owner: str, seconds: float
-) -> Lease:
+def _take(
+    catalog: Handle, find: Callable[[sa.Connection], Sequence[str]], owner: str, seconds: float
+) -> list[Lease]:
+    """Leases the payloads whose digests ``find`` returns, in one transaction."""
     note("owner", owner, 400)
-    duration("length of a lease", seconds)
-    raw = bytes.fromhex(digest)
-    if not known(connection, [raw]):
-        raise UserError(
-            f"revision {digest[:12]} was removed from the catalog: resolve the name again"
-        )
-    values = {"digest": raw, "owner": owner, "expires_at": author.now + seconds}
-    number = connection.scalar(leases.insert().returning(leases.c.id), values)
-    return Lease(number or 0, digest, owner, values["expires_at"])
+    expires = catalog.clock() + duration("length of a lease", seconds)
+
+    def body(connection: sa.Connection) -> list[Lease]:
+        made = []
+        for digest in find(connection):
+            if not known(connection, [bytes.fromhex(digest)]):
+                raise UserError(
+                    f"revision {digest[:12]} was removed from the catalog: resolve the name again"
+                )
+            number = 0
+            if not catalog.database.read_only:
+                values = {"digest": bytes.fromhex(digest), "owner": owner, "expires_at": expires}
+                number = connection.scalar(leases.insert().returning(leases.c.id), values) or 0
+            made.append(Lease(number, digest, owner, expires))
+        return made
+
+    database = catalog.database
+    return database.read(body) if database.read_only else database.write(body)
 
 
 def remove_expired(connection: sa.Connection, author: Author) -> int:

@@ -1,96 +1,49 @@
-"""Name resolution: from a name to the place of its bytes, with one join per kind of name.
+"""Revisions found: by name, by digest and in pages; and the bytes that a name resolves to.
 
-SQLAlchemy caches the compiled statements. The bytes' digest is verified when they are read.
+All finds are one join with one condition for each kind of name; SQLAlchemy caches the compiled
+statements. The bytes' digest is verified when they are read.
 """
 
 import dataclasses
+import json
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import sqlalchemy as sa
 
-from mint_jax.catalog.records import handle
+from mint_jax.catalog.records import handle, names
 from mint_jax.catalog.records.database import chunks
 from mint_jax.catalog.records.handle import Handle
-from mint_jax.catalog.records.names import (
-    RevisionName,
-    digest_range,
-    full_name,
-    parse_policy,
-    parse_revision,
-)
+from mint_jax.catalog.records.names import RevisionName, full_name, parse_policy, parse_revision
 from mint_jax.catalog.records.payload_rows import place_of
-from mint_jax.catalog.records.tables import (
-    aliases,
-    packs,
-    payloads,
-    policies,
-    revisions,
-    schemas,
-)
+from mint_jax.catalog.records.tables import aliases, packs, payloads, policies, revisions, schemas
 from mint_jax.catalog.storage.payloads import PackDamaged, PackMissing, Place
 from mint_jax.errors import UserError
 
-_COLUMNS = (
-    policies.c.tenant,
-    policies.c.name,
-    policies.c.state.label("policy_state"),
-    revisions.c.id,
-    revisions.c.number,
-    revisions.c.digest,
-    revisions.c.state,
-    packs.c.name.label("pack"),
-    payloads.c.offset,
-    payloads.c.length,
-    payloads.c.finite,
-    schemas.c.json,
-)
-_POLICIES = sa.join(policies, revisions, revisions.c.policy_id == policies.c.id)
-_REVISIONS = (
-    _POLICIES.join(payloads, revisions.c.digest == payloads.c.digest)
-    .join(packs, payloads.c.pack_id == packs.c.id)
-    .join(schemas, payloads.c.schema_id == schemas.c.id)
-)
-_ALIASED = _REVISIONS.join(
-    aliases, sa.and_(aliases.c.revision_id == revisions.c.id, aliases.c.policy_id == policies.c.id)
-)
 
-_NAMED = sa.and_(
-    policies.c.tenant == sa.bindparam("tenant"), policies.c.name == sa.bindparam("policy")
-)
-_BY_ALIAS = (
-    sa.select(*_COLUMNS)
-    .select_from(_ALIASED)
-    .where(_NAMED, aliases.c.name == sa.bindparam("alias"))
-)
-_BY_NUMBER = (
-    sa.select(*_COLUMNS)
-    .select_from(_REVISIONS)
-    .where(_NAMED, revisions.c.number == sa.bindparam("number"))
-)
-_IN_RANGE = sa.and_(
-    revisions.c.digest.between(sa.bindparam("low"), sa.bindparam("high")),
-    sa.or_(
-        sa.bindparam("tenant", type_=sa.String).is_(None),
-        policies.c.tenant == sa.bindparam("tenant", type_=sa.String),
-    ),
-)
-# The lowest and the highest digest of the range differ if the prefix is ambiguous. Of several
-# revisions with the same bytes a live one comes first, then the newest.
-_BY_DIGEST = (
-    sa.select(*_COLUMNS)
-    .select_from(_REVISIONS)
-    .where(_IN_RANGE)
-    .order_by(revisions.c.digest, policies.c.state, revisions.c.state, revisions.c.id.desc())
-    .limit(1)
-)
-_HIGHEST = (
-    sa.select(revisions.c.digest)
-    .select_from(_POLICIES)
-    .where(_IN_RANGE)
-    .order_by(revisions.c.digest.desc())
-    .limit(1)
-)
+@dataclasses.dataclass(frozen=True)
+class Revision:
+    """An immutable export of a policy's adapter.
+
+    Attributes:
+        bytes: length of the packed object.
+        state: ``live`` or ``retired``.
+        sampling: sampling parameters of training rollouts, as ``rollout.request.Request`` names
+            them; None where training drew no rollouts or they are unknown.
+    """
+
+    id: int
+    policy: str
+    number: int
+    step: int
+    digest: str
+    bytes: int
+    origin: str
+    pinned: bool
+    state: str
+    created_at: float
+    sampling: dict[str, Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +63,91 @@ class Resolved:
     finite: bool
 
 
+_POLICIES = sa.join(policies, revisions, revisions.c.policy_id == policies.c.id)
+_REVISIONS = (
+    _POLICIES.join(payloads, revisions.c.digest == payloads.c.digest)
+    .join(packs, payloads.c.pack_id == packs.c.id)
+    .join(schemas, payloads.c.schema_id == schemas.c.id)
+)
+_ALIASED = _REVISIONS.join(
+    aliases, sa.and_(aliases.c.revision_id == revisions.c.id, aliases.c.policy_id == policies.c.id)
+)
+_SELECT = sa.select(
+    revisions,
+    policies.c.tenant,
+    policies.c.name,
+    policies.c.state.label("policy_state"),
+    packs.c.name.label("pack"),
+    payloads.c.offset,
+    payloads.c.length,
+    payloads.c.finite,
+    schemas.c.json,
+)
+_TENANT = sa.bindparam("tenant", type_=sa.String)
+_POLICY = sa.bindparam("policy", type_=sa.String)
+_NAMED = sa.and_(policies.c.tenant == _TENANT, policies.c.name == _POLICY)
+_BY_ALIAS = _SELECT.select_from(_ALIASED).where(_NAMED, aliases.c.name == sa.bindparam("alias"))
+_BY_NUMBER = _SELECT.select_from(_REVISIONS).where(
+    _NAMED, revisions.c.number == sa.bindparam("number")
+)
+_IN_RANGE = sa.and_(
+    revisions.c.digest.between(sa.bindparam("low"), sa.bindparam("high")),
+    sa.or_(_TENANT.is_(None), policies.c.tenant == _TENANT),
+    sa.or_(_POLICY.is_(None), policies.c.name == _POLICY),
+)
+# The lowest and the highest digest of the range differ if the prefix is ambiguous. Of several
+# revisions with the same bytes a live one comes first, then the newest.
+_BY_DIGEST = (
+    _SELECT.select_from(_REVISIONS)
+    .where(_IN_RANGE)
+    .order_by(revisions.c.digest, policies.c.state, revisions.c.state, revisions.c.id.desc())
+    .limit(1)
+)
+_HIGHEST = (
+    sa.select(revisions.c.digest)
+    .select_from(_POLICIES)
+    .where(_IN_RANGE)
+    .order_by(revisions.c.digest.desc())
+    .limit(1)
+)
+
+
+def revision(catalog: Handle, policy: str, which: int | str) -> Revision:
+    """Returns one revision, retired ones too, by number, alias, digest or full name."""
+    return catalog.look(policy, lambda c, row: as_revision(find_in(c, row, which)))
+
+
+def list_revisions(
+    catalog: Handle, policy: str, after: int = 0, limit: int = 1000
+) -> list[Revision]:
+    """Returns a page of a policy's revisions by number."""
+
+    def body(connection: sa.Connection, row: sa.Row) -> list[Revision]:
+        query = _SELECT.select_from(_REVISIONS).where(revisions.c.policy_id == row.id)
+        query = query.where(revisions.c.number > after).order_by(revisions.c.number).limit(limit)
+        return [as_revision(found) for found in connection.execute(query)]
+
+    return catalog.look(policy, body)
+
+
+def as_revision(row: Any, policy: Any = None) -> Revision:
+    """Returns the record of a row with its payload's ``length`` and its policy's names, or with the
+    names of ``policy``.
+    """
+    owner = row if policy is None else policy
+    values = {name: getattr(row, name) for name in _COPIED}
+    return Revision(
+        policy=full_name(owner.tenant, owner.name),
+        digest=row.digest.hex(),
+        bytes=row.length,
+        sampling=None if row.sampling is None else json.loads(row.sampling),
+        **values,
+    )
+
+
+_COPIED = ("id", "number", "step", "origin", "pinned", "state", "created_at")
+
+
 def resolve(catalog: Handle, name: str, tenant: str | None = None) -> Resolved:
     """Resolves a name.
 
@@ -121,7 +159,7 @@ def resolve(catalog: Handle, name: str, tenant: str | None = None) -> Resolved:
         UserError: unknown, ambiguous or retired.
     """
     named = parse_revision(name, tenant)
-    return catalog.database.read(lambda c: find(c, named, name))
+    return catalog.database.read(lambda c: resolved(find(c, named, name)))
 
 
 def resolve_many(
@@ -131,7 +169,22 @@ def resolve_many(
     name.
     """
     named = [parse_revision(text, tenant) for text in texts]
-    return catalog.database.read(lambda c: _find_many(c, named, texts))
+    keys = {(name.tenant, name.policy, name.alias) for name in named if name.alias is not None}
+    key = sa.tuple_(policies.c.tenant, policies.c.name, aliases.c.name)
+    query = _SELECT.add_columns(aliases.c.name.label("alias")).select_from(_ALIASED)
+
+    def body(connection: sa.Connection) -> list[Resolved]:
+        found: dict[tuple, sa.Row] = {}
+        for chunk in chunks(sorted(keys)):
+            for row in connection.execute(query.where(key.in_(chunk))):
+                found[row.tenant, row.name, row.alias] = row
+        return [
+            # ``find`` also raises for an unknown alias
+            resolved(found.get((one.tenant, one.policy, one.alias)) or find(connection, one, text))
+            for one, text in zip(named, texts)
+        ]
+
+    return catalog.database.read(body)
 
 
 def holds(catalog: Handle, pairs: Sequence[tuple[str, str]]) -> list[bool]:
@@ -194,66 +247,82 @@ def _read(
         ) from None
 
 
-def find(connection: sa.Connection, named: RevisionName, text: str) -> Resolved:
-    """Resolves a parsed name; ``text`` is the name as written, for messages.
+def find(connection: sa.Connection, named: RevisionName, text: str) -> sa.Row:
+    """Returns the row of a revision, retired ones too. ``text`` is the name as written, for errors.
 
     Raises:
-        UserError: unknown, ambiguous, or retired.
+        UserError: unknown or ambiguous.
     """
+    key: dict[str, Any] = {"tenant": named.tenant, "policy": named.policy}
     if named.digest is not None:
-        low, high = digest_range(named.digest)
-        bounds = {"low": low, "high": high, "tenant": named.tenant}
-        found = connection.execute(_BY_DIGEST, bounds).first()
+        low, high = names.digest_range(named.digest)
+        key |= {"low": low, "high": high}
+        found = connection.execute(_BY_DIGEST, key).first()
         if found is None:
             raise UserError(f"revision {text[:80]!r} is not in the catalog: no digest begins so")
-        if low != high and connection.scalar(_HIGHEST, bounds) != found.digest:
+        if low != high and connection.scalar(_HIGHEST, key) != found.digest:
             raise UserError(f"revision {text[:80]!r} begins several digests: give more digits")
-        return _resolved(found)
-    key = {"tenant": named.tenant, "policy": named.policy}
+        return found
     if named.number is not None:
         found = connection.execute(_BY_NUMBER, key | {"number": named.number}).first()
     else:
         found = connection.execute(_BY_ALIAS, key | {"alias": named.alias}).first()
     if found is None:
         raise _unknown(connection, named)
-    return _resolved(found)
+    return found
 
 
-def _find_many(
-    connection: sa.Connection, named: list[RevisionName], texts: Sequence[str]
-) -> list[Resolved]:
-    keys = [(name.tenant, name.policy, name.alias) for name in named if name.alias is not None]
-    found: dict[tuple, Resolved] = {}
-    key = sa.tuple_(policies.c.tenant, policies.c.name, aliases.c.name)
-    query = sa.select(*_COLUMNS, aliases.c.name.label("alias")).select_from(_ALIASED)
-    for chunk in chunks(sorted(set(keys))):
-        for row in connection.execute(query.where(key.in_(chunk))):
-            if (row.policy_state, row.state) == ("active", "live"):
-                found[row.tenant, row.name, row.alias] = _resolved(row)
-    return [
-        # ``find`` also raises for an unknown alias
-        found.get((name.tenant, name.policy, name.alias)) or find(connection, name, text)
-        for name, text in zip(named, texts)
-    ]
+def find_in(
+    connection: sa.Connection, policy: sa.Row, which: int | str, live: bool = False
+) -> sa.Row:
+    """Returns the row of a policy's revision by number, alias, digest, prefix of a digest, or full
+    name.
+
+    Raises:
+        UserError: unknown, ambiguous, of another policy, or retired and must be ``live``.
+    """
+    text = str(which)
+    if not isinstance(which, str):
+        number = names.whole("revision number", which, 1, 10**9)
+        named = RevisionName(None, None, number=number)
+    elif "@" in which or "/" in which:
+        named = parse_revision(which)
+        if (named.tenant, named.policy) != (policy.tenant, policy.name):
+            full = full_name(policy.tenant, policy.name)
+            raise UserError(
+                f"revision {which[:80]!r} is not of policy {full!r}: branch from it instead"
+            )
+    else:
+        named = parse_revision(which if names.is_digest(which) else f"p@{which}")
+    named = dataclasses.replace(named, tenant=policy.tenant, policy=policy.name)
+    found = find(connection, named, text)
+    if live:
+        check_live(found)
+    return found
 
 
-def _resolved(row: sa.Row) -> Resolved:
+def check_live(row: sa.Row) -> None:
+    """Raises ``UserError`` for a retired revision."""
+    if row.state != "live":
+        raise UserError(
+            f"revision {full_name(row.tenant, row.name)}@{row.number} is retired: restore it first,"
+            " or choose another"
+        )
+
+
+def resolved(row: sa.Row) -> Resolved:
+    """Returns the record of a live revision's row. Raises ``UserError`` for a retired one."""
     full = full_name(row.tenant, row.name)
     if row.policy_state != "active":
         raise UserError(f"policy {full!r} is retired: restore it first")
-    if row.state != "live":
-        raise UserError(
-            f"revision {full}@{row.number} is retired: restore it first, or choose another"
-        )
+    check_live(row)
     place = Place(row.pack, row.offset, row.length)
     return Resolved(full, row.number, row.digest.hex(), place, row.json, row.id, bool(row.finite))
 
 
 def _unknown(connection: sa.Connection, named: RevisionName) -> UserError:
-    assert named.tenant is not None
-    assert named.policy is not None
-    policy = handle.find(connection, named.tenant, named.policy)
-    full = full_name(named.tenant, named.policy)
+    policy = handle.find(connection, str(named.tenant), str(named.policy))
+    full = full_name(policy.tenant, policy.name)
     if not policy.last_number:
         return UserError(f"policy {full!r} has no revision yet: export one first")
     if named.number is None:

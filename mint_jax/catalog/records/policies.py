@@ -1,17 +1,17 @@
 """Policies: created, listed, retired, deleted, and how many revisions they keep."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
-from typing import Any, Unpack
+from typing import Unpack
 
 import sqlalchemy as sa
-from sqlalchemy import exc
 
 from mint_jax.catalog.packed import Schema, schema_digest
 from mint_jax.catalog.records import audit, names
 from mint_jax.catalog.records.audit import Author, Signed
-from mint_jax.catalog.records.database import chunks, insert_new
-from mint_jax.catalog.records.handle import Handle, by_name, lock, touch
+from mint_jax.catalog.records.database import chunks, dialect_insert, insert_new
+from mint_jax.catalog.records.handle import POLICIES, Handle, lock, record
 from mint_jax.catalog.records.names import full_name
 from mint_jax.catalog.records.tables import (
     aliases,
@@ -82,10 +82,10 @@ def create_policy(
     """
     key, author = names.parse_policy(name), catalog.author(**signed)
 
-    def body(connection: sa.Connection) -> PolicyRecord:
-        return records(connection, [insert(connection, author, *key, schema, keep_last)])[0]
-
-    return catalog.database.write(body)
+    text = schema.to_json()
+    return catalog.database.write(
+        lambda c: records(c, [insert_one(c, author, key, text, keep_last)])[0]
+    )
 
 
 def policy(catalog: Handle, name: str) -> PolicyRecord:
@@ -110,7 +110,7 @@ def list_policies(
         match: only policies whose name contains this text.
         tagged: only policies with all these tags.
     """
-    query = _select().order_by(policies.c.tenant, policies.c.name).limit(limit)
+    query = POLICIES.order_by(policies.c.tenant, policies.c.name).limit(limit)
     query = query.where(policies.c.state != DELETED if state is None else policies.c.state == state)
     if tenant is not None:
         query = query.where(policies.c.tenant == tenant)
@@ -132,7 +132,7 @@ def branches(
 
     def body(connection: sa.Connection, row: sa.Row) -> list[PolicyRecord]:
         parents = sa.select(revisions.c.id).where(revisions.c.policy_id == row.id)
-        query = _select().where(policies.c.parent_revision.in_(parents))
+        query = POLICIES.where(policies.c.parent_revision.in_(parents))
         if tenant is not None:
             query = query.where(policies.c.tenant == tenant)
         query = query.order_by(policies.c.tenant, policies.c.name).limit(limit)
@@ -145,21 +145,21 @@ def keep_last(
     catalog: Handle, policy: str, keep_last: int | None, **signed: Unpack[Signed]
 ) -> None:
     """Sets the number of newest revisions that ``gc`` keeps; None keeps all."""
+    _check_keep_last(keep_last)
 
     def body(connection: sa.Connection, author: Author, row: sa.Row) -> None:
-        check_keep_last(keep_last)
-        touch(connection, author, row, keep_last=keep_last)
         details = {"before": row.keep_last, "after": keep_last}
-        audit.log(connection, author, "keep_last", row, details)
+        record(connection, author, row, "keep_last", details, keep_last=keep_last)
 
     catalog.change(policy, body, **signed)
 
 
-def set_state(connection: sa.Connection, author: Author, row: sa.Row, state: str) -> None:
+def set_state(
+    connection: sa.Connection, author: Author, row: sa.Row, state: str, action: str
+) -> None:
     """Retires or restores a locked policy."""
     if row.state != state:
-        touch(connection, author, row, state=state)
-        audit.log(connection, author, "retire" if state == "retired" else "restore", row)
+        record(connection, author, row, action, state=state)
 
 
 def delete(catalog: Handle, policy: str, **signed: Unpack[Signed]) -> None:
@@ -203,14 +203,15 @@ def delete(catalog: Handle, policy: str, **signed: Unpack[Signed]) -> None:
         query = sa.select(revisions.c.number, revisions.c.digest).where(own)
         found = connection.execute(query.order_by(revisions.c.number)).tuples().all()
         free = f"{row.name}@{DELETED}-{row.id}"
-        touch(connection, author, row, state=DELETED, name=free, parent_revision=None)
         for table in (aliases, tags, checkpoints, rollouts, revisions):
             connection.execute(table.delete().where(table.c.policy_id == row.id))
         removed = {
             "revisions": [number for number, _ in found],
             "digests": [digest.hex() for _, digest in found],
         }
-        audit.log(connection, author, "delete", row, {"policy": full, **removed})
+        details = {"policy": full, **removed}
+        changes = {"state": DELETED, "name": free, "parent_revision": None}
+        record(connection, author, row, "delete", details, **changes)
 
     catalog.change(policy, body, **signed)
 
@@ -221,81 +222,71 @@ def schema_ids(connection: sa.Connection, texts: set[str]) -> dict[str, int]:
     query = sa.select(schemas.c.digest, schemas.c.id).where(schemas.c.digest.in_(list(digests)))
     found = {digests[digest]: number for digest, number in connection.execute(query)}
     if len(found) < len(texts):
-        new = [
-            {"digest": digest, "json": text}
-            for digest, text in digests.items()
-            if text not in found
-        ]
+        new = [{"digest": d, "json": text} for d, text in digests.items() if text not in found]
         insert_new(connection, schemas, new)
         found = {digests[digest]: number for digest, number in connection.execute(query)}
     return found
 
 
-def new_row(
-    author: Author,
-    tenant: str,
-    name: str,
-    schema: Schema,
-    schema_id: int,
-    keep_last: int | None = None,
-) -> dict[str, Any]:
-    """Returns the values of a policy without revisions."""
-    check_keep_last(keep_last)
-    return {
-        "tenant": tenant,
-        "name": name,
-        "base": schema.base,
-        "schema_id": schema_id,
-        "state": "active",
-        "keep_last": keep_last,
-        "created_at": author.now,
-        "touched_at": author.now,
-        "last_number": 0,
-        "session_number": 0,
-    }
-
-
 def insert(
     connection: sa.Connection,
     author: Author,
-    tenant: str,
-    name: str,
-    schema: Schema,
+    wanted: Mapping[tuple[str, str], str],
     keep_last: int | None = None,
-) -> sa.Row:
-    """Creates a policy and returns its locked row.
+) -> set[tuple[str, str]]:
+    """Creates policies with their audit entries; returns those that did not exist.
 
-    Raises:
-        UserError: the name is taken.
+    Args:
+        wanted: text of the schema, by tenant and name.
     """
-    taken = f"policy {full_name(tenant, name)!r} exists already: choose another name"
-    text = schema.to_json()
-    schema_id = schema_ids(connection, {text})[text]
-    if connection.execute(by_name(tenant, name)).first() is not None:
-        raise UserError(taken)
-    try:
-        with connection.begin_nested():
-            values = new_row(author, tenant, name, schema, schema_id, keep_last)
-            connection.execute(policies.insert(), values)
-    except exc.IntegrityError:  # another process has just made it
-        raise UserError(taken) from None
-    made = lock(connection, tenant, name)
-    audit.append(connection, created(author, made, keep_last))
-    return made
-
-
-def created(author: Author, policy: Any, keep_last: int | None = None) -> dict[str, Any]:
-    """Returns the audit entry of a new policy."""
-    details = {
-        "policy": full_name(policy.tenant, policy.name),
-        "schema": policy.json,
-        "keep_last": keep_last,
+    _check_keep_last(keep_last)
+    ids = schema_ids(connection, set(wanted.values()))
+    rows = [
+        {
+            "tenant": tenant,
+            "name": name,
+            "base": read_schema(text).base,
+            "schema_id": ids[text],
+            "state": "active",
+            "keep_last": keep_last,
+            "created_at": author.now,
+            "touched_at": author.now,
+            "last_number": 0,
+            "session_number": 0,
+        }
+        for (tenant, name), text in wanted.items()
+    ]
+    statement = dialect_insert(connection, policies).on_conflict_do_nothing()
+    columns = (policies.c.id, policies.c.tenant, policies.c.name, policies.c.touched_at)
+    made = {
+        (row.tenant, row.name): row
+        for row in connection.execute(statement.returning(*columns), rows)
     }
-    return audit.row(author, "create", policy, details)
+    entries = []
+    for key, row in made.items():
+        about = {"policy": full_name(*key), "schema": wanted[key], "keep_last": keep_last}
+        entries.append(audit.row(author, "create", row, about))
+    audit.append(connection, *entries)
+    return set(made)
 
 
-def _select() -> sa.Select:
-    return sa.select(policies, schemas.c.json).join(schemas)
+def insert_one(
+    connection: sa.Connection,
+    author: Author,
+    key: tuple[str, str],
+    schema: str,
+    keep_last: int | None,
+) -> sa.Row:
+    """Creates a policy and returns its locked row. Raises ``UserError`` if the name is taken."""
+    if not insert(connection, author, {key: schema}, keep_last):
+        raise UserError(f"policy {full_name(*key)!r} exists already: choose another name")
+    return lock(connection, *key)
+
+
+@functools.lru_cache(1024)
+def read_schema(text: str) -> Schema:
+    """Parses a schema."""
+    return Schema.from_json(text)
 
 
 def records(connection: sa.Connection, rows: list[sa.Row]) -> list[PolicyRecord]:
@@ -319,7 +310,7 @@ def records(connection: sa.Connection, rows: list[sa.Row]) -> list[PolicyRecord]
 _COLUMNS = {field.name for field in dataclasses.fields(PolicyRecord)} & set(policies.c.keys())
 
 
-def check_keep_last(keep_last: int | None) -> None:
+def _check_keep_last(keep_last: int | None) -> None:
     """Raises ``UserError`` unless it is None or a positive number."""
     if keep_last is not None:
         names.whole("keep_last (None keeps all revisions)", keep_last, 1, 10**9)

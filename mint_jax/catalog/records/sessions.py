@@ -11,10 +11,9 @@ from typing import Unpack
 
 import sqlalchemy as sa
 
-from mint_jax.catalog.records import audit
 from mint_jax.catalog.records.aliases import current
 from mint_jax.catalog.records.audit import Author, Signed
-from mint_jax.catalog.records.handle import Handle, touch
+from mint_jax.catalog.records.handle import Handle, record, touch
 from mint_jax.catalog.records.names import LATEST, duration, full_name, note
 from mint_jax.errors import UserError
 
@@ -87,9 +86,8 @@ def open_session(
             "session_seconds": seconds,
             "session_revision": start,
         }
-        touch(connection, author, row, **values)
         details = {"session": number, "owner": owner, "seconds": seconds, "fenced": holder}
-        audit.log(connection, author, "open session", row, details)
+        record(connection, author, row, "open session", details, **values)
         return Session(full, row.id, number, owner, expires, start)
 
     opened = catalog.change(policy, body, **signed, active=True)
@@ -120,9 +118,8 @@ def close_session(catalog: Handle, session: Session, **signed: Unpack[Signed]) -
     def body(connection: sa.Connection, author: Author, row: sa.Row) -> None:
         check_writer(row, session)
         columns = ("session_owner", "session_expires", "session_seconds", "session_revision")
-        touch(connection, author, row, **dict.fromkeys(columns))
         details = {"session": session.number, "owner": session.owner}
-        audit.log(connection, author, "close session", row, details)
+        record(connection, author, row, "close session", details, **dict.fromkeys(columns))
 
     catalog.change(session.policy, body, **signed)
 
@@ -138,15 +135,16 @@ def check_writer(policy: sa.Row, session: Session | None) -> None:
                 f"policy {full!r} is being trained by {holder!r}: write through that session, or"
                 " close it first"
             )
-    elif session.policy_id != policy.id:
+        return
+    if session.policy_id != policy.id:
         raise UserError(
             f"session {session.number} is of policy {session.policy!r}, not of {full!r}: open one"
             " for it"
         )
-    elif session.number != policy.session_number or holder is None:
-        end = "was closed"
-        if session.number != policy.session_number:
-            end = f"was fenced off by session {policy.session_number} of {holder!r}"
+    end = "was closed" if holder is None else None
+    if session.number != policy.session_number:
+        end = f"was fenced off by session {policy.session_number} of {holder!r}"
+    if end is not None:
         raise UserError(
             f"session {session.number} of policy {full!r} by {session.owner!r} {end}: stop writing,"
             " or open a new session"

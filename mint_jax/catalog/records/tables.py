@@ -10,9 +10,9 @@ revisions by number, so the log stays readable after retention has removed a row
 import sqlalchemy as sa
 
 VERSION = 7  # of these tables; a database of another version is refused
-VERSION_TABLE = "catalog_version"
 
 metadata = sa.MetaData()
+version = sa.Table("catalog_version", sa.MetaData(), sa.Column("version", sa.Integer))
 
 # SQLite numbers rows by itself only for an INTEGER key
 _Id = sa.BigInteger().with_variant(sa.Integer(), "sqlite")

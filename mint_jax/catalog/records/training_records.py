@@ -12,9 +12,9 @@ import numpy as np
 import sqlalchemy as sa
 
 from mint_jax.catalog.packed import Buffer, digest_of
-from mint_jax.catalog.records import audit, lookup, names
+from mint_jax.catalog.records import lookup, names
 from mint_jax.catalog.records.audit import Author, Signed
-from mint_jax.catalog.records.handle import Handle, lock, touch
+from mint_jax.catalog.records.handle import Handle, lock, record
 from mint_jax.catalog.records.names import full_name, note, whole
 from mint_jax.catalog.records.payload_rows import add_payloads, store_and_commit
 from mint_jax.catalog.records.sessions import Session, check_writer
@@ -78,7 +78,6 @@ def checkpoint(
             "created_at": max(author.now, row.touched_at),
         }
         number = connection.scalar(checkpoints.insert().returning(checkpoints.c.id), values)
-        touch(connection, author, row)
         details: dict[str, Any] = {"step": step, "place": place}
         if keep is not None:
             older = sa.select(checkpoints.c.id).where(checkpoints.c.policy_id == row.id)
@@ -86,7 +85,7 @@ def checkpoint(
             if removed := list(connection.scalars(older)):
                 connection.execute(checkpoints.delete().where(checkpoints.c.id.in_(removed)))
                 details["forgotten"] = len(removed)
-        audit.log(connection, author, "checkpoint", row, details)
+        record(connection, author, row, "checkpoint", details)
         return _checkpoint(row, {"id": number, **values})
 
     return catalog.change(policy, body, **signed, active=True)
@@ -133,9 +132,8 @@ def rollout(
             "created_at": max(author.now, row.touched_at),
         }
         number = connection.scalar(rollouts.insert().returning(rollouts.c.id), values)
-        touch(connection, author, row)
         details = {"step": step, "digest": digest.hex()}
-        audit.log(connection, author, "rollout", row, details)
+        record(connection, author, row, "rollout", details)
         return _rollout(row, {"id": number, **values})
 
     return store_and_commit(catalog.database, catalog.store, {digest: data}, body)
@@ -148,9 +146,9 @@ def list_rollouts(catalog: Handle, policy: str, limit: int = 100) -> list[Rollou
     )
 
 
-def read_rollout(catalog: Handle, record: RolloutRecord) -> np.ndarray:
+def read_rollout(catalog: Handle, rollout: RolloutRecord) -> np.ndarray:
     """Loads a rollout object: ``uint8``, read-only, digest verified."""
-    return lookup.load_payload(catalog, record.digest)
+    return lookup.load_payload(catalog, rollout.digest)
 
 
 def drop_rollouts(catalog: Handle, policy: str, before_step: int, **signed: Unpack[Signed]) -> int:
@@ -160,9 +158,8 @@ def drop_rollouts(catalog: Handle, policy: str, before_step: int, **signed: Unpa
         earlier = (rollouts.c.policy_id == row.id, rollouts.c.step < before_step)
         dropped = connection.execute(rollouts.delete().where(*earlier)).rowcount
         if dropped:
-            touch(connection, author, row)
             details = {"before_step": before_step, "rollouts": dropped}
-            audit.log(connection, author, "drop rollouts", row, details)
+            record(connection, author, row, "drop rollouts", details)
         return dropped
 
     return catalog.change(policy, body, **signed)
@@ -174,11 +171,11 @@ def _newest(connection: sa.Connection, table: sa.Table, policy: sa.Row, limit: i
 
 
 def _checkpoint(policy: sa.Row, values: dict[str, Any]) -> TrainingCheckpoint:
-    full = full_name(policy.tenant, policy.name)
-    return TrainingCheckpoint(policy=full, **{k: v for k, v in values.items() if k != "policy_id"})
+    del values["policy_id"]
+    return TrainingCheckpoint(policy=full_name(policy.tenant, policy.name), **values)
 
 
 def _rollout(policy: sa.Row, values: dict[str, Any]) -> RolloutRecord:
-    full = full_name(policy.tenant, policy.name)
-    values = {k: v for k, v in values.items() if k != "policy_id"}
-    return RolloutRecord(policy=full, **values | {"digest": values["digest"].hex()})
+    del values["policy_id"]
+    digest = values.pop("digest").hex()
+    return RolloutRecord(policy=full_name(policy.tenant, policy.name), digest=digest, **values)

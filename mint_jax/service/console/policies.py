@@ -133,8 +133,9 @@ class Policies:
         revisions = self.catalog.revisions(name, max(0, top - REVISIONS), REVISIONS)[::-1]
         aliases = self.catalog.aliases(name)
         everything = query.log == "all"
-        log = self.catalog.recent(
+        log = self.catalog.audit(
             name,
+            newest=True,
             before=query.before,
             limit=REVISIONS + 1,
             without=() if everything else FREQUENT,
