@@ -17,7 +17,7 @@ from starlette.routing import Match
 
 from mint_jax import interrupts
 from mint_jax.service import connections, endpoints, monitoring, openapi
-from mint_jax.service.console.routes import Console
+from mint_jax.service.console.routes import console_routes
 from mint_jax.service.console.sessions import Browsers
 from mint_jax.service.errors import HANDLERS, OPENAI_PATHS
 from mint_jax.service.exchange import error_body
@@ -74,7 +74,7 @@ def make(
         *monitor.routes(),
         monitoring.cost_route(server.costs),
         openapi.route(server.base.cfg.context, bounds),
-        *Console(server, browsers, openai).routes(),
+        *console_routes(server, browsers, openai),
     ]
     app = Starlette(routes=routes, exception_handlers=HANDLERS | {HTTPException: unrouted})
     gate = Gate(app, keys, limits, quotas=server.quotas, browsers=browsers, hosts=hosts)

@@ -11,16 +11,10 @@ _AUTHORITY = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+)(?::[0-9]{0,5})?")
 
 
 def check_binding(host: str, keys: Keys | None, tls: bool) -> None:
-    """Checks that a server may listen at a host.
-
-    Args:
-        tls: connections are encrypted, by the server or by a proxy before it.
-
-    Raises:
-        UserError: other machines could use it without a key, or keys would pass the network in the
-            clear.
+    """Raises ``UserError`` if other machines could use a server at this host without a key, or keys
+    would pass the network in the clear. ``tls``: it, or a proxy before it, encrypts.
     """
-    if is_loopback(host):
+    if _is_loopback(host.strip("[]")):
         return
     if keys is None:
         raise UserError(
@@ -34,48 +28,40 @@ def check_binding(host: str, keys: Keys | None, tls: bool) -> None:
         )
 
 
-def is_loopback(host: str) -> bool:
-    """Returns whether a host name or address is a loopback address."""
-    host = host.strip("[]")
+def _is_loopback(host: str) -> bool:
     if host == "localhost":
         return True
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
         return False
-    mapped = getattr(address, "ipv4_mapped", None)
-    return (mapped or address).is_loopback
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
-def host_of(authority: str) -> str:
-    """Returns the host of a Host header or an origin, in lower case, without port, brackets and a
-    final dot; empty if malformed.
+def _host_of(authority: str) -> str:
+    """Returns the host of a Host header, in lower case, without port, brackets and a final dot;
+    empty if malformed.
     """
     found = _AUTHORITY.fullmatch(authority)
     return found[1].strip("[]").lower().removesuffix(".") if found else ""
 
 
 def is_ours(authority: str, hosts: Collection[str] = ()) -> bool:
-    """Returns whether a Host header names loopback or one of ``hosts``.
-
-    A page of another site can point its own name at this machine (DNS rebinding) and then read the
-    server's answers. The name in the Host header is still the site's.
-    """
-    host = host_of(authority)
-    return bool(host) and (is_loopback(host) or host in hosts)
+    """Returns whether a Host header names loopback or one of ``hosts``."""
+    # A page of another site can point its own name at this machine (DNS rebinding) and then read
+    # the server's answers. The name in the Host header is still the site's.
+    host = _host_of(authority)
+    return bool(host) and (_is_loopback(host) or host in hosts)
 
 
 def check_hosts(names: Iterable[str]) -> frozenset[str]:
-    """Returns host names in the form in which ``is_ours`` compares them.
-
-    Raises:
-        UserError: one has a port, a scheme, a path or a wildcard.
+    """Returns host names in the form in which ``is_ours`` compares them. Raises ``UserError``: one
+    has a port, a scheme, a path or a wildcard.
     """
     hosts = set()
     for name in names:
         # an IPv6 address needs no brackets here
-        plain = name if name.startswith("[") or ":" not in name else f"[{name}]"
-        host = host_of(plain)
+        host = _host_of(name if name.startswith("[") or ":" not in name else f"[{name}]")
         if not host or host != name.strip("[]").lower().removesuffix("."):
             raise UserError(
                 f"hosts has {name!r}; expected a host's name or address alone, such as"

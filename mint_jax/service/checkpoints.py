@@ -1,18 +1,10 @@
-"""Checkpoints of policies in training, under Tinker's paths ``tinker://<model>/<kind>/<name>``:
+"""Checkpoints of policies in training, under Tinker's paths ``tinker://<model>/<kind>/<name>``.
 
-    weights             the state without pending gradients, a file named by its digest
-    sampler_weights     the adapter, a revision of the catalog's policy that has the model's name
-    external_weights    the adapter in PEFT's format, for other engines: see ``external.py``
-
-A sampler's weights are always a revision, with or without a name: what is sampled never changes,
-and a restart finds it.
-
-Several rows may name the same bytes: checkpoints of equal states, copies, samplers. Two rules make
-removals safe next to readers and writers. A reader or writer marks a digest as in use before it
-looks for the bytes, and until the row that names them is committed. Bytes are deleted under the
-lock of these marks, and only if no row names them and no one uses them. A removal therefore has two
-steps: one transaction removes the row and notes its bytes, which is all that a client waits for;
-then ``reclaim`` deletes the bytes, now or later.
+Several rows may name the same bytes: checkpoints of equal states, copies, samplers. A reader or
+writer marks a digest as in use before it looks for the bytes, and until the row that names them is
+committed. Bytes are deleted under the lock of these marks, only if no row names them and no one
+uses them. A client waits for the transaction that removes its row and notes the bytes; ``reclaim``
+deletes them, now or later.
 """
 
 import collections
@@ -22,7 +14,7 @@ import functools
 import logging
 import shutil
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,31 +33,30 @@ from mint_jax.lora.tree import AdapterConfig
 from mint_jax.models import transformer
 from mint_jax.models.base import Base
 from mint_jax.service import external
-from mint_jax.service.book import Book, Checkpoint, NotFound, Sampler
+from mint_jax.service.book import Book, Checkpoint, Sampler
 from mint_jax.service.training_calls import Load, Save
 from mint_jax.train.host_state import HostState
 
 log = logging.getLogger("mint_jax.service")
 SCHEME = "tinker://"
-# kinds of paths, and Tinker's names of their types
-KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
+KINDS = {  # of paths, with Tinker's names of their types
+    "weights": "training",  # a state without pending gradients, a file named by its digest
+    "sampler_weights": "sampler",  # a revision of the policy with the model's name, if unnamed too
+    "external_weights": "external",  # the adapter as PEFT's files: see ``external.py``
+}
 SNAPSHOTS_S = 86400.0
 MAX_NAMED = 4096  # revisions whose policy is remembered
 SHORTEST_S, LONGEST_S = 3600, 10 * 366 * 86400  # limits of a time to live
+DISK_FAILURES = DatabaseFailed, StorageFailed
 
 
-class Path_(NamedTuple):
-    """The parts of a checkpoint's path."""
-
+class CheckpointPath(NamedTuple):
     model: str
     kind: str
     name: str
 
-    def __str__(self) -> str:
-        return f"{SCHEME}{self.model}/{self.kind}/{self.name}"
 
-
-def parse(path: str) -> Path_:
+def parse(path: str) -> CheckpointPath:
     """Parses a checkpoint's path. Raises ``UserError`` if it is malformed."""
     parts = path.removeprefix(SCHEME).split("/")
     if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] not in KINDS or not all(parts):
@@ -73,17 +64,12 @@ def parse(path: str) -> Path_:
             f"path is {path[:200]!r}; expected {SCHEME}MODEL/KIND/NAME with a kind of"
             f" {', '.join(KINDS)}"
         )
-    return Path_(*parts)
-
-
-def is_digest(text: str) -> bool:
-    """Returns whether a text is a revision's complete digest."""
-    return len(text) == 64 and not set(text) - set("0123456789abcdef")
+    return CheckpointPath(*parts)
 
 
 def check_name(name: Any) -> str:
     """Returns a checkpoint's name, one segment of its path. Raises ``UserError`` if it is not."""
-    if not isinstance(name, str) or not name or "\\" in name or "?" in name or "#" in name:
+    if not isinstance(name, str) or not name or set(name) & set("\\?#"):
         raise UserError(
             f"a checkpoint's name is {str(name)[:80]!r}; expected one segment of a path, as in"
             " step-100"
@@ -103,6 +89,18 @@ def check_ttl(seconds: Any) -> int | None:
     return seconds
 
 
+def found_or_none(find: Callable[..., Any], *args: Any) -> Any:
+    """Returns what a look-up finds; None if it raises ``UserError`` for another reason than a
+    failed disk.
+    """
+    try:
+        return find(*args)
+    except DISK_FAILURES:
+        raise
+    except UserError:
+        return None
+
+
 class Checkpoints:
     """The checkpoints of one server.
 
@@ -113,7 +111,6 @@ class Checkpoints:
 
     Attributes:
         naming: lock of the check and the assignment of a name, and of the tenant's quota.
-        writing: models of revisions that the catalog does not have yet, by digest.
     """
 
     def __init__(
@@ -122,21 +119,20 @@ class Checkpoints:
         book: Book,
         catalog: Catalog,
         base: Base,
-        offer: Callable[[str, np.ndarray, str], Any] | None = None,
+        offer: Callable[[str, np.ndarray, str], Any] = lambda digest, data, tenant: None,
         need_room: Callable[[str, int], None] = lambda tenant, more: None,
     ):
         self.folder, self.book, self.catalog, self.base = folder, book, catalog, base
         self.need_room, self._offer = need_room, offer
         self.specs = transformer.abstract(base.cfg)
         self.naming = threading.Lock()
-        self.writing: dict[str, str] = {}
-        self._policies: dict[str, str] = {}  # of revisions that were looked up
-        self._marks = threading.Lock()  # of ``_in_use``; bytes are deleted under it
+        # policies of revisions: those that the catalog does not have yet, and looked up
+        self._writing: dict[str, str] = {}
+        self._policies: dict[str, str] = {}
+        self._marks = threading.RLock()  # of ``_in_use``; bytes are deleted under it
         # digests, and policies with an export
         self._in_use: collections.Counter[str] = collections.Counter()
         folder.mkdir(parents=True, exist_ok=True)
-
-    # marks: see the module
 
     @contextlib.contextmanager
     def using(self, *keys: str) -> Iterator[None]:
@@ -146,28 +142,20 @@ class Checkpoints:
         try:
             yield
         finally:
-            self._end_use(keys)
+            with self._marks:
+                self._in_use.subtract(keys)
+                self._in_use = +self._in_use
 
     @contextlib.contextmanager
     def reading(self, tenant: str, path: str) -> Iterator[Checkpoint]:
         """Yields the row of a path, the tenant's or a public one, and keeps its bytes until the
         block ends. Raises ``NotFound`` or ``UserError``.
         """
-        where = parse(path)
-        with self._marks:  # no removal between the row and the mark
-            row = self.book.checkpoint(tenant, *where, published=True)
-            self._in_use[row.digest] += 1
-        try:
+        with contextlib.ExitStack() as use:
+            with self._marks:  # no removal between the row and the mark
+                row = self.book.checkpoint(tenant, *parse(path), published=True)
+                use.enter_context(self.using(row.digest))
             yield row
-        finally:
-            self._end_use([row.digest])
-
-    def _end_use(self, keys: Collection[str]) -> None:
-        with self._marks:
-            self._in_use.subtract(keys)
-            for key in keys:
-                if self._in_use[key] <= 0:
-                    del self._in_use[key]
 
     # training
 
@@ -181,30 +169,29 @@ class Checkpoints:
         with self.naming:
             if not call.overwrite:
                 self.book.need_free(model, call.kind, call.name, request)
-            replaced = 0
-            with contextlib.suppress(NotFound):
-                replaced = self.book.checkpoint(tenant, model, call.kind, call.name).nbytes
-            self.need_room(tenant, state.nbytes - replaced)
+            replaced = found_or_none(self.book.checkpoint, tenant, model, call.kind, call.name)
+            more = state.nbytes - (0 if replaced is None else replaced.nbytes)
+            self.need_room(tenant, more)
             return self._keep(model, tenant, request, call, state)
 
     def _keep(
         self, model: str, tenant: str, request: str, call: Save, state: HostState
     ) -> dict[str, Any]:
-        policy = f"{tenant}/{model}"
+        policy, base = f"{tenant}/{model}", self.base.fingerprint
         if call.kind == "weights":
             data = state.to_bytes()
             digest, nbytes = blake3_of(data), len(data)
             write = functools.partial(files.write_file, self._file(digest), data)
         elif call.kind == "sampler_weights":
-            config = lora_tree.spelled_out(state.config, self.specs)
-            data = as_bytes(pack(state.adapter(), Schema(self.base.fingerprint, config)))
-            digest, nbytes = digest_of(data), data.nbytes
-            soon = call.sampler is not None
-            write = functools.partial(self._export, policy, digest, data, state.steps, soon)
+            schema = Schema(base, lora_tree.spelled_out(state.config, self.specs))
+            packed = as_bytes(pack(state.adapter(), schema))
+            digest, nbytes = digest_of(packed), packed.nbytes
+            write = functools.partial(self._export, policy, digest, packed, state.steps, call)
         else:
-            contents = external.files_of(state, self.base, self.specs, call.recipients)
-            digest, nbytes = external.digest_of(contents), sum(map(len, contents.values()))
-            write = functools.partial(external.write, self.folder / "external", digest, contents)
+            contents = external.files_of(state, self.base, call.recipients)
+            digests = (blake3_of(f"{name}\0".encode() + d) for name, d in contents.items())
+            digest, nbytes = blake3_of("".join(digests).encode()), sum(map(len, contents.values()))
+            write = functools.partial(self._write_files, digest, contents)
         try:
             with self.using(digest, policy):
                 write()
@@ -212,16 +199,14 @@ class Checkpoints:
                     session, number = call.sampler.rsplit(":sample:", 1)
                     sampler = self.book.add_sampler(session, int(number), tenant, None, digest)
                     return {"sampling_session_id": sampler.id}
+                details = {"config": dataclasses.asdict(state.config), "base": base}
+                details |= {"metadata": call.metadata, "policy": policy}
                 now = self.book.clock()
-                details = {
-                    "config": dataclasses.asdict(state.config),
-                    "base": self.base.fingerprint,
-                    "metadata": call.metadata,
-                }
-                expires = None if call.ttl_s is None else now + call.ttl_s
                 row = Checkpoint(
-                    *(model, call.kind, call.name or "", tenant, digest, nbytes, request),
-                    *(details | {"policy": policy}, now, expires, False),
+                    *(model, call.kind, call.name or "", tenant, digest, nbytes, request, details),
+                    created=now,
+                    expires=None if call.ttl_s is None else now + call.ttl_s,
+                    public=False,
                 )
                 self.book.add_checkpoint(row)
         except BaseException:
@@ -232,15 +217,23 @@ class Checkpoints:
         self.reclaim()  # what it replaced
         return {"path": row.path}
 
-    def _export(self, policy: str, digest: str, data: np.ndarray, steps: int, soon: bool) -> None:
-        """Makes the adapter a revision. ``soon``: it is sampled next."""
-        tenant, _, self.writing[digest] = policy.partition("/")
+    def _export(self, policy: str, digest: str, data: np.ndarray, steps: int, call: Save) -> None:
+        """Makes the adapter a revision."""
+        tenant, _, self._writing[digest] = policy.partition("/")
         try:
-            if soon and self._offer is not None:
+            if call.sampler is not None:
                 self._offer(digest, data, tenant)
             self.catalog.export(policy, data, steps, create=True, by="service")
         finally:
-            self.writing.pop(digest, None)
+            self._writing.pop(digest, None)
+
+    def _write_files(self, digest: str, contents: dict[str, bytes]) -> None:
+        folder = self.folder / "external" / digest
+        if not folder.exists():
+            with files.new_directory(folder, proof=next(iter(contents))) as new:
+                for name, data in contents.items():
+                    files.write_file(new / name, data)
+            files.sync_folder(folder.parent)
 
     def load(self, call: Load, kept: Path) -> HostState:
         """Returns the state of a path, with or without its moments.
@@ -275,10 +268,6 @@ class Checkpoints:
 
     # sampling
 
-    def fetch(self, digest: str) -> np.ndarray:
-        """Returns a revision's packed bytes, for residency."""
-        return self.catalog.load(digest)
-
     def digest(self, tenant: str, path: str) -> str:
         """Returns the digest of a path to sample. Raises ``NotFound`` or ``UserError``."""
         where = parse(path)
@@ -303,17 +292,24 @@ class Checkpoints:
     def copy(self, tenant: str, source: str, model: str, request: str, ttl_s: int | None) -> str:
         """Returns the path of a copy that belongs to another model; bytes are shared."""
         with self.naming, self.reading(tenant, source) as row:
-            now = self.book.clock()
-            expires = None if ttl_s is None else now + ttl_s
             self.book.need_free(model, row.kind, row.name, request)
             self.need_room(tenant, 0 if row.tenant == tenant else row.nbytes)
-            own = {"model": model, "tenant": tenant, "request": request, "public": False}
-            own |= {"created": now, "expires": expires}
-            # the revision of a sampler checkpoint stays in the source's policy
-            details = row.details | {"policy": row.policy}
-            made = dataclasses.replace(row, details=details, **own)
+            now = self.book.clock()
+            made = dataclasses.replace(
+                row,
+                model=model,
+                tenant=tenant,
+                request=request,
+                # a sampler checkpoint's revision stays in the source's policy
+                details=row.details | {"policy": row.policy},
+                created=now,
+                expires=None if ttl_s is None else now + ttl_s,
+                public=False,
+            )
             self.book.add_checkpoint(made)
         return made.path
+
+    # removal
 
     def remove(self, row: Checkpoint) -> None:
         """Removes the checkpoint of a row's path. If its bytes cannot be deleted now, a later
@@ -344,9 +340,9 @@ class Checkpoints:
         with self._marks:
             if not policy and kind == "sampler_weights":  # of a sampler: see who exported it
                 self._policies.pop(digest, None)
-                with contextlib.suppress(NotFound):
-                    model = self.policy_of(digest)
-                    policy = f"{self.book.owner(model)}/{model}"
+                model = self.policy_of(digest)
+                owner = found_or_none(self.book.owner, model)
+                policy = f"{owner}/{model}" if owner is not None else ""
             if {digest, policy} & self._in_use.keys() or not self.book.unused(digest):
                 return False
             if kind == "weights":
@@ -357,23 +353,10 @@ class Checkpoints:
                 self._retire(policy, digest)
         return True
 
-    def sweep(self) -> None:
-        """Deletes half-written files and bytes without a row, which a killed process left."""
-        for path in (*self.folder.iterdir(), *(self.folder / "external").glob("*")):
-            digest = path.name.removesuffix(".safetensors")
-            if path.name.startswith(".") or (is_digest(digest) and self.book.unused(digest)):
-                if path.is_dir():
-                    shutil.rmtree(path, ignore_errors=True)
-                else:
-                    path.unlink(missing_ok=True)
-
     def _retire(self, policy: str, digest: str) -> None:
         """Retires revisions of a digest, but not a policy's last one or one with an alias."""
-        try:
-            aliases = self.catalog.aliases(policy)
-        except (DatabaseFailed, StorageFailed):
-            raise
-        except UserError:  # the policy was deleted
+        aliases = found_or_none(self.catalog.aliases, policy)
+        if aliases is None:  # the policy was deleted
             return
         named = {alias.number for alias in aliases if alias.name != names.LATEST}
         live, page = {}, self.catalog.revisions(policy)
@@ -390,25 +373,33 @@ class Checkpoints:
         for number in going:
             self.catalog.retire(policy, number, by="service", why=why)
 
+    def sweep(self) -> None:
+        """Deletes half-written files and bytes without a row, which a killed process left."""
+        for path in (*self.folder.iterdir(), *(self.folder / "external").glob("*")):
+            digest = path.name.removesuffix(".safetensors")
+            if path.name.startswith(".") or (_is_digest(digest) and self.book.unused(digest)):
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink(missing_ok=True)
+
     def policy_of(self, digest: str) -> str:
         """Returns the policy of a revision's digest: the id of this server's model, or another
         policy's full name. Other texts, and retired or unknown digests, stay as they are.
         """
-        if not is_digest(digest):
+        if not _is_digest(digest):
             return digest
-        if (policy := self._policies.get(digest) or self.writing.get(digest)) is not None:
-            return policy
-        try:
-            policy = self.catalog.resolve(digest).policy
-        except (DatabaseFailed, StorageFailed):
-            raise
-        except UserError:
-            return digest
-        _, _, model = policy.partition("/")
-        with contextlib.suppress(NotFound):
-            self.book.owner(model)
-            policy = model
-        self._policies[digest] = policy
-        if len(self._policies) > MAX_NAMED:
-            self._policies.pop(next(iter(self._policies)), None)
+        policy = self._policies.get(digest) or self._writing.get(digest)
+        if policy is None:
+            if (revision := found_or_none(self.catalog.resolve, digest)) is None:
+                return digest
+            model = revision.policy.partition("/")[2]
+            owner = found_or_none(self.book.owner, model)
+            policy = self._policies[digest] = revision.policy if owner is None else model
+            if len(self._policies) > MAX_NAMED:
+                self._policies.pop(next(iter(self._policies)), None)
         return policy
+
+
+def _is_digest(text: str) -> bool:
+    return len(text) == 64 and names.is_digest(text)

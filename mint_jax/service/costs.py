@@ -1,10 +1,9 @@
 """Costs of policies and tenants: device seconds, split over the policies that a dispatch served.
 
-The loop measures each dispatch and its tokens by payer. Each token bears the same part of its
-dispatch, because all rows of a step wait for the longest, all read the base's weights once, and a
-row's own adapter adds little. Padding is borne in the same proportion. An update is split evenly
-over its policies. Bringing a policy or a revision to its slot is charged to it alone. The parts of
-a dispatch sum to the measured seconds; idle seconds are not charged.
+Each token bears the same part of its dispatch: all rows of a step wait for the longest, all read
+the base's weights once, and a row's own adapter adds little. An update is split evenly over its
+policies; bringing a policy or a revision to its slot is charged to it alone. The parts of a
+dispatch sum to the measured seconds, padding included; idle seconds are not charged.
 """
 
 import dataclasses
@@ -15,9 +14,9 @@ from typing import Any, Literal, NamedTuple
 from mint_jax.service.server_db import ServerDatabase
 
 BASE = "base"  # the bare base, as a policy
-KINDS = ("prefill", "decode", "train", "update", "load")
 Kind = Literal["prefill", "decode", "train", "update", "load"]
-COUNTED = ("prefill", "decode", "train")  # whose shares are tokens
+KINDS: tuple[Kind, ...] = ("prefill", "decode", "train", "update", "load")
+COUNTED = ("prefill", "decode", "train")  # kinds with shares in tokens
 
 
 class Payer(NamedTuple):
@@ -29,8 +28,8 @@ class Payer(NamedTuple):
 
 @dataclasses.dataclass
 class Cost:
-    """Costs of a policy, a tenant, or several: seconds of prompts, tokens drawn, passes, updates,
-    and moves of revisions and states to and from slots; and the tokens of these.
+    """Seconds of prompts, tokens drawn, passes, updates, and moves of revisions and states to and
+    from slots; and the tokens of the first three.
     """
 
     prefill_s: float = 0.0
@@ -49,10 +48,6 @@ class Cost:
     @property
     def tokens(self) -> int:
         return sum(getattr(self, f"{kind}_tokens") for kind in COUNTED)
-
-    def add(self, other: "Cost") -> None:
-        for field in dataclasses.fields(self):
-            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
     def to_json(self) -> dict[str, float]:
         """Returns the costs and their sums."""
@@ -77,18 +72,15 @@ class Costs:
 
     def charge(self, kind: Kind, seconds: float, shares: Mapping[Payer, float]) -> None:
         """Splits a dispatch over its payers by their shares: tokens, for a kind in ``COUNTED``."""
-        total, counted = sum(shares.values()), kind in COUNTED
+        total = sum(shares.values())
         with self._lock:
             self.measured_s += seconds
             for payer, share in shares.items():
-                for cost in (
-                    self._new.setdefault(payer, Cost()),
-                    self._tenants.setdefault(payer.tenant, Cost()),
-                ):
-                    fields = cost.__dict__  # three times as fast as setattr, between two dispatches
-                    fields[f"{kind}_s"] += seconds * share / total
-                    if counted:
-                        fields[f"{kind}_tokens"] += int(share)
+                added = {f"{kind}_s": seconds * share / total}
+                if kind in COUNTED:
+                    added[f"{kind}_tokens"] = int(share)
+                _add(self._new.setdefault(payer, Cost()), added)
+                _add(self._tenants.setdefault(payer.tenant, Cost()), added)
 
     def since_start(self) -> dict[str, Cost]:
         """Returns the costs of this process by tenant."""
@@ -97,27 +89,25 @@ class Costs:
 
     def flush(self) -> None:
         """Writes new costs. What cannot be written is tried again by the next call."""
+        sets = ", ".join(f"{name} = {name} + excluded.{name}" for name in FIELDS)
+        query = f"INSERT INTO costs VALUES (?, ?{', ?' * len(FIELDS)})"
+        query += f" ON CONFLICT DO UPDATE SET {sets}"
         with self._writing:
             with self._lock:
                 new, self._new = self._new, {}
             if not new:
                 return
             try:
-                rows: dict[tuple[str, str], Cost] = {}
-                for (tenant, policy), cost in new.items():
-                    rows.setdefault((tenant, self._policy_of(policy)), Cost()).add(cost)
-                self._add([(*key, *dataclasses.astuple(cost)) for key, cost in rows.items()])
+                rows = [
+                    (tenant, self._policy_of(policy), *dataclasses.astuple(cost))
+                    for (tenant, policy), cost in new.items()
+                ]
+                self._database.write(lambda c: c.executemany(query, rows)).result()
             except BaseException:
                 with self._lock:
                     for payer, cost in new.items():
-                        self._new.setdefault(payer, Cost()).add(cost)
+                        _add(self._new.setdefault(payer, Cost()), vars(cost))
                 raise
-
-    def _add(self, rows: Sequence[tuple[Any, ...]]) -> None:
-        sets = ", ".join(f"{name} = {name} + excluded.{name}" for name in FIELDS)
-        query = f"INSERT INTO costs VALUES (?, ?{', ?' * len(FIELDS)})"
-        query += f" ON CONFLICT DO UPDATE SET {sets}"
-        self._database.write(lambda connection: connection.executemany(query, rows)).result()
 
     def _sums(self, by: str, rest: str, *values: Any) -> dict[str, Cost]:
         self.flush()
@@ -131,12 +121,17 @@ class Costs:
         return {name: Cost() for name in policies} | self._sums("policy", where, *policies)
 
     def listed(
-        self, by: str, tenant: str | None = None, limit: int | None = None, offset: int = 0
+        self, by: str, tenant: str | None = None, limit: int = -1, offset: int = 0
     ) -> dict[str, Cost]:
         """Returns costs by ``policy`` or ``tenant``, the highest first; of all tenants, or of one.
         A revision of no policy has its digest.
         """
         seconds = " + ".join(f"SUM({kind}_s)" for kind in KINDS)
-        rest = f"WHERE ? IS NULL OR tenant = ? GROUP BY {by} ORDER BY {seconds} DESC, {by}"
-        most = -1 if limit is None else limit
-        return self._sums(by, f"{rest} LIMIT ? OFFSET ?", tenant, tenant, most, offset)
+        rest = f"WHERE ?1 IS NULL OR tenant = ?1 GROUP BY {by} ORDER BY {seconds} DESC, {by}"
+        return self._sums(by, f"{rest} LIMIT ?2 OFFSET ?3", tenant, limit, offset)
+
+
+def _add(cost: Cost, added: Mapping[str, float]) -> None:
+    fields = vars(cost)  # three times as fast as setattr, between two dispatches
+    for name, value in added.items():
+        fields[name] += value

@@ -1,14 +1,10 @@
-"""Weighted sums of adapters: a sum of low-rank deltas is a low-rank delta whose factors are all
-factors, stacked.
+"""Weighted sums of adapters: a sum of low-rank deltas is a low-rank delta of all factors, stacked.
 
 With deltas ``s_i A_i^T B_i`` (rank first, ``s_i`` the adapter's scale) and coefficients ``c_i``,
 
     sum_i c_i s_i A_i^T B_i = [A_1; A_2; ..]^T [c_1 s_1 B_1; c_2 s_2 B_2; ..]
 
-of rank ``R = r_1 + r_2 + ..``. This is exact; averages of A and of B give another adapter. For a
-smaller rank each projection gets the nearest delta of that rank (Eckart and Young 1936): the first
-singular values of the sum, from two QR decompositions and the SVD of a matrix of at most R rows.
-
+of rank ``R = r_1 + r_2 + ..``, exactly; averages of A and of B give another adapter.
 Axes: L layers, E experts where a projection has them, R rank, D in, F out.
 """
 
@@ -42,20 +38,21 @@ def interpolate(
     """Returns the sum of the sources' deltas times their coefficients, filled up with rows of zeros
     if ``rank`` is beyond the sources' ranks. Raises ``UserError``: it exceeds float32.
     """
-    trees = [dict(params_lib.leaves_with_path(tree)) for tree, _ in sources]
+    flat = [dict(params_lib.leaves_with_path(tree)) for tree, _ in sources]
     scales = [c * config.scale for c, (_, config) in zip(coefficients, sources, strict=True)]
     fits = sum(config.rank for _, config in sources) <= rank
     factors, total, omitted = {}, 0.0, 0.0
-    for path in sorted({leaf.rsplit("/", 1)[0] for tree in trees for leaf in tree}):
+    for path in sorted({leaf.rsplit("/", 1)[0] for leaves in flat for leaf in leaves}):
         present = [
-            (t[f"{path}/a"], t[f"{path}/b"], c) for t, c in zip(trees, scales) if f"{path}/a" in t
+            (leaves[f"{path}/a"], leaves[f"{path}/b"], scale)
+            for leaves, scale in zip(flat, scales)
+            if f"{path}/a" in leaves
         ]
         layers = []
         for layer in range(len(present[0][0])):  # one by one: float64 takes memory
-            a = np.concatenate([np.asarray(a[layer], np.float64) for a, _, _ in present], axis=-2)
-            b = np.concatenate(
-                [c * np.asarray(b[layer], np.float64) for _, b, c in present], axis=-2
-            )
+            # float64 before the scale, which may exceed float32
+            a = np.concatenate([np.float64(a[layer]) for a, _, _ in present], axis=-2)
+            b = np.concatenate([c * np.float64(b[layer]) for _, b, c in present], axis=-2)
             if not fits:
                 a, b, values = _nearest(a, b, rank)
                 total += (values**2).sum()
@@ -68,10 +65,10 @@ def interpolate(
 
 
 def _nearest(a: np.ndarray, b: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns factors of at most ``rank`` and all singular values of ``a^T b``, ``[.., R]``; each
-    factor gets the root of each.
+    """Returns factors of the nearest ``a^T b`` of at most ``rank`` (Eckart and Young 1936), each
+    with the root of the singular values, and all of these, ``[.., R]``.
     """
-    # a^T = q_a r_a
+    # a^T = q_a r_a, so that the SVD is of a matrix of at most R rows
     (q_a, r_a), (q_b, r_b) = (np.linalg.qr(np.swapaxes(factor, -1, -2)) for factor in (a, b))
     u, values, v = np.linalg.svd(r_a @ np.swapaxes(r_b, -1, -2), full_matrices=False)
     roots = np.sqrt(values[..., :rank, None])

@@ -99,7 +99,7 @@ class MintExtras:
         all revisions of a policy have one rank, and sums may have another.
         """
         server, first = self.server, rows[0]
-        unpacked = [unpack(server.checkpoints.fetch(row.digest)) for row in rows]
+        unpacked = [unpack(server.catalog.load(row.digest)) for row in rows]
         sources = [(adapter, schema.config) for adapter, schema in unpacked]
         # the smallest rank of a slot in which the sum is exact, else the largest rank
         ranks, whole = sorted(server.sizes.adapters), sum(config.rank for _, config in sources)

@@ -6,7 +6,6 @@ client can add a series. Counts that other parts keep are read by collectors whe
 
 import collections
 import contextlib
-import functools
 import json
 import math
 import time
@@ -60,18 +59,19 @@ class Monitor:
         self.registry = registry or CollectorRegistry()
         self._collectors, self._readiness, self._state = collectors, readiness, state
         self.registry.register(self)  # type: ignore[arg-type]
-        make = functools.partial(self._make, self.registry)
+
+        def make(kind: Any, name: str, help: str, *labels: str, **more: Any) -> Any:
+            labels = ("route", *labels)
+            return kind(f"mint_http_{name}", help, labels, registry=self.registry, **more)
+
         self.requests = make(Counter, "requests", "Completed requests.", "status")
-        self.seconds = make(Histogram, "seconds", "Request to end of response.", "status")
-        self.first = make(Histogram, "first_byte_seconds", "Request to start of response.")
+        help = "Request to end of response."
+        self.seconds = make(Histogram, "seconds", help, "status", buckets=SECONDS)
+        help = "Request to start of response."
+        self.first = make(Histogram, "first_byte_seconds", help, buckets=SECONDS)
         self.in_flight = make(Gauge, "in_flight", "Requests in flight.")
         self.received = make(Counter, "received_bytes", "Bytes of request bodies.")
         self.sent = make(Counter, "sent_bytes", "Bytes of response bodies.")
-
-    @staticmethod
-    def _make(registry: CollectorRegistry, kind: Any, name: str, help: str, *labels: str) -> Any:
-        more: dict[str, Any] = {"buckets": SECONDS} if kind is Histogram else {}
-        return kind(f"mint_http_{name}", help, ["route", *labels], registry=registry, **more)
 
     def collect(self) -> Iterator[Metric]:
         """Yields the metrics of all collectors, for Prometheus' registry."""
@@ -135,17 +135,13 @@ class Monitor:
 
 def monitor_of(server: Server) -> Monitor:
     """Returns the monitor of a server."""
-    residency, names_of = server.residency, server.weights.names_of
+    help = "Seconds that decoding rows waited for training."
     return Monitor(
         lambda: counts("engine", "Counts of the engine.", server.engine.counts),
         lambda: counts("training", "Counts of live training.", server.live.counts),
-        lambda: quantiles(
-            "decode_gap_seconds",
-            "Seconds that decoding rows waited for training.",
-            list(server.durable.gaps),
-        ),
+        lambda: quantiles("decode_gap_seconds", help, list(server.durable.gaps)),
         lambda: device_costs(server.costs),
-        lambda: adapters(residency, names_of),
+        lambda: adapters(server.residency, server.weights.names_of),
         skipped_kernels,
         readiness=server.readiness,
         state=lambda: state_of(server),
@@ -188,12 +184,12 @@ def quantiles(name: str, help: str, seconds: Iterable[float]) -> Iterator[Metric
 
 def device_costs(costs: Costs) -> Iterator[Metric]:
     """Yields seconds and tokens since the process started, by tenant and kind of work."""
-    labels, by_tenant = ["tenant", "kind"], sorted(costs.since_start().items())
+    by_tenant = sorted(costs.since_start().items())
     for unit, suffix, kinds, help in (
         ("seconds", "s", KINDS, "Device seconds by tenant and kind of work."),
         ("tokens", "tokens", COUNTED, "Tokens processed in these seconds."),
     ):
-        counter = CounterMetricFamily(f"mint_device_{unit}", help, labels=labels)
+        counter = CounterMetricFamily(f"mint_device_{unit}", help, labels=["tenant", "kind"])
         for tenant, cost in by_tenant:
             for kind in kinds:
                 counter.add_metric([tenant, kind], getattr(cost, f"{kind}_{suffix}"))
@@ -207,11 +203,9 @@ def adapters(residency: Residency, names_of: Callable[[str], Iterable[str]]) -> 
     state = residency.state()
     resident = state["resident"]
     waiting = sorted(set(residency.loads.digests()) - set(resident))
-    gauge = GaugeMetricFamily(
-        "vllm:lora_requests_info",
-        "Adapters in slots, adapters being loaded, and slots.",
-        labels=["running_lora_adapters", "waiting_lora_adapters", "max_lora"],
-    )
+    labels = ["running_lora_adapters", "waiting_lora_adapters", "max_lora"]
+    help = "Adapters in slots, adapters being loaded, and slots."
+    gauge = GaugeMetricFamily("vllm:lora_requests_info", help, labels=labels)
     named = [
         ",".join(name for digest in digests for name in names_of(digest))
         for digests in (resident, waiting)
@@ -223,13 +217,8 @@ def adapters(residency: Residency, names_of: Callable[[str], Iterable[str]]) -> 
 
 def skipped_kernels() -> Iterator[Metric]:
     """Yields the kernels of this platform that were skipped while programs were traced."""
-    labels = ["op", "implementation", "reason"]
-    counter = CounterMetricFamily(
-        "mint_kernels_passed_over",
-        "Calls in traced programs that another form serves.",
-        None,
-        labels,
-    )
+    labels, help = ["op", "implementation", "reason"], "Calls in traced programs served otherwise."
+    counter = CounterMetricFamily("mint_kernels_passed_over", help, labels=labels)
     for one in dispatch.passed_over(collections.Counter(), dispatch.platform_here()):
         counter.add_metric([one[label] for label in labels], one["times"])
     yield counter
@@ -240,16 +229,13 @@ def skipped_kernels() -> Iterator[Metric]:
 
 def state_of(server: Server) -> dict[str, Any]:
     """Returns the work, the policies and the costs of a server as JSON; call it in a thread."""
-    live, engine = server.live, server.engine
-    policies = _policies(server)
-    shown = sorted(
-        policies,
-        key=lambda name: (
-            -policies[name]["queued"] - policies[name]["sampling"],
-            policies[name]["training"] != "slot",
-            name,
-        ),
-    )[:MAX_POLICIES]
+    live, engine, policies = server.live, server.engine, _policies(server)
+
+    def order(name: str) -> tuple[int, bool, str]:
+        one = policies[name]
+        return -one["queued"] - one["sampling"], one["training"] != "slot", name
+
+    shown = sorted(policies, key=order)[:MAX_POLICIES]
     costs = server.costs.of(shown)
     memory = [device.memory_stats() or {} for device in server.base.mesh.local_devices]
     return {
@@ -284,9 +270,8 @@ def _policies(server: Server) -> dict[str, dict[str, Any]]:
     """Returns the places of each policy's training state and nearest revision, and the numbers of
     its queued training requests and samples.
     """
-    found: dict[str, dict[str, Any]] = collections.defaultdict(
-        lambda: {"tenant": "", "training": "", "serving": "", "queued": 0, "sampling": 0}
-    )
+    new = {"tenant": "", "training": "", "serving": "", "queued": 0, "sampling": 0}
+    found: dict[str, dict[str, Any]] = collections.defaultdict(new.copy)
     for name, queued in server.durable.queued().items():
         found[name]["queued"] = queued
     for name in server.live.names():
@@ -296,11 +281,10 @@ def _policies(server: Server) -> dict[str, dict[str, Any]]:
         found[server.checkpoints.policy_of(digest)]["serving"] = "slot"
     for (tenant, digest), count in server.engine.in_flight().items():
         one = found[server.checkpoints.policy_of(digest or BASE)]
+        place = "host" if digest in server.residency.host else "store"
         one["tenant"] = one["tenant"] or tenant
+        one["serving"] = one["serving"] or ("slot" if digest is None else place)
         one["sampling"] += count
-        one["serving"] = one["serving"] or (
-            "slot" if digest is None else "host" if digest in server.residency.host else "store"
-        )
     return found
 
 

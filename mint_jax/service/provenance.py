@@ -52,13 +52,12 @@ class Sequences:
         """Returns a call whose data replay the experts that sampling visited, where known. Spans of
         a datum are its prompts or completions in order, as (kind, id, offset, length).
         """
-        routes = [
-            self._routes_of(parts, datum.tokens.size, tenant)
+        if not self.routed:
+            return call
+        data = [
+            dataclasses.replace(datum, routes=self._routes_of(parts, datum.tokens.size, tenant))
             for datum, parts in zip(call.data, spans)
         ]
-        if all(one is None for one in routes):
-            return call
-        data = [dataclasses.replace(datum, routes=one) for datum, one in zip(call.data, routes)]
         return dataclasses.replace(call, data=data)
 
     def _routes_of(self, spans: Sequence[Any], count: int, tenant: str) -> np.ndarray | None:
@@ -66,7 +65,7 @@ class Sequences:
         None if all are.
         """
         out, start = None, 0
-        for kind, id, offset, length in spans if self.routed else ():
+        for kind, id, offset, length in spans:
             found = self.find(id, tenant)
             routes = None if found is None else _routes(found, kind == "prompt")
             if routes is not None:
@@ -84,13 +83,10 @@ def _nbytes(completion: Completion) -> int:
 
 
 def _routes(completion: Completion, prompt: bool) -> np.ndarray | None:
-    """Returns the routes of a prompt's or a completion's tokens, ``[N, L, X]``. Those of a
-    completion begin with the prompt's last token; no step has read its last token.
-    """
-    if completion.routes is None:
-        return completion.prompt_routes if prompt else None
+    """Returns the routes of a prompt's or a completion's tokens, ``[N, L, X]``."""
+    # ``routes`` begin with the prompt's last token; no step has read the completion's last one
     if not prompt:
-        return completion.routes[1:]
-    if completion.prompt_routes is None:
-        return None
+        return None if completion.routes is None else completion.routes[1:]
+    if completion.routes is None or completion.prompt_routes is None:
+        return completion.prompt_routes
     return np.concatenate([completion.prompt_routes, completion.routes[:1]])

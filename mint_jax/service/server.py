@@ -1,11 +1,8 @@
-"""One server: a resident base, its loop, and all that outlives the process, below one folder.
+"""One server: a resident base, its loop, and all that outlives the process, below one folder:
 
-FOLDER/server.db     training requests (futures.py), sessions, models, samplers, checkpoints' rows
-                     (book.py)
-FOLDER/training/     states of policies (durable.py)
-FOLDER/checkpoints/  saved training states, and adapters for other engines (checkpoints.py)
-FOLDER/catalog/      revisions to sample from, unless a catalog elsewhere is named
-FOLDER/spilled/      states of idle policies; not needed after a restart
+``server.db`` (requests, sessions, models, rows of checkpoints), ``training/`` (states of policies),
+``checkpoints/``, ``catalog/`` (revisions, unless a catalog elsewhere is named), and ``spilled/``
+(states of idle policies, not needed after a restart).
 """
 
 import contextlib
@@ -40,14 +37,14 @@ from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.programs import programs as sampling_programs
 from mint_jax.rollout.request import Request
 from mint_jax.rollout.stream import Stream
-from mint_jax.service import checkpoints as checkpoints_
-from mint_jax.service import external
+from mint_jax.service import checkpoints
 from mint_jax.service.answers import Answers
 from mint_jax.service.book import Book
 from mint_jax.service.checkpoints import Checkpoints
 from mint_jax.service.costs import Costs, Payer
 from mint_jax.service.curves import Curves
 from mint_jax.service.durable import Durable
+from mint_jax.service.external import Links
 from mint_jax.service.futures import Conflict
 from mint_jax.service.provenance import Sequences
 from mint_jax.service.quotas import OverQuota, Quotas
@@ -70,18 +67,13 @@ SAMPLERS = 1 << 16  # that are remembered
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Sizes of device state, and intervals.
+    """Sizes of device state, and intervals; see ``Trainer``, ``Engine`` and ``Durable``.
 
     Attributes:
         slots: number of policies in training by maximum rank.
         adapters: number of adapters to sample from by maximum rank.
-        shapes: shapes of training steps; empty: those that suit the devices.
         max_rows: rows decoded together.
-        cache_bytes: size of the sampler's cache; None: see ``rollout.cache``.
-        reuse_decoded: see ``rollout.engine.Engine``.
         host_bytes: host memory for idle policies' states, and again for cached adapters.
-        gap_s, idle_gap_s: see ``Durable``.
-        every, every_s: see ``Durable``.
         session_s: seconds without contact after which a session ends.
     """
 
@@ -100,21 +92,19 @@ class Sizes:
 
 
 log = logging.getLogger("mint_jax.service")
+Progress = Callable[[str, int, int], None]  # what is compiled, done, in all
 
 
 class Server:
     """Owns the parts of a server, which are public attributes for the routes; ``running`` serves.
 
     Args:
-        base: the resident base.
         folder: of this server; locked by one process at a time.
-        sizes: of device state.
         catalog: a folder or a database's URL; None: inside ``folder``.
         payloads: see ``Catalog.open``.
         name: the base's name for clients, in addition to its own.
         tokenizer: name on the hub, or folder, from which clients load the tokenizer.
         peft_folder: PEFT adapters below it may be loaded by path; None: none may.
-        quotas: of tenants.
     """
 
     def __init__(
@@ -133,31 +123,21 @@ class Server:
         self.name, self.tokenizer = name or base.name, tokenizer or name or base.name
         self.specs = transformer.abstract(base.cfg)
         self.families = families(self.specs)
-        every = [target for members in self.families.values() for target in members]
+        targets = [target for members in self.families.values() for target in members]
         self.live = Trainer(
             base,
             slots=sizes.slots,
-            targets=every,
+            targets=targets,
             shapes=sizes.shapes,
             host_bytes=sizes.host_bytes,
             folder=folder / "spilled",
         )
+        self.metrics = CollectorRegistry()
         with contextlib.ExitStack() as opened:
             self.database = opened.enter_context(ServerDatabase(folder / "server.db"))
             self.book = Book(self.database)
-            self.catalog = opened.enter_context(
-                contextlib.closing(
-                    Catalog.open(catalog or folder / "catalog", payloads, actor="service")
-                )
-            )
-            slots = DeviceSlots(
-                self.specs, dict(sizes.adapters), every, mesh=base.mesh, piece_bytes=PIECE_BYTES
-            )
-            admission = Admission(
-                base.fingerprint,
-                self.specs,
-                {bucket: slots.targets(bucket) for bucket in slots.stacks},
-            )
+            self.catalog = Catalog.open(catalog or folder / "catalog", payloads, actor="service")
+            opened.callback(self.catalog.close)
             self.tenancy = Tenancy(self.book, self.quotas, sizes.session_s)
             self.checkpoints = Checkpoints(
                 folder / "checkpoints",
@@ -168,32 +148,20 @@ class Server:
                 need_room=self.tenancy.need_room,
             )
             self.costs = Costs(self.database, self.checkpoints.policy_of)
-            self.metrics = CollectorRegistry()
-            self.weights = Weights(
-                base,
-                self.catalog,
-                self.checkpoints.digest,
-                also=(self.name,),
-                folder=peft_folder,
-            )
-            self.residency = Residency(
-                self.weights.fetch,
-                unpack,
-                admission,
-                slots,
-                sizes.host_bytes,
-                workers=os.cpu_count() or 1,
-                metrics=Metrics(self.metrics),
-                wrote=lambda digest, tenant, seconds: self.costs.charge(
-                    "load", seconds, {Payer(tenant, digest): 1}
-                ),
-            )
-            opened.callback(self.residency.close)
-            decode = None if base.tokenizer is None else base.tokenizer.decode
-            routed = base.cfg.routed
-            cache = {"cache_bytes": sizes.cache_bytes, "reuse_decoded": sizes.reuse_decoded}
-            self.engine = Engine(base, decode, sizes.max_rows, keep_routes=routed, **cache)
             self.curves = Curves(self.database, self.book.clock)
+            self.weights = Weights(
+                base, self.catalog, self.checkpoints.digest, also=(self.name,), folder=peft_folder
+            )
+            self.residency = self._residency(targets)
+            opened.callback(self.residency.close)
+            self.engine = Engine(
+                base,
+                None if base.tokenizer is None else base.tokenizer.decode,
+                sizes.max_rows,
+                keep_routes=base.cfg.routed,
+                cache_bytes=sizes.cache_bytes,
+                reuse_decoded=sizes.reuse_decoded,
+            )
             self.durable = Durable(
                 folder / "training",
                 self.live,
@@ -210,36 +178,49 @@ class Server:
                 on_end=self.quotas.end_request,
             )
             opened.callback(self.durable.close)
-            self.answers, self.sequences = Answers(start=self.book.count_start()), Sequences(routed)
-            # of tenant and id: rows that never change
+            self.answers = Answers(start=self.book.count_start())
+            self.sequences = Sequences(base.cfg.routed)
+            # by tenant and id: rows that never change
             self.sampler = functools.lru_cache(SAMPLERS)(self.book.sampler)
-            self.links = external.Links(
-                folder / "checkpoints" / "external",
-                external.key_of(folder / "links.key"),
-                self.book.clock,
-            )
+            external = folder / "checkpoints" / "external"
+            self.links = Links(external, folder / "links.key", self.book.clock)
             self._opened = opened.pop_all()
         self.ready, self.started = False, time.monotonic()
         self.programs: Programs | None = None
         self._ending = threading.Event()
 
+    def _residency(self, targets: Sequence[str]) -> Residency:
+        base, sizes = self.base, self.sizes
+        slots = DeviceSlots(
+            self.specs, dict(sizes.adapters), targets, mesh=base.mesh, piece_bytes=PIECE_BYTES
+        )
+        slot_targets = {bucket: slots.targets(bucket) for bucket in slots.stacks}
+
+        def wrote(digest: str, tenant: str, seconds: float) -> None:
+            self.costs.charge("load", seconds, {Payer(tenant, digest): 1})
+
+        return Residency(
+            self.weights.fetch,
+            unpack,
+            Admission(base.fingerprint, self.specs, slot_targets),
+            slots,
+            sizes.host_bytes,
+            workers=os.cpu_count() or 1,
+            metrics=Metrics(self.metrics),
+            wrote=wrote,
+        )
+
     # -- its life
 
-    def warm(
-        self, progress: Callable[[str, int, int], None] = lambda name, done, total: None
-    ) -> int:
-        """Compiles every program before ``running``, reported as (what, done, in all); returns how
-        many.
-        """
+    def warm(self, progress: Progress = lambda name, done, total: None) -> int:
+        """Compiles every program before ``running``; returns how many."""
         todo = self._all_programs()
         for i, program in enumerate(todo):
             progress(program.name, i, len(todo))
             program.build()
         return len(todo)
 
-    def compile_beside(
-        self, progress: Callable[[str, int, int], None] = lambda name, done, total: None
-    ) -> Programs:
+    def compile_beside(self, progress: Progress = lambda name, done, total: None) -> Programs:
         """Compiles every program in another thread while ``running`` serves; a request waits only
         for the programs that it needs.
         """
@@ -248,13 +229,13 @@ class Server:
         self.programs.start()
         return self.programs
 
-    def close(self) -> None:
-        """Closes a server that was never ``running``."""
-        self._opened.close()
-
     def _all_programs(self) -> list[Program]:
         sampling = sampling_programs(self.engine.active, self.residency.stacks)
         return [*sampling, *training_programs(self.live)]
+
+    def close(self) -> None:
+        """Closes a server that was never ``running``."""
+        self._opened.close()
 
     @contextlib.contextmanager
     def running(self) -> Iterator["Server"]:
@@ -283,8 +264,7 @@ class Server:
                         self.programs.close()
                     self._ending.set()
                     keeper.join()
-            _attempt(self.curves.flush)
-            _attempt(self.costs.flush)
+            _attempt(self.curves.flush, self.costs.flush)
         finally:
             self.durable.stop(UserError("the server was stopped before this ended: ask again"))
             self._opened.close()
@@ -304,34 +284,32 @@ class Server:
         """Expires old objects and writes new records. A step that fails is logged and tried again
         by the next call; the others continue, for some of them free space.
         """
-        steps = (
-            self.durable.futures.expire,
-            self.answers.expire,
-            self.checkpoints.expire,
-            self._end_silent,
-        )
-        for step in (*steps, self.curves.flush, self.costs.flush):
-            _attempt(step)
 
-    def _end_silent(self) -> None:
-        for session in self.tenancy.silent():
-            self.end_session(session)
+        def end_silent() -> None:
+            for session in self.tenancy.silent():
+                self.end_session(session)
+
+        _attempt(self.durable.futures.expire, self.answers.expire, self.checkpoints.expire)
+        _attempt(end_silent, self.curves.flush, self.costs.flush)
 
     def readiness(self) -> dict[str, Any]:
         """Returns ``status``, which is ``ready`` once everything is compiled, and what can be
         served.
         """
-        found: dict[str, Any] = {"status": self.trouble()}
-        if (programs := self.programs) is not None:
-            if not found["status"] and not programs.done:
-                found["status"] = (
-                    f"compiling {programs.now}: {programs.ready} of {programs.total} programs are"
-                    " ready"
-                )
-            found |= {"programs_ready": programs.ready, "programs": programs.total}
-            found |= {"samples": self.engine.is_ready, "trains": self.live.is_ready}
-        found["status"] = found["status"] or "ready"
-        return found
+        status, programs = self.trouble(), self.programs
+        if programs is None:
+            return {"status": status or "ready"}
+        if not programs.done:
+            status = status or (
+                f"compiling {programs.now}: {programs.ready} of {programs.total} programs are ready"
+            )
+        return {
+            "status": status or "ready",
+            "programs_ready": programs.ready,
+            "programs": programs.total,
+            "samples": self.engine.is_ready,
+            "trains": self.live.is_ready,
+        }
 
     def trouble(self, sampling: bool = False) -> str:
         """Returns why requests, or samples alone, cannot be served; empty if they can."""
@@ -356,13 +334,9 @@ class Server:
 
     # -- names and settings that clients send
 
-    def is_base(self, name: str) -> bool:
-        """Returns whether a name is the resident base's."""
-        return name.lower() in {self.name.lower(), self.base.name.lower()}
-
     def need_base(self, name: str | None) -> None:
         """Raises ``UserError`` for another base than the resident one."""
-        if name is not None and not self.is_base(name):
+        if name is not None and name.lower() not in (self.name.lower(), self.base.name.lower()):
             raise UserError(
                 f"base_model is {name[:100]!r}; this server has {self.name}: ask for that"
             )
@@ -374,15 +348,10 @@ class Server:
         most = max(self.sizes.slots)
         if type(rank) is not int or not 1 <= rank <= most:
             raise UserError(f"rank is {str(rank)[:40]}; this server trains ranks from 1 to {most}")
-        targets = [
-            target
-            for family, members in self.families.items()
-            if train.get(family, True)
-            for target in members
-        ]
-        if not targets:
+        chosen = [one for family, one in self.families.items() if train.get(family, True)]
+        if not (targets := tuple(target for members in chosen for target in members)):
             raise UserError(f"nothing is to be trained: set one of {', '.join(self.families)}")
-        return AdapterConfig(rank, ALPHA, tuple(targets))
+        return AdapterConfig(rank, ALPHA, targets)
 
     def about(self, config: AdapterConfig) -> dict[str, Any]:
         """Returns details of a model: rank, and the bytes of its weights and two moments."""
@@ -391,17 +360,15 @@ class Server:
 
     def trained_families(self, config: AdapterConfig) -> dict[str, bool]:
         """Returns the families of projections that an adapter has."""
-        return {
-            family: any(target in config.targets for target in members)
-            for family, members in self.families.items()
-        }
+        own = set(config.targets)
+        return {family: not own.isdisjoint(members) for family, members in self.families.items()}
 
     def copy(self, tenant: str, source: str, session: str, place: int, ttl_s: int | None) -> str:
         """Returns the path of a copy of a checkpoint, under a model that is not in training. Raises
         ``NotFound``; ``Conflict``: the session has another model of this number.
         """
         self.book.session(tenant, session)
-        row = self.book.checkpoint(tenant, *checkpoints_.parse(source), published=True)
+        row = self.book.checkpoint(tenant, *checkpoints.parse(source), published=True)
         about = {"metadata": row.details.get("metadata"), "copy_of": source}
         about |= self.about(self.checkpoints.config(row))
         model = self.book.add_model(session, place, tenant, about)
@@ -445,11 +412,12 @@ class Server:
         return id
 
 
-def _attempt(step: Callable[[], Any]) -> None:
-    try:
-        step()
-    except Exception:  # a database that is busy, a disk that is full
-        log.exception("maintenance failed: %s", getattr(step, "__qualname__", step))
+def _attempt(*steps: Callable[[], Any]) -> None:
+    for step in steps:
+        try:
+            step()
+        except Exception:  # a database that is busy, a disk that is full
+            log.exception("maintenance failed: %s", step.__qualname__)
 
 
 def families(specs: Any) -> dict[str, tuple[str, ...]]:

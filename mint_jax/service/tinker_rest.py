@@ -183,7 +183,7 @@ class Rest:
                 f"{row.path} has no files to download; save_weights_external makes some"
             )
         try:
-            found = external.names(links.folder, row.digest)
+            found = sorted(path.name for path in (links.folder / row.digest).iterdir())
         except FileNotFoundError:  # removed since its row was read
             raise NotFound(f"there is no checkpoint {row.path}") from None
         made = {

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,16 +23,14 @@ from mint_jax.catalog.cli.peft_files import packed_object
 from mint_jax.catalog.cli.sources import Source
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import as_bytes, digest_of
-from mint_jax.catalog.records.database import DatabaseFailed
 from mint_jax.catalog.records.names import clean, full_name
-from mint_jax.catalog.storage.payloads import StorageFailed
 from mint_jax.errors import UserError
 from mint_jax.lora.peft import is_peft
 from mint_jax.models.base import Base
 from mint_jax.models.outline import Outline
 from mint_jax.service import book
+from mint_jax.service.checkpoints import SCHEME, found_or_none
 
-SCHEME = "tinker://"
 MAX_BYTES = 4 << 30  # of a PEFT folder's weights
 
 
@@ -61,12 +59,17 @@ class Model:
     number: int | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Page:
+class Page(NamedTuple):
     """A page of a tenant's models; ``more``: another page follows."""
 
     cards: list[dict[str, Any]]
     more: bool
+
+
+class LoadedName(NamedTuple):
+    model: Model
+    path: str
+    at: float
 
 
 class Weights:
@@ -93,8 +96,7 @@ class Weights:
         self._folder = None if folder is None else Path(os.path.realpath(folder))
         self._began = time.time()
         self._lock = threading.Lock()  # of the two below
-        # (tenant, name) -> model, path, when
-        self._loaded: dict[tuple[str, str], tuple[Model, str, float]] = {}
+        self._loaded: dict[tuple[str, str], LoadedName] = {}  # by tenant and name
         self._bytes: dict[str, np.ndarray] = {}  # of PEFT folders, by digest
 
     def resolve(self, name: str, tenant: str) -> Model:
@@ -103,19 +105,17 @@ class Weights:
             return Model(name)
         with self._lock:
             loaded = self._loaded.get((tenant, name))
-        return loaded[0] if loaded is not None else self._stored(name, tenant)
+        return loaded.model if loaded is not None else self._stored(name, tenant)
 
     def _stored(self, name: str, tenant: str) -> Model:
-        """``resolve`` of a path or of the catalog's names."""
-        try:
-            if name.startswith(SCHEME):
-                return Model(name, self._sampler(tenant, name))
-            found = self._catalog.resolve(name, tenant)
+        """Returns ``resolve`` of a path or of the catalog's names."""
+        # any reason but NotFound could reveal another tenant's policy
+        if name.startswith(SCHEME):
+            if (digest := found_or_none(self._sampler, tenant, name)) is not None:
+                return Model(name, digest)
+        elif (found := found_or_none(self._catalog.resolve, name, tenant)) is not None:
             return Model(name, found.digest, found.policy, found.number)
-        except (DatabaseFailed, StorageFailed):
-            raise
-        except UserError:  # the reason could reveal another tenant's policy
-            raise NotFound(name) from None
+        raise NotFound(name)
 
     def load(self, name: str, path: str, tenant: str, inplace: bool = False) -> Model:
         """Names a revision for this tenant until ``unload``: of a name, a digest, a ``tinker://``
@@ -125,24 +125,21 @@ class Weights:
         """
         name = clean("lora_name", name)
         with self._lock:
-            loaded = (tenant, name) in self._loaded
-        if (loaded and not inplace) or (not loaded and self._exists(name, tenant)):
+            is_loaded = (tenant, name) in self._loaded
+        if not inplace if is_loaded else found_or_none(self.resolve, name, tenant) is not None:
             raise Taken(
                 f"lora_name {name!r} is taken: unload it first, say load_inplace, or choose another"
                 " name"
             )
-        data = self._read_folder(path)
-        model = (
-            Model(name, digest_of(data))
-            if data is not None
-            else dataclasses.replace(self._stored(path, tenant), name=name)
-        )
-        assert model.digest is not None
+        if (data := self._read_folder(path)) is None:
+            model, read = dataclasses.replace(self._stored(path, tenant), name=name), {}
+        else:
+            digest = digest_of(data)
+            model, read = Model(name, digest), {digest: as_bytes(data)}
         with self._lock:
-            if data is not None:
-                self._bytes[model.digest] = as_bytes(data)
-            self._loaded[tenant, name] = model, path, time.time()
-            self._forget_unnamed()
+            self._bytes |= read
+            self._loaded[tenant, name] = LoadedName(model, path, time.time())
+            self._drop_unnamed()
         return model
 
     def unload(self, name: str, tenant: str) -> None:
@@ -150,7 +147,12 @@ class Weights:
         with self._lock:
             if self._loaded.pop((tenant, name), None) is None:
                 raise NotFound(name)
-            self._forget_unnamed()
+            self._drop_unnamed()
+
+    def _drop_unnamed(self) -> None:
+        """Drops the bytes of folders without a name."""
+        named = {loaded.model.digest for loaded in self._loaded.values()}
+        self._bytes = {digest: data for digest, data in self._bytes.items() if digest in named}
 
     def fetch(self, digest: str) -> np.ndarray:
         """Returns the packed bytes of a revision, for residency."""
@@ -161,75 +163,49 @@ class Weights:
     def names_of(self, digest: str) -> list[str]:
         """Returns the loaded names of a revision in all tenants; its digest if it has none."""
         with self._lock:
-            found = {
-                name for (_, name), (one, _, _) in self._loaded.items() if one.digest == digest
-            }
-        return sorted(found) or [digest]
+            loaded = [*self._loaded.values()]
+        return sorted({one.model.name for one in loaded if one.model.digest == digest}) or [digest]
 
     def page(self, tenant: str, after: str | None = None, limit: int = 100) -> Page:
         """Returns a page of models behind the id ``after``: the base, loaded names, and policies
         with a revision to sample, by name. Raises ``UserError``: ``after`` is not a name.
         """
         with self._lock:
-            loaded = sorted(
-                (name, *what) for (owner, name), what in self._loaded.items() if owner == tenant
-            )
-        cards = [self._card(name, self._began) for name in self.names]
-        cards += [self._card(name, when, path, model) for name, model, path, when in loaded]
-        ids = [card["id"] for card in cards]
+            loaded = sorted(name for owner, name in self._loaded if owner == tenant)
+        ids = [*self.names, *loaded]
         if after in ids:
-            cards, after = cards[ids.index(after) + 1 :], None
+            ids, after = ids[ids.index(after) + 1 :], None
         elif after is not None:
-            cards = []
+            ids = []
+        cards = [card for id in ids if (card := found_or_none(self.card, id, tenant))]
         while len(cards) <= limit:
-            some = self._catalog.policies(
-                tenant,
-                None if after is None else full_name(tenant, after),
-                limit + 1,
-                state="active",
-            )
-            if not some:
+            behind = None if after is None else full_name(tenant, after)
+            policies = self._catalog.policies(tenant, behind, limit + 1, state="active")
+            if not policies:
                 break
-            after = some[-1].name
-            for policy in some:
-                try:
-                    model = self.resolve(policy.name, tenant)
-                except NotFound:  # no revision of it can be sampled
-                    continue
-                root = f"{policy.policy}@{model.number}"
-                cards.append(self._card(policy.name, policy.created_at, root, model))
+            after = policies[-1].name
+            for one in policies:  # no revision of some can be sampled
+                card = found_or_none(self.card, one.name, tenant)
+                cards += [card | {"created": int(one.created_at)}] if card else []
         return Page(cards[:limit], len(cards) > limit)
 
     def card(self, name: str, tenant: str) -> dict[str, Any]:
         """Returns one model as in ``page``. Raises ``NotFound``: see ``resolve``."""
         model = self.resolve(name, tenant)
-        with self._lock:
-            _, path, when = self._loaded.get((tenant, name), (None, None, self._began))
-        if model.digest is None:
-            return self._card(name, when)
         root = name if model.policy is None else f"{model.policy}@{model.number}"
-        return self._card(name, when, path or root, model)
-
-    def _card(
-        self, name: str, created: float, root: str | None = None, model: Model | None = None
-    ) -> dict[str, Any]:
+        with self._lock:
+            loaded = self._loaded.get((tenant, name), LoadedName(model, root, self._began))
+        is_base = model.digest is None
         return {
             "id": name,
             "object": "model",
-            "created": int(created),
+            "created": int(loaded.at),
             "owned_by": "mint",
-            "root": root or self.base.name,
-            "parent": None if model is None else self.base.name,
+            "root": self.base.name if is_base else loaded.path,
+            "parent": None if is_base else self.base.name,
             "max_model_len": self.base.cfg.context,
-            "mint_revision": None if model is None else model.digest,
+            "mint_revision": model.digest,
         }
-
-    def _exists(self, name: str, tenant: str) -> bool:
-        try:
-            self.resolve(name, tenant)
-        except NotFound:
-            return False
-        return True
 
     def _read_folder(self, path: str) -> bytes | None:
         """Returns the packed adapter of a PEFT folder; None if there is none below the root."""
@@ -245,9 +221,3 @@ class Weights:
             raise UserError(
                 f"lora_path {path!r} cannot be read ({error.strerror or error}): check the folder"
             ) from None
-
-    def _forget_unnamed(self) -> None:
-        """Drops the bytes of folders whose names are gone."""
-        named = {model.digest for model, _, _ in self._loaded.values()}
-        for digest in [digest for digest in self._bytes if digest not in named]:
-            del self._bytes[digest]

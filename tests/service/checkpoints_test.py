@@ -148,16 +148,16 @@ def test_weights_without_a_name_end_a_while_after_their_session(rng, server, mon
         server.book.sampler("default", f"{client.session}:sample:1")
     for digest in digests[1:3]:
         with pytest.raises(UserError):
-            server.checkpoints.fetch(digest)
+            server.catalog.load(digest)
     for digest in (digests[0], digests[3]):
-        server.checkpoints.fetch(digest)
+        server.catalog.load(digest)
     assert server.checkpoints.expire() == 0
     server.end_session(other.session)
     monkeypatch.setattr(server.book, "clock", lambda: now + 2 * checkpoints.SNAPSHOTS_S + 10)
     assert server.checkpoints.expire() == 2
     with pytest.raises(UserError):
-        server.checkpoints.fetch(digests[0])
-    server.checkpoints.fetch(server.catalog.resolve(f"default/{beside}@latest").digest)
+        server.catalog.load(digests[0])
+    server.catalog.load(server.catalog.resolve(f"default/{beside}@latest").digest)
 
 
 @pytest.mark.parametrize("what", ["damaged", "gone", "another base"])
@@ -220,7 +220,7 @@ class Shelf:
         if row.kind == "weights":
             self.load_state(row.path)
         elif row.kind == "sampler_weights":
-            self.checkpoints.fetch(row.digest)
+            self.catalog.load(row.digest)
         else:
             assert any((self.checkpoints.folder / "external" / row.digest).iterdir())
 
@@ -326,10 +326,10 @@ def test_a_removal_whose_bytes_cannot_be_deleted_is_a_removal(shelf, monkeypatch
         shelf.row("sampler_weights", "x")
     with pytest.raises(NotFound):
         shelf.checkpoints.remove(row)
-    shelf.checkpoints.fetch(row.digest)
+    shelf.catalog.load(row.digest)
     shelf.checkpoints.expire()
     with pytest.raises(UserError, match="is retired"):
-        shelf.checkpoints.fetch(row.digest)
+        shelf.catalog.load(row.digest)
 
 
 @pytest.mark.parametrize("use", ["load", "copy", "copy to be sampled", "sampler"])
@@ -359,14 +359,14 @@ def test_what_is_read_or_named_anew_outlives_its_removal(shelf, monkeypatch, use
             shelf.checkpoints.copy("default", path, "another", "request", None)
     shelf.checkpoints.expire()
     if use == "sampler":
-        shelf.checkpoints.fetch(digest)
+        shelf.catalog.load(digest)
     elif use != "load":
         copy = shelf.row(kind, "x", "another")
         shelf.load(copy)
         shelf.checkpoints.remove(copy)
     if use != "sampler":
         with pytest.raises((UserError, NotFound)):
-            shelf.checkpoints.fetch(digest)
+            shelf.catalog.load(digest)
         assert not (shelf.checkpoints.folder / f"{digest}.safetensors").exists(), (
             "with the last name its bytes go"
         )

@@ -19,7 +19,7 @@ from starlette.applications import Starlette
 from mint_jax.models import base as base_lib
 from mint_jax.service import keys as keys_lib
 from mint_jax.service.console import pages
-from mint_jax.service.console.routes import Console
+from mint_jax.service.console.routes import console_routes
 from mint_jax.service.console.sessions import COOKIE, Browsers
 from mint_jax.service.costs import Payer
 from mint_jax.service.gate import Gate
@@ -415,8 +415,8 @@ def test_the_playground_samples_by_openai_s_api_for_pages_of_ours_alone(
 
 
 def test_without_keys_it_is_open_to_this_machine_alone(guarded):
-    console = Console(guarded.server, Browsers(None), OpenAI(guarded.server))
-    gate = Gate(Starlette(routes=console.routes()), None)
+    routes = console_routes(guarded.server, Browsers(None), OpenAI(guarded.server))
+    gate = Gate(Starlette(routes=routes), None)
     ours = {"origin": "http://localhost:8000"}
     transport = httpx.ASGITransport(gate)
 

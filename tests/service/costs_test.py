@@ -69,11 +69,11 @@ def test_a_database_that_cannot_be_written_loses_nothing(database, monkeypatch):
     costs.charge("train", 1.0, {Payer("a", "p"): 10})
     with monkeypatch.context() as patch:
 
-        def busy(rows):
+        def busy(apply):
             costs.charge("train", 1.0, {Payer("a", "p"): 10})  # meanwhile
             raise DatabaseFailed("server.db is locked")
 
-        patch.setattr(costs, "_add", busy)
+        patch.setattr(database, "write", busy)
         with pytest.raises(DatabaseFailed, match="locked"):
             costs.flush()
     assert costs.listed("policy") == {"p": Cost(train_s=2.0, train_tokens=20)}

@@ -34,7 +34,7 @@ def sources(old):
 def delta(old, path: str) -> dict[str, np.ndarray]:
     """Returns the dense deltas of the weights at a path."""
     digest = old.server.checkpoints.digest("default", path)
-    adapter, schema = unpack(old.server.checkpoints.fetch(digest))
+    adapter, schema = unpack(old.server.catalog.load(digest))
     flat = {name: np.float64(leaf) for name, leaf in params_lib.leaves_with_path(adapter)}
     return {
         name[:-2]: schema.config.scale * np.swapaxes(a, -1, -2) @ flat[name[:-1] + "b"]

@@ -264,7 +264,7 @@ def test_after_a_full_disk_training_goes_on_with_all_that_was_acknowledged(
                     Load(path, True, "default"), server.folder / f"kept{number}"
                 )
             else:
-                server.checkpoints.fetch(server.checkpoints.digest("default", path))
+                server.catalog.load(server.checkpoints.digest("default", path))
 
 
 def test_a_load_survives_the_deletion_of_its_checkpoint_before_a_snapshot(serve, monkeypatch):

@@ -1,17 +1,15 @@
 """The console's pages: templates, static files, headers, and checks of every browser request.
 
-A handler is a function of a ``Visit`` that returns a ``Page``; it runs in a thread, since it reads
+A handler is a function of a ``Visit`` that returns a response; it runs in a thread, since it reads
 databases. Templates escape whatever they show. The pages' Content-Security-Policy allows this
 server's own files and nothing inline.
 """
 
 import asyncio
 import contextlib
-import dataclasses
 import datetime
 import functools
 import hashlib
-import json
 import mimetypes
 import urllib.parse
 from collections.abc import Callable, Mapping
@@ -23,6 +21,7 @@ import pydantic
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
+from mint_jax.catalog.records import names
 from mint_jax.errors import UserError
 from mint_jax.service.book import Model
 from mint_jax.service.console.sessions import ROOT, same_origin
@@ -31,7 +30,6 @@ from mint_jax.service.server import Server
 from mint_jax.service.validation import check
 
 HERE = Path(__file__).parent
-THEME = "mint_theme"  # a cookie that the page's own script sets
 HEADERS = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:;"
@@ -44,26 +42,29 @@ HEADERS = {
 }
 MAX_FIELDS = 20  # of a form
 T = TypeVar("T", bound=pydantic.BaseModel)
+Handler = Callable[["Visit"], Response]
 
 
 class Visit:
-    """A browser's request, with the tenant, scopes and session that the gate found.
-
-    Attributes:
-        root: the prefix of all paths.
-        part: htmx requests a part of a page.
-        theme: ``light`` or ``dark``; empty: the system's.
+    """A browser's request, with the tenant, scopes and session that the gate found. ``part``: htmx
+    requests a part of a page; ``root``: prefix of all paths.
     """
 
-    def __init__(self, request: Request, form: Mapping[str, str]):
-        state, headers = request.state, request.headers
+    def __init__(
+        self,
+        server: Server,
+        templates: jinja2.Environment,
+        request: Request,
+        form: Mapping[str, str],
+    ):
+        self.server, self.request, self._templates = server, request, templates
         self.path, self.query, self.form = request.path_params, request.query_params, form
-        self.tenant: str = getattr(state, "tenant", "-")
-        self.scopes: tuple[str, ...] = getattr(state, "scopes", ())
-        self.session: str = getattr(state, "session", "")
+        self.tenant: str = getattr(request.state, "tenant", "-")
+        self.scopes: tuple[str, ...] = getattr(request.state, "scopes", ())
+        self.session: str = getattr(request.state, "session", "")
         self.root: str = request.scope.get("root_path", "")
+        headers, theme = request.headers, request.cookies.get("mint_theme", "")
         self.part = "hx-request" in headers and "hx-history-restore-request" not in headers
-        theme = request.cookies.get(THEME, "")
         self.theme = theme if theme in ("light", "dark") else ""
 
     @property
@@ -75,73 +76,63 @@ class Visit:
         """Returns whether the visitor has one of these scopes."""
         return bool(set(scopes) & set(self.scopes))
 
-    def sees(self, tenant: str) -> bool:
-        """Returns whether the visitor sees a tenant's objects."""
-        return self.owner in (None, tenant)
-
     def fields(self, model: type[T]) -> T:
         """Returns the query's parameters. Raises ``BadRequest``; empty ones are absent."""
         return check(model, {name: value for name, value in self.query.items() if value})
 
+    def page(self, template: str, values: Mapping[str, Any], status: int = 200) -> Response:
+        text = self._templates.get_template(template).render(values, visit=self, root=self.root)
+        return Response(text, status, media_type="text/html")
 
-@dataclasses.dataclass(frozen=True)
-class Page:
-    """A template and its values; or ``to``, another path of the console; or ``data`` as JSON."""
+    def error(self, error: UserError) -> Response:
+        status = status_of(error)
+        return self.page("error.html", {"error": str(error)[:2000], "status": status}, status)
 
-    template: str = ""
-    values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    status: int = 200
-    to: str = ""
-    data: Any = None
+    def to(self, path: str) -> Response:
+        """Returns a redirect to another path of the console."""
+        return RedirectResponse(self.root + path, 303)
+
+    def place(self, model: Model) -> str:
+        """Returns the place of a model's training state; empty if it is not in training."""
+        if model.ended is None:
+            with contextlib.suppress(UserError):
+                return self.server.live.where(model.id)
+        return ""
 
 
-class Pages:
-    """Makes responses of handlers.
+def endpoints(server: Server, has_keys: bool, handlers: Mapping[str, Handler]) -> dict[str, Any]:
+    """Returns the routes' endpoints by name; a user's mistake is shown on a page."""
+    templates = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(HERE / "templates"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    templates.filters |= {"when": when, "size": size, "number": number, "seconds": seconds}
+    templates.globals |= {"base_name": server.name, "static": static_path, "has_keys": has_keys}
+    templates.globals["full_name"] = names.full_name
 
-    Args:
-        base: name of the resident base, at the head of every page.
-    """
+    async def endpoint(handler: Handler, request: Request) -> Response:
+        form: dict[str, str] = {}
+        with contextlib.suppress(ValueError):  # a malformed form has no fields
+            text = (await request.body()).decode()
+            form = dict(urllib.parse.parse_qsl(text, True, max_num_fields=MAX_FIELDS))
+        visit = Visit(server, templates, request, form)
 
-    def __init__(self, base: str, has_keys: bool):
-        self._templates = jinja2.Environment(
-            loader=jinja2.FileSystemLoader(HERE / "templates"),
-            autoescape=True,
-            undefined=jinja2.StrictUndefined,
-            trim_blocks=True,
-            lstrip_blocks=True,
-        )
-        self._templates.filters |= {"when": when, "size": size, "number": number}
-        self._templates.filters["seconds"] = seconds
-        self._templates.globals |= {"base_name": base, "static": static_path, "has_keys": has_keys}
+        def answer() -> Response:
+            try:
+                if request.method == "POST":
+                    check_origin(request)
+                return handler(visit)
+            except UserError as error:
+                return visit.error(error)
 
-    def endpoint(self, handler: Callable[[Visit], Page]) -> Callable[[Request], Any]:
-        """Returns a route's endpoint; a user's mistake is shown on a page."""
+        response = await asyncio.to_thread(answer)
+        response.headers.update(HEADERS)
+        return response
 
-        async def endpoint(request: Request) -> Response:
-            visit = await visit_of(request)
-
-            def made() -> Response:
-                try:
-                    if request.method == "POST":
-                        check_origin(request)
-                    page = handler(visit)
-                except UserError as error:
-                    page = error_page(error)
-                return self.response(visit, page)
-
-            return await asyncio.to_thread(made)
-
-        return endpoint
-
-    def response(self, visit: Visit, page: Page) -> Response:
-        if page.data is not None:
-            return Response(json.dumps(page.data), page.status, HEADERS, "application/json")
-        if page.to:
-            return RedirectResponse(visit.root + page.to, 303, HEADERS)
-        text = self._templates.get_template(page.template).render(
-            page.values, visit=visit, root=visit.root
-        )
-        return Response(text, page.status, HEADERS, "text/html")
+    return {name: functools.partial(endpoint, handler) for name, handler in handlers.items()}
 
 
 def check_origin(request: Request) -> None:
@@ -150,42 +141,6 @@ def check_origin(request: Request) -> None:
         raise Forbidden(
             "this form does not come from a page of the console: open the console, and do it there"
         )
-
-
-async def visit_of(request: Request) -> Visit:
-    """Returns a request as handlers take it. A malformed form has no fields."""
-    form = {}
-    if request.method == "POST":
-        with contextlib.suppress(ValueError):
-            text = (await request.body()).decode()
-            form = dict(
-                urllib.parse.parse_qsl(text, keep_blank_values=True, max_num_fields=MAX_FIELDS)
-            )
-    return Visit(request, form)
-
-
-def error_page(error: UserError) -> Page:
-    """Returns the page of a mistake."""
-    status = status_of(error)
-    return Page("error.html", {"error": str(error)[:2000], "status": status}, status)
-
-
-def url_of(policy: str) -> str:
-    """Returns the path of a policy's page."""
-    return f"{ROOT}/policies/{quoted(policy)}"
-
-
-def quoted(policy: str) -> str:
-    """Returns a policy's full name as the end of a path."""
-    return urllib.parse.quote(policy, safe="/")
-
-
-def place_of(server: Server, model: Model) -> str:
-    """Returns the place of a model's training state; empty if it is not in training."""
-    if model.ended is None:
-        with contextlib.suppress(UserError):
-            return server.live.where(model.id)
-    return ""
 
 
 # -- static files

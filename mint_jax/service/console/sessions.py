@@ -1,9 +1,8 @@
 """Browser sessions by cookie, and the check that a page of ours sent a form.
 
-The cookie is 32 random bytes; the server keeps its hash and the key's id. It is HttpOnly,
-SameSite=Strict and, except on loopback without TLS, Secure; scripts and other sites never have it,
-and the key itself is stored nowhere. A session ends after ``SESSION_S``, with its key, by signing
-out, and with the server.
+The cookie is 32 random bytes, HttpOnly, SameSite=Strict and, except on loopback without TLS,
+Secure. The server keeps its hash and the key's id; the key itself is stored nowhere. A session ends
+after ``SESSION_S``, with its key, by signing out, and with the server.
 """
 
 import collections
@@ -26,12 +25,7 @@ MAX_SESSIONS = 10_000  # beyond it the oldest is dropped
 
 
 class Browsers:
-    """The sessions of one server, for one event loop.
-
-    Args:
-        keys: None: no session is needed.
-        clock: monotonic seconds.
-    """
+    """The sessions of one server, for one event loop. Without ``keys`` none is needed."""
 
     def __init__(self, keys: Keys | None, clock: Callable[[], float] = time.monotonic):
         self.keys, self._clock = keys, clock
@@ -40,8 +34,8 @@ class Browsers:
 
     def find(self, headers: list[tuple[bytes, bytes]]) -> tuple[str, str] | None:
         """Returns the ids of a request's key and session; None without a session."""
-        cookie = cookies_of(headers).get(COOKIE)
-        session = "" if cookie is None else _hash(cookie)
+        lines = (value.decode("latin-1") for name, value in headers if name == b"cookie")
+        session = _hash(cookie_parser(";".join(lines)).get(COOKIE, ""))
         key, end = self._sessions.get(session, ("", 0.0))
         return (key, session) if self._clock() < end else None
 
@@ -50,8 +44,7 @@ class Browsers:
         cannot be read.
         """
         assert self.keys is not None, "without keys there is no sign-in"
-        key = self.keys.find(secret.strip())
-        if key is None:
+        if (key := self.keys.find(secret.strip())) is None:
             return None
         cookie = secrets.token_urlsafe(32)
         self._sessions[_hash(cookie)] = key.id, self._clock() + SESSION_S
@@ -87,15 +80,6 @@ def same_origin(headers: Mapping[str, str]) -> bool:
         return site == "same-origin"
     origin = urllib.parse.urlsplit(headers.get("origin", "")).netloc
     return bool(origin) and origin == headers.get("host")
-
-
-def cookies_of(headers: list[tuple[bytes, bytes]]) -> dict[str, str]:
-    """Returns a request's cookies by name."""
-    found: dict[str, str] = {}
-    for name, value in headers:
-        if name == b"cookie":
-            found |= cookie_parser(value.decode("latin-1"))
-    return found
 
 
 def _hash(cookie: str) -> str:
