@@ -4,15 +4,7 @@
 
 Each policy has one queue. Requests of different policies that are ready share a step, and so do
 passes of one policy without an update between them. The tenant with the least service goes first
-(``fairness.py``). The engine asks for a slice of training between two dispatches of rows: the
-largest whose measured cost is within a bound. Files are read and written in other threads.
-
-A snapshot is one policy's state with its pending gradients, between two of its requests, and the
-place up to which it has everything. A restart loads each policy's snapshot and runs the requests
-after it again, in the same order. The state is then the same except for the order of float32 sums,
-because a request may share its step with other requests than before. While the disk refuses writes,
-new requests are refused and accepted ones continue; a snapshot is tried again with the next update.
-A loaded file is kept under ``loads`` until a snapshot includes it: its checkpoint may be deleted.
+(``fairness.py``). Checkpoints are read and written in other threads.
 """
 
 import collections
@@ -20,10 +12,9 @@ import dataclasses
 import functools
 import itertools
 import logging
-import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
@@ -33,21 +24,13 @@ from mint_jax.catalog.records.database import DatabaseFailed
 from mint_jax.catalog.storage.payloads import StorageFailed
 from mint_jax.digest import blake3_of
 from mint_jax.errors import UserError
-from mint_jax.service import training_calls
+from mint_jax.service import training_calls as codec
 from mint_jax.service.checkpoints import Checkpoints
 from mint_jax.service.costs import BASE, Costs, Kind, Payer
 from mint_jax.service.fairness import Counters
 from mint_jax.service.futures import Category, Done, Failed, Futures, TrainingRequest
 from mint_jax.service.server_db import ServerDatabase
-from mint_jax.service.training_calls import (
-    Call,
-    Create,
-    ForwardBackward,
-    Load,
-    Optim,
-    Save,
-    Trained,
-)
+from mint_jax.service.training_calls import Call, Create, ForwardBackward, Load, Optim, Save
 from mint_jax.train import blocks, host_state
 from mint_jax.train.blocks import TrainRequest
 from mint_jax.train.config import OptimizerConfig
@@ -66,7 +49,9 @@ class Unavailable(UserError):
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """A policy's state, and the place up to which it has everything."""
+    """A policy's state with its pending gradients, between two of its requests, and the place up to
+    which it has everything.
+    """
 
     model: str
     place: int
@@ -96,10 +81,6 @@ def path_of(folder: Path, model: str) -> Path:
     return folder / f"{blake3_of(model.encode())[:32]}.safetensors"
 
 
-def _join(snapshot: Snapshot, live: Trainer) -> None:
-    live.join(snapshot.model, snapshot.state)
-
-
 @dataclasses.dataclass(eq=False)
 class _Operation:
     """An entry of a policy's queue: a request, or a function with a ``future``. ``work`` is the
@@ -126,9 +107,9 @@ class _Operation:
 
 @dataclasses.dataclass(eq=False)
 class _SinceSnapshot:
-    """Changes of a policy since its last snapshot: updates, its time, ids of load requests."""
+    """Changes of a policy since its last snapshot: its time, updates, ids of load requests."""
 
-    at: float
+    at: float = dataclasses.field(default_factory=time.monotonic)
     updates: int = 0
     is_due: bool = False
     loads: list[str] = dataclasses.field(default_factory=list)
@@ -136,6 +117,12 @@ class _SinceSnapshot:
 
 class Durable:
     """Training requests of one server.
+
+    A restart loads each policy's snapshot and runs the requests after it again, in the same order.
+    The state is then the same except for the order of float32 sums, because a request may share its
+    step with other requests than before. A loaded checkpoint may be deleted, so its file is kept
+    under ``loads`` until a snapshot includes it. While the disk refuses writes, new requests are
+    refused and accepted ones continue.
 
     Args:
         folder: of ``states`` and ``loads``.
@@ -151,7 +138,6 @@ class Durable:
             request that succeeds for the first time.
         on_end: called with a policy and the number of a request that has ended; the number is None
             when the policy was forgotten.
-        futures: options of ``Futures``.
 
     Attributes:
         counters: service of each tenant, sampling included.
@@ -174,58 +160,45 @@ class Durable:
         idle_gap_s: float = 2.0,
         every: int = 16,
         every_s: float = 60.0,
-        clock: Callable[[], float] = time.monotonic,
         store: Checkpoints | None = None,
         tenant_of: Callable[[str], str] = str,
         on_result: Callable[[str, Call, Any], None] = lambda model, call, result: None,
         on_end: Callable[[str, int | None], None] = lambda model, number: None,
-        **futures: Any,
     ):
-        if every < 1 or every_s <= 0:
+        if every < 1 or every_s <= 0 or not 0 < gap_s <= idle_gap_s:
             raise UserError(
-                f"every is {every} and every_s {every_s}; expected at least 1 update, and more than"
-                " 0 seconds"
-            )
-        if not 0 < gap_s <= idle_gap_s:
-            raise UserError(
-                f"gap_s is {gap_s} and idle_gap_s {idle_gap_s}; expected seconds above 0, the"
-                " second not below the first"
+                f"every is {every}, every_s {every_s}, gap_s {gap_s}, idle_gap_s {idle_gap_s};"
+                " expected at least 1 update, and seconds above 0 with gap_s at most idle_gap_s"
             )
         self.live, self.counters, self.costs = live, Counters(), costs or Costs(database)
-        self.gap_s, self.idle_gap_s = gap_s, idle_gap_s
+        self.gap_s, self.idle_gap_s, self.every, self.every_s = gap_s, idle_gap_s, every, every_s
         self.gaps: collections.deque[float] = collections.deque(maxlen=KEPT_GAPS)
-        self.every, self.every_s, self._clock, self._wake = every, every_s, clock, wake
-        self.store, self.tenant_of = store, tenant_of
+        self.store, self.tenant_of, self._wake = store, tenant_of, wake
         self._on_result, self._on_end = on_result, on_end
         self.failed: BaseException | None = None
+        # of ``rollout.active.Coscheduled``
+        self.began, self.ended = self.counters.begin, self.counters.end
+        self.order, self.spent = self.counters.order, self.counters.charge
         self._lock = threading.Lock()  # of the inbox and of ``_changes``
         self._inbox: list[tuple[_Operation, bool]] = []  # with True if its file is there
-        self._changes: collections.defaultdict[str, _SinceSnapshot] = collections.defaultdict(
-            lambda: _SinceSnapshot(at=clock())
-        )
-        # of policies with something to do, and of those that wait for a file; only the devices'
-        # thread touches them
+        self._changes = collections.defaultdict[str, _SinceSnapshot](_SinceSnapshot)
+        # of policies with something to do; paused ones wait for a file; only the devices' thread
+        # touches them
         self._queues: dict[str, collections.deque[_Operation]] = {}
-        self._paused: dict[str, collections.deque[_Operation]] = {}
+        self._paused: set[str] = set()
         self._update_s = 0.0  # seconds of one policy's update, last measured
         self.states, self.loads = folder / "states", folder / "loads"
         self.loads.mkdir(parents=True, exist_ok=True)
         found = [Snapshot.read(path) for path in sorted(self.states.glob("*.safetensors"))]
         places = {snapshot.model: snapshot.place for snapshot in found}
-        self.futures = Futures(database, places, on_ready=wake, **futures)
-        self.restored = [snapshot.model for snapshot in found]
+        self.futures = Futures(database, places, on_ready=wake)
+        self.restored = list(places)
+        self._to_join = [(one.model, one.state) for one in found]  # by the first slice
         for path in self.loads.iterdir():
-            if not self.futures.is_needed(path.name.partition("-")[0]):
+            if path.name.partition("-")[0] not in self.futures:
                 path.unlink()
-        for one in found:  # before the requests that are ready
-            join = functools.partial(_join, one)
-            joining = _Operation(one.model, tenant_of(one.model), future=Future(), work=join)
-            self._inbox.append((joining, False))
         self._io = ThreadPoolExecutor(2, "checkpoints")
-        # ended requests; (id of the last request, model, state, loads) of snapshots; None: stop
-        self._ends: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._finisher = threading.Thread(target=self._finish_all, name="finisher", daemon=True)
-        self._finisher.start()
+        self._finisher = ThreadPoolExecutor(1, "finisher")  # results and snapshots, in order
 
     # any thread
 
@@ -242,7 +215,7 @@ class Durable:
     def _encoded(self, call: Call) -> tuple[str, bytes]:
         if self.failed is not None:
             raise Unavailable(f"this server takes no more requests: {self.failed}")
-        return training_calls.encode(call)
+        return codec.encode(call)
 
     def result(self, id: str, timeout_s: float = 0.0) -> Any:
         """Returns the result of a request; None if it has not ended.
@@ -255,21 +228,21 @@ class Durable:
         outcome = self.futures.wait(id, timeout_s)
         if isinstance(outcome, Failed):
             raise (UserError if outcome.category == Category.USER else RuntimeError)(outcome.error)
-        return None if outcome is None else training_calls.decode_result(outcome.result)
+        return None if outcome is None else codec.decode_result(outcome.result)
 
     def do(self, policy: str, call: Callable[[Trainer], Any], tenant: str = "") -> "Future[Any]":
         """Runs a function in the policy's order, between steps. A restart does not run it again."""
-        operation = _Operation(policy, tenant, future=Future(), work=call)
-        assert operation.future is not None
-        operation.future.set_running_or_notify_cancel()
+        future: Future[Any] = Future()
+        future.set_running_or_notify_cancel()
         with self._lock:
             if (error := self.failed) is None:
                 self._take()
+                operation = _Operation(policy, tenant, future=future, work=call)
                 self._inbox.append((operation, False))
         if error is not None:
-            operation.future.set_exception(error)
+            future.set_exception(error)
         self._wake()
-        return operation.future
+        return future
 
     def forget(self, model: str) -> None:
         """Deletes a policy: its state, its snapshot, its requests and their results."""
@@ -285,29 +258,27 @@ class Durable:
         """Number of policies with something to do, and of requests not looked at yet."""
         if self.failed is not None:
             return 0
-        return len(self._queues) + len(self._inbox) + self.futures.num_ready
+        new = len(self._inbox) + len(self._to_join) + self.futures.num_ready
+        return len(self._queues) - len(self._paused) + new
 
     def queued(self) -> dict[str, int]:
         """Returns the number of unfinished requests of each policy that has some."""
-        queues = [*self._queues.items(), *self._paused.items()]
-        return {policy: len(operations) for policy, operations in queues}
+        return {policy: len(queue) for policy, queue in list(self._queues.items())}
 
     def stop(self, reason: BaseException) -> None:
         """Refuses further requests. Unfinished ones run after a restart."""
         with self._lock:
             self.failed = self.failed or reason
-            left, self._inbox = self._inbox, []
-        queues = [*self._queues.values(), *self._paused.values()]
-        self._queues, self._paused = {}, {}
-        for operation in [*(one for one, _ in left), *itertools.chain.from_iterable(queues)]:
+            left, self._inbox = [one for one, _ in self._inbox], []
+        queues, self._queues, self._paused = self._queues, {}, set()
+        for operation in itertools.chain(left, *queues.values()):
             if operation.future is not None:
                 operation.future.set_exception(reason)
 
     def close(self) -> None:
         """Ends the threads, once ``slice`` is called no more; results so far are written."""
         self._io.shutdown()
-        self._ends.put(None)
-        self._finisher.join()
+        self._finisher.shutdown()
         self.futures.end_waits()
 
     # the thread that owns the devices; see ``rollout.active.Coscheduled``
@@ -318,18 +289,6 @@ class Durable:
         if worked and decoding:
             self.gaps.append(time.perf_counter() - began)
         return worked
-
-    def began(self, tenant: str) -> None:
-        self.counters.begin(tenant)
-
-    def ended(self, tenant: str) -> None:
-        self.counters.end(tenant)
-
-    def order(self, tenants: Iterable[str]) -> list[str]:
-        return self.counters.order(tenants)
-
-    def spent(self, seconds: float, tokens: Mapping[str, float]) -> None:
-        self.counters.charge(seconds, tokens)
 
     def took(
         self,
@@ -349,7 +308,7 @@ class Durable:
             return False
         try:
             self._sort()
-            return bool(self._queues) and self._slice(bound_s)
+            return self._slice(bound_s)
         except BaseException as failure:
             self.stop(failure)
             raise
@@ -361,36 +320,41 @@ class Durable:
             self._inbox.append((operation, False))
 
     def _sort(self) -> None:
-        """Appends new operations to their queues, and resumes those whose files are there."""
+        """Joins restored policies, appends new operations to their queues, and resumes those whose
+        files are there.
+        """
+        while self._to_join:
+            policy, state = self._to_join.pop()
+            try:
+                self.live.join(policy, state)
+            except UserError as error:  # no slot fits it since a setting was changed
+                log.warning("policy %s is not restored: %s", policy, error)
         with self._lock:
             self._take()
             inbox, self._inbox = self._inbox, []
         for operation, is_back in inbox:
-            policy = operation.policy
             if is_back:
-                self._queues[policy] = self._paused.pop(policy)
-                self._pop_ended(policy)
+                self._paused.discard(operation.policy)
+                self._pop_ended(operation.policy)
             else:
                 self.counters.begin(operation.tenant)
-                queues = self._paused if policy in self._paused else self._queues
-                queues.setdefault(policy, collections.deque()).append(operation)
+                self._queues.setdefault(operation.policy, collections.deque()).append(operation)
 
     def _slice(self, bound_s: float | None) -> bool:
         heads = [head for policy in list(self._queues) if (head := self._head(policy)) is not None]
         if not heads:
             return False
-        order = {t: i for i, t in enumerate(self.counters.order(head.tenant for head in heads))}
-        heads.sort(key=lambda head: order[head.tenant])
+        order = self.counters.order(head.tenant for head in heads)
+        heads.sort(key=lambda head: order.index(head.tenant))
         first = heads[0]
         try:
             if isinstance(first.work, TrainRequest):
                 self._step([head for head in heads if isinstance(head.work, TrainRequest)], bound_s)
             elif isinstance(first.work, OptimizerConfig):
-                most = len(heads)
-                if bound_s is not None and self._update_s:
-                    most = max(1, int(bound_s / self._update_s))
                 updates = [head for head in heads if isinstance(head.work, OptimizerConfig)]
-                self._update(updates[:most])
+                if bound_s is not None and self._update_s:
+                    updates = updates[: max(1, int(bound_s / self._update_s))]
+                self._update(updates)
             else:
                 self._call(first)
         except StateLost as lost:  # nothing was computed: the other policies have another turn
@@ -403,31 +367,32 @@ class Durable:
 
     def _head(self, policy: str) -> _Operation | None:
         """Returns a policy's next operation, if it can run now."""
-        while (operations := self._queues.get(policy)) is not None:
-            head = operations[0]
+        while policy in self._queues and policy not in self._paused:
+            head = self._queues[policy][0]
             self._read(head)
-            if policy not in self._queues:  # it waits for a file
+            if policy in self._paused:
                 return None
-            if not head.ended:
-                return head if self._can_start(head.work) else None
-            self._pop_ended(policy)
+            if head.ended:
+                self._pop_ended(policy)
+                continue
+            # the programs of passes and updates may not be compiled yet; functions need none
+            if isinstance(head.work, TrainRequest):
+                can_start = self.live.can_move() and self.live.can_start(head.work)
+            else:
+                can_start = not isinstance(head.work, OptimizerConfig) or self.live.can_move()
+            return head if can_start else None
         return None
-
-    def _can_start(self, work: Any) -> bool:
-        """Returns whether the programs of an operation are compiled; functions need none."""
-        if isinstance(work, TrainRequest):
-            return self.live.can_move() and self.live.can_start(work)
-        return not isinstance(work, OptimizerConfig) or self.live.can_move()
 
     def _read(self, one: _Operation) -> None:
         """Reads and checks a request that comes next."""
-        if one.request is None or one.work is not None or one.ended:
+        if one.work is not None or one.ended:
             return
+        assert one.request is not None
         if (body := self.futures.body(one.request.id)) is None:  # its model was forgotten
             one.end()
             return
         try:
-            one.call = call = training_calls.decode(one.request.call, body)
+            one.call = call = codec.decode(one.request.call, body)
             if isinstance(call, ForwardBackward):
                 blocks.check(call.data, self.live.base.cfg, self.live.declared)
                 one.work = TrainRequest(one.policy, call.data, call.loss, call.backward)
@@ -437,31 +402,31 @@ class Durable:
                 if one.request.is_again:  # it was written before
                     one.end({})
                 else:
-                    one.work = lambda live: self._save(one, call, live)
+                    one.work = functools.partial(self._save, one, call)
             elif isinstance(call, Create | Load):
-                self._in_background(one, lambda: self._begin(one, call))
+                self._in_background(one, functools.partial(self._begin, one, one.request, call))
             else:
                 raise UserError(call.reason)
         except (UserError, OSError) as error:
             one.end(error=error)
 
     def _step(self, heads: list[_Operation], bound_s: float | None) -> None:
-        ready = self._in_training([one for head in heads for one in self._until_update(head)])
-        if not ready:
+        works: dict[int, tuple[TrainRequest, _Operation]] = {}
+        for one in self._in_training([one for head in heads for one in self._until_update(head)]):
+            assert isinstance(one.work, TrainRequest)
+            works[id(one.work)] = one.work, one
+        if not works:
             return
-        step = self.live.step([one.work for one in ready], bound_s)  # type: ignore[misc]
-        payers = {id(one.work): one.payer for one in ready}
+        step = self.live.step([work for work, _ in works.values()], bound_s)
         tokens = collections.Counter[Payer]()
         for block in step.blocks:
-            tokens[payers[id(block.work)]] += blocks.used([block])
+            tokens[works[id(block.work)][1].payer] += blocks.used([block])
         self._charge("train", step.seconds, tokens)
-        self._charge_moves(ready)
-        for one in ready:
-            work: TrainRequest = one.work  # type: ignore[assignment]
+        self._charge_moves()
+        for work, one in works.values():
             if not work.left:
                 assert isinstance(one.call, ForwardBackward)
-                trained = Trained.of(work.data, work.coefs, work.logprobs, work.loss)  # type: ignore[arg-type]
-                one.end(one.call.in_sent_shape(trained))
+                one.end(one.call.result(work.logprobs, work.loss))  # type: ignore[arg-type]
 
     def _in_training(self, operations: list[_Operation]) -> list[_Operation]:
         """Returns the operations whose policy is in training; fails the others."""
@@ -489,37 +454,37 @@ class Durable:
         results = self.live.optim({one.policy: one.work for one in heads})  # type: ignore[misc]
         seconds = time.perf_counter() - began
         self._update_s = seconds / len(heads)
-        seconds -= self._charge_moves(heads)
+        seconds -= self._charge_moves()
         self._charge("update", seconds, dict.fromkeys((one.payer for one in heads), 1))
         for one in heads:
             one.end(results[one.policy])
 
-    def _charge_moves(self, operations: Sequence[_Operation]) -> float:
-        """Charges the moves of policies to their slots; returns their seconds."""
-        payers, moved = {one.policy: one.payer for one in operations}, self.live.brought()
-        for policy, seconds in moved.items():
-            self._charge("load", seconds, {payers[policy]: 1})
-        return sum(moved.values())
-
-    def _charge(self, kind: Kind, seconds: float, shares: Mapping[Payer, float]) -> None:
-        self.costs.charge(kind, seconds, shares)
-        tenants = collections.Counter[str]()
-        for payer, share in shares.items():
-            tenants[payer.tenant] += share  # type: ignore[assignment]
-        self.counters.charge(seconds, tenants)
-
     def _call(self, head: _Operation) -> None:
         """Runs a function. Mistakes of its caller and failing disks fail its own operation."""
-        began, paused = time.perf_counter(), len(self._paused)
+        began = time.perf_counter()
         try:
             result = head.work(self.live)  # type: ignore[operator, misc]
-            if len(self._paused) == paused:
+            if head.policy not in self._paused:
                 head.end(result)
         except (UserError, OSError) as error:
             head.end(error=error)
         seconds = time.perf_counter() - began
         self.live.brought()  # included in these seconds
         self._charge("load", seconds, {head.payer: 1})
+
+    def _charge_moves(self) -> float:
+        """Charges the moves of policies to their slots; returns their seconds."""
+        moved = self.live.brought()
+        for policy, seconds in moved.items():
+            self._charge("load", seconds, {Payer(self.tenant_of(policy), policy): 1})
+        return sum(moved.values())
+
+    def _charge(self, kind: Kind, seconds: float, shares: Mapping[Payer, float]) -> None:
+        self.costs.charge(kind, seconds, shares)
+        tenants: collections.defaultdict[str, float] = collections.defaultdict(float)
+        for payer, share in shares.items():
+            tenants[payer.tenant] += share
+        self.counters.charge(seconds, tenants)
 
     def _pop_ended(self, policy: str) -> None:
         """Hands over the results of a policy's first operations; takes a snapshot if one is due."""
@@ -532,17 +497,14 @@ class Durable:
                     one.future.set_exception(one.error)
                 else:
                     one.future.set_result(one.result)
-                continue
-            assert one.request is not None
-            if one.call is None and one.error is None:  # forgotten
-                continue
-            self._ends.put(one)
-            if one.error is None:
-                assert one.call is not None
-                if not one.request.is_again:
-                    self._on_result(policy, one.call, one.result)
-                if isinstance(one.call, Create | Load | Optim):
-                    self._count_change(one.request, one.call)
+            elif one.call is not None or one.error is not None:  # else it was forgotten
+                assert one.request is not None
+                self._later(self._finish, one, one.request)
+                if one.error is None and one.call is not None:
+                    if not one.request.is_again:
+                        self._on_result(policy, one.call, one.result)
+                    if isinstance(one.call, Create | Load | Optim):
+                        self._count_change(one.request, one.call)
         if not operations:
             self._queues.pop(policy, None)
 
@@ -556,23 +518,22 @@ class Durable:
             if isinstance(call, Load):  # a snapshot now: the checkpoint may be deleted later
                 changes.is_due = True
                 changes.loads.append(request.id)
-            overdue = self._clock() - changes.at >= self.every_s
+            overdue = time.monotonic() - changes.at >= self.every_s
             if not (changes.is_due or overdue or changes.updates >= self.every):
                 return
-            loads = changes.loads
-            self._changes[request.model] = _SinceSnapshot(self._clock())
+            self._changes[request.model] = _SinceSnapshot()
         try:
             state = self.live.read_state(request.model)
         except UserError as error:  # the policy has left, or its file is lost
             log.warning("no snapshot of %s is taken: %s", request.model, error)
         else:
-            self._ends.put((request.id, request.model, state, loads))
+            self._later(self._write_snapshot, request, state, changes.loads)
 
-    # files, in threads of their own
+    # checkpoints, in threads of their own
 
     def _in_background(self, one: _Operation, call: Callable[[], None]) -> None:
         """Runs a function that changes the operation; its policy waits."""
-        self._paused[one.policy] = self._queues.pop(one.policy)
+        self._paused.add(one.policy)
 
         def run() -> None:
             try:
@@ -585,21 +546,18 @@ class Durable:
 
         self._io.submit(run)
 
-    def _begin(self, one: _Operation, call: Create | Load) -> None:
+    def _begin(self, one: _Operation, request: TrainingRequest, call: Create | Load) -> None:
         """Makes or reads the state that a policy begins with."""
-        assert one.request is not None
         if isinstance(call, Load):
             assert self.store is not None
-            state = self.store.load(call, self.loads / one.request.id)
+            state = self.store.load(call, self.loads / request.id)
             result = {"path": call.path}
         else:
             state, result = host_state.fresh(self.live.specs, call.config, call.seed), {}
 
         def begin(live: Trainer) -> dict[str, Any]:
-            if isinstance(call, Load) and one.policy in live:
-                live.replace(one.policy, state)
-            else:
-                live.join(one.policy, state)
+            is_loaded = isinstance(call, Load) and one.policy in live
+            (live.replace if is_loaded else live.join)(one.policy, state)
             return result
 
         one.work = begin
@@ -615,41 +573,41 @@ class Durable:
 
     # the finisher's thread: results and snapshots to the disk
 
-    def _finish_all(self) -> None:
-        try:
-            while (item := self._ends.get()) is not None:
-                if isinstance(item, _Operation):
-                    self._finish(item)
-                else:
-                    self._write_snapshot(*item)
-        except BaseException as failure:
-            self.failed = failure
+    def _later(self, call: Callable[..., None], *args: Any) -> None:
+        def run() -> None:
+            try:
+                call(*args)
+            except BaseException as failure:
+                self.failed = failure
 
-    def _finish(self, one: _Operation) -> None:
-        assert one.request is not None
+        self._finisher.submit(run)
+
+    def _finish(self, one: _Operation, request: TrainingRequest) -> None:
         if one.error is None:
-            outcome = Done(training_calls.encode_result(one.result))
+            outcome = Done(codec.encode_result(one.result))
         else:
             failed = isinstance(one.error, (DatabaseFailed, StorageFailed))  # UserErrors too
             is_mistake = isinstance(one.error, UserError) and not failed
             outcome = Failed(str(one.error), Category.USER if is_mistake else Category.SERVER)
-        self.futures.finish(one.request.id, outcome)
-        self._on_end(one.policy, one.request.seq_id)
+        self.futures.finish(request.id, outcome)
+        self._on_end(one.policy, request.seq_id)
 
-    def _write_snapshot(self, id: str, model: str, state: HostState, loads: Sequence[str]) -> None:
-        """Writes a snapshot unless its policy was forgotten. If the disk refuses, the older one
-        stays, and the policy's next update tries again.
+    def _write_snapshot(
+        self, request: TrainingRequest, state: HostState, loads: Sequence[str]
+    ) -> None:
+        """Writes the snapshot after a request unless its policy was forgotten. If the disk refuses,
+        the older one stays, and the policy's next update tries again.
         """
+        model = request.model
         try:
             snapshot = Snapshot(model, self.futures.place(model), state)
             snapshot.write(self.states)
-            if id not in self.futures:  # forgotten
+            if request.id not in self.futures:  # forgotten
                 self.futures.place(model)  # by now the deletion is durable
                 path_of(self.states, model).unlink(missing_ok=True)
                 return
             self.futures.snapshot(model, snapshot.place)
             self._drop_loads(loads)
-            self.futures.expire()
         except (OSError, DatabaseFailed) as error:
             log.warning("the snapshot of %s is not written yet: %s", model, error)
             with self._lock:

@@ -1,23 +1,9 @@
-"""Futures of training requests that survive a restart: each request is accepted once, runs in
-order, and its result is kept until the client has it.
+"""Training requests that survive a restart: each is accepted once, runs in its model's order, and
+its result is kept until the client has it.
 
-A request is (model, seq_id, call, body). ``submit`` returns its id once it is in the database; the
-same request again returns the same id and does not run again, and the same number with another body
-raises ``Conflict``. ``take`` hands requests to the executor, each model's in the order of its
-numbers, from 1 and without gaps. ``finish`` takes the result; ``wait`` returns it once it is in the
-database too, until ``keep_s`` after the last ``delivered``. Later calls raise ``Gone``.
-
-**Restart.** The caller keeps the models' states. A *place* counts everything that was accepted or
-has ended. A snapshot of a model's state goes with ``place(model)``, which the caller calls between
-two ``finish`` of the model: the state holds exactly those requests that ended up to that place.
-Once the snapshot is durable, the caller calls ``snapshot(model, place)``. After a restart the
-caller passes the places of the snapshots that it has loaded. ``take`` then first returns those
-requests of a model that ended after its place (``is_again``: the state needs them, their results
-stay as they are; failed requests had no effect and are left out), and then its unfinished ones.
-Calls must depend on nothing but state and body.
-
-A request is *settled* when its result is released, and it failed or a snapshot has it. Settled
-requests are deleted and only their numbers stay known. ``forget`` deletes a model.
+A request is (model, seq_id, call, body). The same request again has the same id and does not run
+again; the same number with another body raises ``Conflict``. Each model's requests run in the order
+of their numbers, from 1 and without gaps.
 """
 
 import asyncio
@@ -31,7 +17,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from typing import Any, NamedTuple
 
 from mint_jax.digest import blake3_of
 from mint_jax.errors import UserError
@@ -39,8 +24,8 @@ from mint_jax.service.handover import Waker
 from mint_jax.service.server_db import Connection, DatabaseDamaged, ServerDatabase
 
 KEEP_S = 300.0
-SHORT = 64 << 10  # bytes of a payload up to which it stays in memory
-LONGEST_NAME = 1000  # bytes of a model's name, and of a call's
+SHORT = 64 << 10  # bytes of a payload up to which it stays in memory: reading one costs 50 us
+SETTLED = 2  # value of ``requests.kept``
 
 
 class Category(enum.StrEnum):
@@ -68,16 +53,6 @@ class Failed:
 Outcome = Done | Failed
 
 
-class TrainingRequest(NamedTuple):
-    """A request for the executor; ``is_again``: its result is known, the model's state needs it."""
-
-    id: str
-    model: str
-    seq_id: int
-    call: str
-    is_again: bool
-
-
 class Conflict(UserError):
     """The number was used for another request."""
 
@@ -94,9 +69,11 @@ def unknown(id: str) -> Gone:
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class _Tracked:
-    """A request that is not settled; ``place`` and ``ended`` are those of its body and its result,
-    or 0. ``data``: a short body until it has ended, then a short result; reading costs 50 us.
+class TrainingRequest:
+    """A request that is not settled; ``is_again``: its result is known, its model's state needs it.
+
+    ``place`` and ``ended`` are those of its body and its result, 0 until these are in the database.
+    ``data`` is a short body until the request has ended, then a short result.
     """
 
     id: str
@@ -105,46 +82,38 @@ class _Tracked:
     call: str
     digest: str
     place: int = 0
-    accepted: "Future[None] | None" = None
     ended: int = 0
-    data: bytes | None = None
     category: Category | None = None
     is_again: bool = False
-    delivered_at: float | None = None
     is_released: bool = False
+    data: bytes | None = None
+    accepted: "Future[None]" = dataclasses.field(default_factory=Future)
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class _ModelQueue:
-    """The requests of one model: the number that becomes ready next, the place of the newest
-    durable snapshot, the settled numbers, and ready or running requests in order.
+class _Model:
+    """The requests of one model by number, None once settled, from ``first``, the first number that
+    is not; those that are ready or run, in order; the next number to become ready; and the place of
+    the newest durable snapshot.
     """
 
+    first: int = 1
     next: int = 1
     place: int = 0
-    first_unsettled: int = 1
-    settled: set[int] = dataclasses.field(default_factory=set)
-    entries: dict[int, _Tracked] = dataclasses.field(default_factory=dict)
-    running: "collections.deque[_Tracked]" = dataclasses.field(default_factory=collections.deque)
+    requests: dict[int, TrainingRequest | None] = dataclasses.field(default_factory=dict)
+    running: "collections.deque[TrainingRequest]" = dataclasses.field(
+        default_factory=collections.deque
+    )
 
-    def is_settled(self, seq_id: int) -> bool:
-        return seq_id < self.first_unsettled or seq_id in self.settled
-
-    def settle(self, seq_ids: Iterable[int]) -> None:
-        self.settled.update(seq_ids)
-        while self.first_unsettled in self.settled:
-            self.settled.remove(self.first_unsettled)
-            self.first_unsettled += 1
-
-    def advance(self) -> list[_Tracked]:
+    def advance(self) -> list[TrainingRequest]:
         """Returns the requests that become ready; skips those that the state has."""
         ready = []
-        self.next = max(self.next, self.first_unsettled)
-        while (entry := self.entries.get(self.next)) is not None or self.is_settled(self.next):
-            if entry is not None and (entry.is_again or not entry.ended):
-                if entry.accepted is not None:
+        while self.next in self.requests:
+            if (request := self.requests[self.next]) is not None:
+                if not request.place:  # on its way to the database
                     break
-                ready.append(entry)
+                if request.is_again or not request.ended:
+                    ready.append(request)
             self.next += 1
         self.running.extend(ready)
         return ready
@@ -153,9 +122,20 @@ class _ModelQueue:
 class Futures:
     """All unsettled requests of a database; all methods may be called from any thread.
 
+    **Restart.** The caller keeps the models' states. A *place* counts everything that was accepted
+    or has ended. The caller calls ``place(model)`` between two ``finish`` of the model: the state
+    then holds exactly those requests that ended up to that place. Once a snapshot of this state is
+    durable, the caller calls ``snapshot(model, place)``. After a restart it passes the places of
+    the snapshots that it has loaded. ``take`` then first returns those requests of a model that
+    ended after its place (``is_again``: the state needs them, their results stay as they are;
+    failed requests had no effect and are left out), and then its unfinished ones. Calls must depend
+    on nothing but state and body.
+
+    A request is *settled* once its result is released, ``keep_s`` after its last delivery, and it
+    failed or a snapshot has it. Settled requests are deleted and only their numbers stay known.
+
     Args:
         places: place of the loaded snapshot, of each model that has one.
-        keep_s: seconds that a result is kept after its delivery.
         clock: monotonic seconds. A restart begins the time of delivered results again.
         on_ready: called, in any thread, when ``take`` has a new request.
 
@@ -178,20 +158,11 @@ class Futures:
         self._on_ready = on_ready
         self._lock = threading.Lock()
         self._waker = Waker()
-        self._models: dict[str, _ModelQueue] = {}
-        self._ids: dict[str, _Tracked] = {}
-        # by time of delivery
-        self._delivered: collections.OrderedDict[str, _Tracked] = collections.OrderedDict()
-        self._ready: collections.deque[_Tracked] = collections.deque()
-        self._end = 0  # the highest place that is known
-        try:
-            self._load(places or {})
-        except UserError:
-            raise
-        except ValueError as error:
-            raise DatabaseDamaged(
-                f"{database.path} is damaged ({error}): restore it from a backup"
-            ) from None
+        self._models: collections.defaultdict[str, _Model] = collections.defaultdict(_Model)
+        self._ids: dict[str, TrainingRequest] = {}
+        self._delivered: dict[str, float] = {}  # times of the last delivery, the earliest first
+        self._ready: collections.deque[TrainingRequest] = collections.deque()
+        self._load(places or {})
 
     # clients
 
@@ -204,17 +175,15 @@ class Futures:
             Overloaded: the queue is full.
             DatabaseFailed: the disk refuses: the request was not accepted and may be sent again.
         """
-        entry = self._accept(model, seq_id, call, body)
-        if (accepted := entry.accepted) is not None:
-            accepted.result()
-        return entry.id
+        request = self._accept(model, seq_id, call, body)
+        request.accepted.result()
+        return request.id
 
     async def submit_task(self, model: str, seq_id: int, call: str, body: bytes) -> str:
         """``submit`` for an asyncio task."""
-        entry = self._accept(model, seq_id, call, body)
-        if (accepted := entry.accepted) is not None:
-            await asyncio.wrap_future(accepted)
-        return entry.id
+        request = self._accept(model, seq_id, call, body)
+        await asyncio.wrap_future(request.accepted)
+        return request.id
 
     def wait(self, id: str, timeout_s: float = 0.0) -> Outcome | None:
         """Returns a request's outcome; None if it has not ended in time. Raises ``Gone``."""
@@ -226,45 +195,45 @@ class Futures:
 
     def about(self, id: str) -> tuple[str, str]:
         """Returns the model and the call of a request. Raises ``Gone``."""
-        with self._lock:
-            entry = self._ids.get(id)
-        if entry is None:
+        if (request := self._ids.get(id)) is None:
             raise unknown(id)
-        return entry.model, entry.call
+        return request.model, request.call
 
     def delivered(self, id: str) -> None:
         """Marks an outcome as delivered: it is kept for another ``keep_s``. A crash may lose the
         mark.
         """
         with self._lock:
-            entry = self._ids.get(id)
-            if entry is None or entry.is_released:
+            request = self._ids.get(id)
+            if request is None or not request.ended or request.is_released:
                 return
-            _check_ended(entry)
-            if entry.delivered_at is None:
-                self._note("UPDATE requests SET kept = 1 WHERE place = ?", entry.place)
-            entry.delivered_at = self._clock()
-            self._delivered[id] = entry
-            self._delivered.move_to_end(id)
+            if self._delivered.pop(id, None) is None:
+                query, values = "UPDATE requests SET kept = 1 WHERE place = ?", (request.place,)
+                self._database.write(lambda c: c.execute(query, values), keep=True, lazy=True)
+            self._delivered[id] = self._clock()
 
     def expire(self) -> None:
         """Releases the outcomes whose time is over."""
         with self._lock:
             while self._delivered:
-                entry = next(iter(self._delivered.values()))
-                if not self._is_expired(entry):
+                id, at = next(iter(self._delivered.items()))
+                if at + self.keep_s > self._clock():
                     break
-                self._release(entry)
+                del self._delivered[id]
+                request = self._ids[id]
+                request.is_released, request.data = True, None
+                self._settle(request.model, [request])
+
+    def end_waits(self) -> None:
+        """Ends all waits for outcomes, also later ones, as if their time were over."""
+        self._waker.close()
 
     # the executor
 
     def take(self) -> TrainingRequest | None:
         """Returns the next request to run, if there is one; those before it may be running."""
         with self._lock:
-            if not self._ready:
-                return None
-            entry = self._ready.popleft()
-        return TrainingRequest(entry.id, entry.model, entry.seq_id, entry.call, entry.is_again)
+            return self._ready.popleft() if self._ready else None
 
     @property
     def num_ready(self) -> int:
@@ -274,60 +243,53 @@ class Futures:
     def body(self, id: str) -> bytes | None:
         """Returns the body of an unfinished request; None if its model was forgotten."""
         with self._lock:
-            entry = self._ids.get(id)
-        if entry is None:
-            return None
-        # a request that runs again may have its result there
-        data = None if entry.ended else entry.data
-        return self._payload(entry.place) if data is None else data
+            if (request := self._ids.get(id)) is None:
+                return None
+            # a request that runs again may have its result there
+            data = None if request.ended else request.data
+        return self._payload(request.place) if data is None else data
 
     def finish(self, id: str, outcome: Outcome) -> None:
         """Ends a taken request, in the order of its model; ``wait`` returns the outcome once it is
         in the database.
 
         While the disk refuses, the outcome waits. The outcome of a request that ran again, or of a
-        forgotten model, is dropped. Raises ``ValueError``: one before it has not finished;
-        ``DatabaseFailed``: the database is closed; the request runs again after a restart.
+        forgotten model, is dropped. Raises ``DatabaseFailed``: the database is closed; the request
+        runs again after a restart.
         """
         if isinstance(outcome, Done):
             data, category = outcome.result, None
         else:
             data, category = outcome.error.encode(), outcome.category
+
+        def apply(connection: Connection) -> int:
+            place = _insert_payload(connection, data, id, category)
+            query = "UPDATE requests SET ended = ?, category = ? WHERE place = ?"
+            connection.execute(query, (place, category, request.place))
+            return place
+
+        def ended(written: "Future[int]") -> None:
+            if written.exception() is None:
+                with self._lock:
+                    request.ended, request.category = written.result(), category
+                    request.data = data if len(data) <= SHORT else None
+                self._waker.wake((id,))
+
         with self._lock:
-            entry = self._ids.get(id)
-            if entry is None:
+            if (request := self._ids.get(id)) is None:
                 return
-            running = self._models[entry.model].running
-            if not running or running[0] is not entry:
-                raise ValueError(
-                    f"request {entry.seq_id} of {entry.model!r} is not the one to finish now:"
-                    " finish them as they were taken"
-                )
-            running.popleft()
-            if entry.is_again:
-                entry.is_again = False
-                self._settle(entry.model, [entry])
+            first = self._models[request.model].running.popleft()
+            assert first is request, "requests end in the order in which they were taken"
+            if request.is_again:
+                request.is_again = False
+                self._settle(request.model, [request])
                 return
-
-            def apply(connection: Connection) -> int:
-                ended = _insert_payload(connection, data, entry.id, category)
-                query = "UPDATE requests SET ended = ?, category = ? WHERE place = ?"
-                connection.execute(query, (ended, category, entry.place))
-                return ended
-
             written = self._database.write(apply, len(data), keep=True)
-        written.add_done_callback(functools.partial(self._ended, entry, category, data))
-
-    def is_needed(self, id: str) -> bool:
-        """Returns whether a request has still to run, for the first time or again."""
-        with self._lock:
-            entry = self._ids.get(id)
-            return entry is not None and (entry.is_again or not entry.ended)
+        written.add_done_callback(ended)
 
     def __contains__(self, id: str) -> bool:
         """Returns whether a request is known: not settled, and of a model that is not forgotten."""
-        with self._lock:
-            return id in self._ids
+        return id in self._ids
 
     def place(self, model: str) -> int:
         """Returns the place that goes with the model's state after its last finished request, once
@@ -337,19 +299,15 @@ class Futures:
             running = self._models[model].running if model in self._models else ()
             if running and running[0].is_again:
                 return running[0].ended - 1
-        place = self._database.write(_last_place).result()
-        self._end = max(self._end, place)
-        return place
+        return self._database.write(_last_place).result()
 
     def snapshot(self, model: str, place: int) -> None:
-        """Records that a snapshot at a place is durable: requests up to there do not run again.
-        Raises ``UserError``: the database has not reached this place.
-        """
-        self._check_reached(model, place)
+        """Records that a snapshot at a place is durable: requests up to there do not run again."""
         with self._lock:
-            queue = self._models.setdefault(model, _ModelQueue())
-            queue.place = max(queue.place, place)
-            self._settle(model, list(queue.entries.values()))
+            if model in self._models:
+                queue = self._models[model]
+                queue.place = max(queue.place, place)
+                self._settle(model, list(queue.requests.values()))
 
     def forget(self, model: str, then: Callable[[], None] = lambda: None) -> None:
         """Deletes a model: its waiting requests do not run, its outcomes are gone, and its name is
@@ -364,197 +322,159 @@ class Futures:
                 then()
                 return
             written = self._database.write(functools.partial(_delete_model, model), keep=True)
-            ids = [entry.id for entry in self._models.pop(model).entries.values()]
+            ids = [request.id for request in self._models.pop(model).requests.values() if request]
             for id in ids:
                 del self._ids[id]
                 self._delivered.pop(id, None)
-            self._ready = collections.deque(entry for entry in self._ready if entry.model != model)
+            self._ready = collections.deque(one for one in self._ready if one.model != model)
         self._waker.wake(ids)
         written.add_done_callback(lambda written: written.exception() or then())
 
-    # the server
+    # internals
 
-    def end_waits(self) -> None:
-        """Ends all waits for outcomes, also later ones, as if their time were over."""
-        self._waker.close()
-
-    # internals; ``_note``, ``_release`` and ``_settle`` need the lock
-
-    def _accept(self, model: str, seq_id: int, call: str, body: bytes) -> _Tracked:
-        """Returns the entry of a request, which may still be on its way to the database."""
-        for what, text in (("model", model), ("call", call)):
-            if not 0 < len(text.encode()) <= LONGEST_NAME:
-                raise UserError(f"{what} is {text[:80]!r}; expected 1 to {LONGEST_NAME} bytes")
-        if not 1 <= seq_id < 2**63:
-            raise UserError(f"seq_id of a request to {model!r} is {seq_id}; expected 1 or more")
-        entry = _Tracked(uuid.uuid4().hex, model, seq_id, call, blake3_of(body))
-        entry.data = body if len(body) <= SHORT else None
+    def _accept(self, model: str, seq_id: int, call: str, body: bytes) -> TrainingRequest:
+        """Returns a request, which may still be on its way to the database."""
+        request = TrainingRequest(uuid.uuid4().hex, model, seq_id, call, blake3_of(body))
+        request.data = body if len(body) <= SHORT else None
 
         def apply(connection: Connection) -> int:
-            place = _insert_payload(connection, body, entry.id, model, seq_id, call)
+            place = _insert_payload(connection, body, request.id, model, seq_id, call)
             query = "INSERT INTO requests (place, id, model, seq_id, call, digest)"
-            values = (place, entry.id, model, seq_id, call, entry.digest)
+            values = (place, request.id, model, seq_id, call, request.digest)
             connection.execute(f"{query} VALUES (?, ?, ?, ?, ?, ?)", values)
             return place
 
+        def accepted(written: "Future[int]") -> None:
+            error = written.exception()
+            with self._lock:
+                if request.id in self._ids:  # else its model was forgotten
+                    if error is not None:
+                        del queue.requests[seq_id], self._ids[request.id]
+                    else:
+                        request.place = written.result()
+                        self._ready.extend(queue.advance())
+            if error is not None:
+                request.accepted.set_exception(error)
+            else:
+                request.accepted.set_result(None)
+                self._on_ready()
+
         with self._lock:
-            queue = self._models.get(model, _ModelQueue())
-            if (found := queue.entries.get(seq_id)) is not None:
-                if (found.digest, found.call) != (entry.digest, call):
+            queue = self._models.get(model, _Model())
+            if (found := queue.requests.get(seq_id)) is not None:
+                if (found.digest, found.call) != (request.digest, call):
                     raise Conflict(
                         f"request {seq_id} of {model!r} was {found.call!r} with another body: give"
                         " a new request a new seq_id"
                     )
                 return found
-            if queue.is_settled(seq_id):
+            if seq_id < queue.first or seq_id in queue.requests:
                 raise Gone(
                     f"request {seq_id} of {model!r} has run, and its result was delivered: give a"
                     " new request a new seq_id"
                 )
             written = self._database.write(apply, len(body))
-            accepted = entry.accepted = Future()
-            accepted.set_running_or_notify_cancel()  # who stops waiting cancels nothing
+            request.accepted.set_running_or_notify_cancel()  # a caller that leaves cancels nothing
             self._models[model] = queue
-            queue.entries[seq_id] = self._ids[entry.id] = entry
-        written.add_done_callback(functools.partial(self._accepted, entry, accepted))
-        return entry
-
-    def _accepted(self, entry: _Tracked, accepted: "Future[None]", written: "Future[int]") -> None:
-        """Makes a request ready, and those that waited for it. A refused one leaves no trace."""
-        with self._lock:
-            queue = self._models.get(entry.model)
-            is_known = queue is not None and queue.entries.get(entry.seq_id) is entry
-            if queue is None or not is_known:
-                pass  # its model was forgotten
-            elif written.exception() is not None:
-                del queue.entries[entry.seq_id], self._ids[entry.id]
-            else:
-                entry.accepted, entry.place = None, written.result()
-                self._end = max(self._end, entry.place)
-                self._ready.extend(queue.advance())
-        if (error := written.exception()) is not None:
-            accepted.set_exception(error)
-        else:
-            accepted.set_result(None)
-            self._on_ready()
-
-    def _ended(
-        self, entry: _Tracked, category: Category | None, data: bytes, written: "Future[int]"
-    ) -> None:
-        if written.exception() is not None:
-            return
-        with self._lock:
-            entry.ended, entry.category = written.result(), category
-            entry.data = data if len(data) <= SHORT else None
-            self._end = max(self._end, entry.ended)
-        self._waker.wake((entry.id,))
+            queue.requests[seq_id] = self._ids[request.id] = request
+        written.add_done_callback(accepted)
+        return request
 
     def _outcome(self, id: str) -> Outcome | None:
         with self._lock:
-            entry = self._ids.get(id)
-            if entry is not None and not entry.is_released and self._is_expired(entry):
-                self._release(entry)
-            if entry is None or entry.is_released:
+            if (request := self._ids.get(id)) is None or request.is_released:
                 raise unknown(id)
-            if not entry.ended:
+            if not request.ended:
                 return None
-            data = entry.data
-        if data is None and (data := self._payload(entry.ended)) is None:  # released meanwhile
+            data = request.data
+        if data is None and (data := self._payload(request.ended)) is None:  # settled meanwhile
             raise unknown(id)
-        return Done(data) if entry.category is None else Failed(data.decode(), entry.category)
+        return Done(data) if request.category is None else Failed(data.decode(), request.category)
 
     def _payload(self, place: int) -> bytes | None:
         rows = self._database.read("SELECT data FROM payloads WHERE place = ?", place)
         return rows[0]["data"] if rows else None
 
-    def _is_expired(self, entry: _Tracked) -> bool:
-        return entry.delivered_at is not None and entry.delivered_at + self.keep_s <= self._clock()
-
-    def _check_reached(self, model: str, place: int) -> None:
-        if place > self._end:
-            raise UserError(
-                f"snapshot of {model!r} is of place {place}, but the requests end at {self._end}:"
-                " it is of another database"
-            )
-
-    def _note(self, query: str, *values: Any) -> None:
-        self._database.write(lambda c: c.execute(query, values), keep=True, lazy=True)
-
-    def _release(self, entry: _Tracked) -> None:
-        entry.is_released, entry.data = True, None
-        self._delivered.pop(entry.id, None)
-        self._note("UPDATE requests SET kept = 2 WHERE place = ?", entry.place)
-        self._settle(entry.model, [entry])
-
-    def _settle(self, model: str, entries: Iterable[_Tracked]) -> None:
-        """Deletes those requests of which only the numbers are needed."""
+    def _settle(self, model: str, requests: Iterable[TrainingRequest | None]) -> None:
+        """Deletes those requests of which only the numbers are needed; needs the lock."""
         queue = self._models[model]
         settled = [
-            entry
-            for entry in entries
-            if entry.is_released
-            and not entry.is_again
-            and (entry.category is not None or entry.ended <= queue.place)
+            one
+            for one in requests
+            if one is not None
+            and one.is_released
+            and not one.is_again
+            and (one.category is not None or one.ended <= queue.place)
         ]
         if not settled:
             return
-        for entry in settled:
-            del queue.entries[entry.seq_id], self._ids[entry.id]
-        queue.settle(entry.seq_id for entry in settled)
-        places = [(entry.place, entry.ended) for entry in settled]
-        progress = model, queue.first_unsettled, queue.place
+        for one in settled:
+            del self._ids[one.id]
+            queue.requests[one.seq_id] = None
+        while queue.first in queue.requests and queue.requests[queue.first] is None:
+            del queue.requests[queue.first]
+            queue.first += 1
+        places = [(one.place, one.ended) for one in settled]
+        progress = model, queue.first, queue.place
 
         def apply(connection: Connection) -> None:
             connection.executemany("DELETE FROM payloads WHERE place IN (?, ?)", places)
-            bodies = [pair[:1] for pair in places]
-            connection.executemany("UPDATE requests SET kept = 3 WHERE place = ?", bodies)
+            query = "UPDATE requests SET kept = ? WHERE place = ?"
+            connection.executemany(query, [(SETTLED, place) for place, _ in places])
             connection.execute("DELETE FROM requests WHERE model = ? AND seq_id < ?", progress[:2])
             connection.execute("INSERT OR REPLACE INTO progress VALUES (?, ?, ?)", progress)
 
         self._database.write(apply, keep=True, lazy=True)
 
     def _load(self, places: Mapping[str, int]) -> None:
-        """Reads the database."""
-        self._database.write(_check_payloads).result()
-        self._end = self._database.write(_last_place).result()
+        self._database.write(self._check_payloads).result()
+        end = self._database.write(_last_place).result()
         for model, place in places.items():
-            self._check_reached(model, place)
-        for model, first_unsettled, place in self._database.read("SELECT * FROM progress"):
+            if place > end:
+                raise UserError(
+                    f"snapshot of {model!r} is of place {place}, but the requests end at {end}: it"
+                    " is of another database"
+                )
+        for model, first, place in self._database.read("SELECT * FROM progress"):
             if places.get(model, 0) < place:
                 raise UserError(
                     f"snapshot of {model!r} is of place {places.get(model, 0)}, but requests up to"
                     f" {place} are deleted: restore the newest snapshot"
                 )
-            self._models[model] = _ModelQueue(first_unsettled=first_unsettled)
+            self._models[model] = _Model(first, next=first)
         for row in self._database.read("SELECT * FROM requests ORDER BY place"):
-            self._load_request(row)
-        with self._lock:
-            for model, queue in self._models.items():
-                queue.place = places.get(model, 0)
-                for entry in queue.entries.values():
-                    entry.is_again = entry.category is None and entry.ended > queue.place
-                self._settle(model, list(queue.entries.values()))
-                self._ready.extend(queue.advance())
+            queue = self._models[row["model"]]
+            queue.place = places.get(row["model"], 0)
+            self._load_request(row, queue)
+        for queue in self._models.values():
+            self._ready.extend(queue.advance())
 
-    def _load_request(self, row: sqlite3.Row) -> None:
-        queue = self._models.setdefault(row["model"], _ModelQueue())
-        if row["kept"] == 3:
-            queue.settle([row["seq_id"]])
+    def _load_request(self, row: sqlite3.Row, queue: _Model) -> None:
+        if row["kept"] == SETTLED:
+            queue.requests[row["seq_id"]] = None
             return
-        entry = _Tracked(
-            row["id"], row["model"], row["seq_id"], row["call"], row["digest"], row["place"]
-        )
-        entry.ended, entry.is_released = row["ended"] or 0, row["kept"] == 2
-        entry.category = None if row["category"] is None else Category(row["category"])
-        queue.entries[entry.seq_id] = self._ids[entry.id] = entry
-        if row["kept"] == 1:
-            entry.delivered_at = self._clock()
-            self._delivered[entry.id] = entry
+        names = ("id", "model", "seq_id", "call", "digest", "place")
+        request = TrainingRequest(*(row[name] for name in names))
+        request.accepted.set_result(None)
+        request.ended = row["ended"] or 0
+        request.category = None if row["category"] is None else Category(row["category"])
+        request.is_again = request.category is None and request.ended > queue.place
+        queue.requests[request.seq_id] = self._ids[request.id] = request
+        if row["kept"]:
+            self._delivered[request.id] = self._clock()
 
-
-def _check_ended(entry: _Tracked) -> None:
-    if not entry.ended:
-        raise UserError(f"future {entry.id!r} has not ended: its outcome cannot have arrived")
+    def _check_payloads(self, connection: Connection) -> None:
+        query = """SELECT requests.*, seal, data FROM requests LEFT JOIN payloads
+            ON payloads.place = requests.{0} WHERE kept < ? AND requests.{0} NOT NULL"""
+        owners = {"place": ("id", "model", "seq_id", "call"), "ended": ("id", "category")}
+        for column, owner in owners.items():
+            for row in connection.execute(query.format(column), (SETTLED,)):
+                values = (row[name] for name in owner)
+                if row["data"] is None or _seal(row["data"], *values) != row["seal"]:
+                    raise DatabaseDamaged(
+                        f"{self._database.path} is damaged (the payload at {row[column]} is not"
+                        " what was written): restore it from a backup"
+                    )
 
 
 def _insert_payload(connection: Connection, data: bytes, *owner: object) -> int:
@@ -567,22 +487,6 @@ def _insert_payload(connection: Connection, data: bytes, *owner: object) -> int:
 def _seal(data: bytes, *owner: object) -> str:
     """Returns the digest of a payload and of the columns of its request that it depends on."""
     return blake3_of("\0".join([*map(str, owner), blake3_of(data)]).encode())
-
-
-def _check_payloads(connection: Connection) -> None:
-    """Raises ValueError if a body or a result is not what was written for its request."""
-    query = """SELECT requests.*, seal, data FROM requests LEFT JOIN payloads
-        ON payloads.place = requests.{} WHERE kept < 3 AND requests.{} NOT NULL"""
-    for column, owner in (
-        ("place", ("id", "model", "seq_id", "call")),
-        ("ended", ("id", "category")),
-    ):
-        for row in connection.execute(query.format(column, column)):
-            if (
-                row["data"] is None
-                or _seal(row["data"], *(row[name] for name in owner)) != row["seal"]
-            ):
-                raise ValueError(f"the payload at {row[column]} is not what was written")
 
 
 def _last_place(connection: Connection) -> int:

@@ -1,14 +1,11 @@
-"""The tables of a server's database: requests (``futures``) and everything else (``book``).
-
-The tables are strict, so that SQLite's integrity check finds a value of another type.
-"""
+"""Tables of a server's database; strict, so that SQLite's integrity check finds wrong types."""
 
 SCHEMA = """
 CREATE TABLE probe (data BLOB) STRICT;
 
 -- ``requests.place`` and ``ended`` are the places of the body and of the result in ``payloads``.
--- ``kept`` is 0 for a result to deliver, 1 once delivered, 2 once released, 3 once settled; settled
--- rows stay only while a lower number of their model is not settled.
+-- ``kept`` is 0 for a result to deliver, 1 once delivered, 2 once settled; settled rows stay only
+-- while a lower number of their model is not settled.
 CREATE TABLE payloads (
     place INTEGER PRIMARY KEY AUTOINCREMENT, seal TEXT NOT NULL, data BLOB NOT NULL) STRICT;
 CREATE TABLE requests (

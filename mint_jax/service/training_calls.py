@@ -1,4 +1,4 @@
-"""Training requests and their results as they are stored: a name and bytes.
+"""Training calls and their results, and the names and bytes that are stored of them.
 
 The arrays of all data are concatenated in a safetensors file; its metadata has the rest as JSON.
 """
@@ -12,7 +12,6 @@ import numpy as np
 import pydantic
 import safetensors.numpy
 
-from mint_jax.errors import UserError
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.train.blocks import Datum
 from mint_jax.train.config import KINDS, OptimizerConfig
@@ -29,21 +28,6 @@ class Trained(NamedTuple):
     logprobs: list[np.ndarray]
     loss: float
     elementwise: list[np.ndarray] | None = None
-
-    @classmethod
-    def of(
-        cls, data: Sequence[Datum], loss: LossCoefs, logprobs: list[np.ndarray], total: float
-    ) -> "Trained":
-        """Returns the result of a request from its log-probabilities."""
-        if KINDS[int(loss.kind)] != "cross_entropy":
-            return cls(logprobs, total)
-        # a weight of 0 times minus infinity, or of 3e38 times a number
-        with np.errstate(invalid="ignore", over="ignore"):
-            elementwise = [
-                np.where(d.weights == 0, 0, -d.weights * logp).astype(np.float32)
-                for d, logp in zip(data, logprobs)
-            ]
-        return cls(logprobs, total, elementwise)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,19 +50,24 @@ class ForwardBackward:
     backward: bool = True
     columns: Sequence[np.ndarray | None] | None = None
 
-    def in_sent_shape(self, trained: Trained) -> Trained:
-        """Returns a result in the shape of the sent targets."""
-        if self.columns is None:
-            return trained
-
-        def spread(arrays: list[np.ndarray]) -> list[np.ndarray]:
-            return [
-                x if c is None else np.take_along_axis(x, c, 1)
-                for x, c in zip(arrays, self.columns or (), strict=True)
+    def result(self, logprobs: Sequence[np.ndarray], loss: float) -> Trained:
+        """Returns the result of the data's log-probabilities, in the shape of the sent targets."""
+        if KINDS[int(self.loss.kind)] != "cross_entropy":
+            return Trained(self._as_sent(logprobs), loss)
+        # a weight of 0 times minus infinity, or of 3e38 times a number
+        with np.errstate(invalid="ignore", over="ignore"):
+            elementwise = [
+                np.where(d.weights == 0, 0, -d.weights * logp).astype(np.float32)
+                for d, logp in zip(self.data, logprobs)
             ]
+        return Trained(self._as_sent(logprobs), loss, self._as_sent(elementwise))
 
-        elementwise = None if trained.elementwise is None else spread(trained.elementwise)
-        return Trained(spread(trained.logprobs), trained.loss, elementwise)
+    def _as_sent(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+        columns = self.columns or [None] * len(arrays)
+        return [
+            x if c is None else np.take_along_axis(x, c, 1)
+            for x, c in zip(arrays, columns, strict=True)
+        ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,23 +111,16 @@ class Refused:
 
 
 Call = Create | ForwardBackward | Optim | Load | Save | Refused
-# calls of JSON's types
-PLAIN: dict[str, Any] = {
-    "create": Create,
-    "optim": Optim,
-    "load": Load,
-    "save": Save,
-    "refused": Refused,
+PLAIN = {  # calls of JSON's types
+    kind.__name__.lower(): pydantic.TypeAdapter[Call](kind)
+    for kind in (Create, Optim, Load, Save, Refused)
 }
-_ADAPTERS = {name: pydantic.TypeAdapter(kind) for name, kind in PLAIN.items()}
 
 
 def encode(call: Call) -> tuple[str, bytes]:
     """Returns the call's name and body."""
-    for name, kind in PLAIN.items():
-        if isinstance(call, kind):
-            return name, _json(dataclasses.asdict(call))
-    assert isinstance(call, ForwardBackward)
+    if not isinstance(call, ForwardBackward):
+        return type(call).__name__.lower(), _json(dataclasses.asdict(call))
     fields = {"loss": [float(x) for x in call.loss], "backward": call.backward}
     columns = {name: [getattr(d, name) for d in call.data] for name in ARRAYS}
     if call.columns is not None:
@@ -147,13 +129,9 @@ def encode(call: Call) -> tuple[str, bytes]:
 
 
 def decode(name: str, body: bytes) -> Call:
-    """Inverts ``encode``. Raises ``UserError``: there is no such call."""
+    """Inverts ``encode``."""
     if name in PLAIN:
-        return _ADAPTERS[name].validate_python(json.loads(body))
-    if name != "forward_backward":
-        raise UserError(
-            f"there is no training request {name!r}: the database is of another version of mint_jax"
-        )
+        return PLAIN[name].validate_json(body)
     fields, columns = _unpacked(body)
     kind, low, high, kl_kind, *others = fields["loss"]
     loss = LossCoefs(int(kind), low, high, int(kl_kind), *others)  # type: ignore[arg-type]
@@ -164,12 +142,12 @@ def decode(name: str, body: bytes) -> Call:
 
 def encode_result(result: Any) -> bytes:
     """Returns the bytes of ``Trained``, or of JSON."""
-    if isinstance(result, Trained):
-        columns = {"logprobs": result.logprobs}
-        if result.elementwise is not None:
-            columns["elementwise"] = result.elementwise
-        return b"t" + _packed({"loss": result.loss}, columns)
-    return b"j" + _json(result)
+    if not isinstance(result, Trained):
+        return b"j" + _json(result)
+    columns = {"logprobs": result.logprobs}
+    if result.elementwise is not None:
+        columns["elementwise"] = result.elementwise
+    return b"t" + _packed({"loss": result.loss}, columns)
 
 
 def decode_result(body: bytes) -> Any:

@@ -1,6 +1,4 @@
-"""Futures: identity of requests, order, waits of threads and tasks, what a restart brings back,
-disks that refuse.
-"""
+"""Futures: identity of requests, waits of threads and tasks, deletion, full and damaged disks."""
 
 import asyncio
 import concurrent.futures
@@ -27,26 +25,27 @@ def folder(memory):
     return memory / "server"
 
 
-def run_all(futures, result=b"done"):
-    """Takes and finishes everything that is ready; what was taken."""
+def run_all(futures):
+    """Takes and finishes everything that is ready; returns what was taken."""
     taken = []
     while (request := futures.take()) is not None:
         taken.append((request.model, request.seq_id, request.is_again))
-        futures.finish(request.id, Done(result))
+        futures.finish(request.id, Done(b"done"))
     return taken
 
 
-def fill(futures, model, count, body=b"body"):
-    return [futures.submit(model, n, "step", body) for n in range(1, count + 1)]
+def fill(futures, count, body=b"body"):
+    return [futures.submit("m", n, "step", body) for n in range(1, count + 1)]
 
 
-def rows(futures, table):
+def rows(futures):
     futures.place("m")  # everything before is written
-    return futures._database.read(f"SELECT count(*) FROM {table}")[0][0]
+    tables = ("payloads", "requests")
+    return [futures._database.read(f"SELECT count(*) FROM {name}")[0][0] for name in tables]
 
 
 def release(futures, ids):
-    """The client has these results, and their time is over."""
+    """Delivers these results and waits for their time to pass."""
     for id in ids:
         assert futures.wait(id, 30) == Done(b"done")
         futures.delivered(id)
@@ -57,51 +56,28 @@ def release(futures, ids):
 def test_one_request_submitted_at_once_by_many_runs_once(folder):
     with opened(folder) as futures, concurrent.futures.ThreadPoolExecutor(16) as pool:
         for n in range(1, 20):
-            ids = {
-                done.result()
-                for done in [pool.submit(futures.submit, "m", n, "step", b"x") for _ in range(16)]
-            }
-            assert len(ids) == 1
+            asked = [pool.submit(futures.submit, "m", n, "step", b"x") for _ in range(16)]
+            assert len({done.result() for done in asked}) == 1
         assert run_all(futures) == [("m", n, False) for n in range(1, 20)]
-
-
-@pytest.mark.parametrize(
-    ("model", "seq_id", "call", "why"),
-    [
-        ("", 1, "step", "model is ''"),
-        ("m", 0, "step", "seq_id .* is 0"),
-        ("m", -1, "step", "-1"),
-        ("m", 1, "c" * 1001, "call is 'ccc"),
-    ],
-)
-def test_a_request_that_cannot_be_named_is_refused(folder, model, seq_id, call, why):
-    with opened(folder) as futures, pytest.raises(UserError, match=why):
-        futures.submit(model, seq_id, call, b"")
 
 
 def test_a_snapshot_that_does_not_fit_the_database_is_refused(folder, memory):
     with opened(folder, clock=Clock()) as futures:
-        ids = fill(futures, "m", 2)
-        place = futures.place("m")
-        with pytest.raises(UserError, match="it is of another database"):
-            futures.snapshot("m", place + 1)
+        ids = fill(futures, 2)
         run_all(futures)
         release(futures, ids)
         place = futures.place("m")
         futures.snapshot("m", place)
-        assert (rows(futures, "payloads"), rows(futures, "requests")) == (0, 0)
+        assert rows(futures) == [0, 0]
         with pytest.raises(Gone, match="request 2 of 'm' has run"):
             futures.submit("m", 2, "step", b"body")
-    with (
-        pytest.raises(UserError, match=f"of place 0, but requests up to {place} are deleted"),
-        opened(folder),
-    ):
-        pass
-    with (
-        pytest.raises(UserError, match=f"snapshot of 'm' is of place {place}, .* end at 0"),
-        opened(memory / "another", {"m": place}),
-    ):
-        pass
+    refused = {
+        f"of place 0, but requests up to {place} are deleted": opened(folder),
+        f"of place {place}, .* it is of another database": opened(memory / "new", {"m": place}),
+    }
+    for match, opening in refused.items():
+        with pytest.raises(UserError, match=match), opening:
+            pass
 
 
 def test_a_database_does_not_grow_with_what_is_settled(folder):
@@ -118,27 +94,20 @@ def test_a_database_does_not_grow_with_what_is_settled(folder):
 
 
 def test_a_model_that_is_forgotten_holds_nothing(folder):
-    with opened(folder) as futures:
-        ids = fill(futures, "m", 30)
+    with opened(folder) as futures, concurrent.futures.ThreadPoolExecutor(1) as pool:
+        ids = fill(futures, 30)
         taken = futures.take()
         assert taken is not None
-        caught = []
-
-        def ask():
-            with pytest.raises(Gone) as error:
-                futures.wait(ids[5], 30)
-            caught.append(error)
-
-        thread = threading.Thread(target=ask)
-        thread.start()
-        time.sleep(0.05)
+        waiting = pool.submit(futures.wait, ids[5], 30)
+        while not len(futures._waker):
+            time.sleep(0.001)
         futures.forget("m")
         futures.forget("m")
-        thread.join(30)
-        assert len(caught) == 1, "the wait ended"
+        with pytest.raises(Gone):
+            waiting.result(30)
         futures.finish(taken.id, Done(b"too late"))
         assert futures.take() is None
-        assert (rows(futures, "payloads"), rows(futures, "requests")) == (0, 0)
+        assert rows(futures) == [0, 0]
         fresh = futures.submit("m", 1, "step", b"a new life")
     with opened(folder) as futures:
         assert run_all(futures) == [("m", 1, False)]
@@ -148,14 +117,9 @@ def test_a_model_that_is_forgotten_holds_nothing(folder):
 
 
 def test_threads_and_tasks_wait_for_one_future(folder):
-    with opened(folder) as futures:
-        [id] = fill(futures, "m", 1)
-        found = []
-        threads = [
-            threading.Thread(target=lambda: found.append(futures.wait(id, 30))) for _ in range(10)
-        ]
-        for thread in threads:
-            thread.start()
+    with opened(folder) as futures, concurrent.futures.ThreadPoolExecutor(10) as pool:
+        [id] = fill(futures, 1)
+        threads = [pool.submit(futures.wait, id, 30) for _ in range(10)]
 
         async def ask():
             tasks = [asyncio.create_task(futures.wait_task(id, 30)) for _ in range(10)]
@@ -163,14 +127,11 @@ def test_threads_and_tasks_wait_for_one_future(folder):
             dropped = asyncio.create_task(futures.wait_task(id, 30))
             assert await short is None
             dropped.cancel()
-            futures.take()
-            futures.finish(id, Done(b"for all"))
+            run_all(futures)
             return await asyncio.gather(*tasks)
 
-        assert asyncio.run(ask()) == [Done(b"for all")] * 10
-        for thread in threads:
-            thread.join(30)
-        assert found == [Done(b"for all")] * 10
+        assert asyncio.run(ask()) == [Done(b"done")] * 10
+        assert [thread.result(30) for thread in threads] == [Done(b"done")] * 10
         late = futures.submit("m", 2, "step", b"x")
         began = time.monotonic()
         assert futures.wait(late, 0.1) is None
@@ -178,25 +139,22 @@ def test_threads_and_tasks_wait_for_one_future(folder):
         assert len(futures._waker) == 0, "ended waits leave nothing"
 
 
-@pytest.mark.parametrize("statement", ["INSERT", "COMMIT"])
-@pytest.mark.parametrize("back", [True, False])
+@pytest.mark.parametrize(("statement", "back"), [("INSERT", True), ("COMMIT", False)])
 def test_a_request_that_the_disk_refused_has_no_id(folder, monkeypatch, statement, back):
-    """All who asked for it get the error, also those that came while it was on its way, and may ask
-    again. Results stay readable, and what ended meanwhile is seen once there is space. Or there is
-    none until the process ends: then it runs once more.
+    """Everyone who asked for it gets the error, and may ask again. Earlier results stay readable;
+    later ones follow once there is space. If there is none until the process ends, their requests
+    run once more.
     """
     monkeypatch.setattr(server_db, "RETRY_S", 0.05)
     with opened(folder) as futures:
-        kept, running, last = fill(futures, "m", 3)
-        request = futures.take()
-        assert request is not None
-        futures.finish(request.id, Done(b"kept"))
+        kept, *others = fill(futures, 3)
+        first = futures.take()
+        assert first is not None
+        futures.finish(first.id, Done(b"kept"))
         assert futures.wait(kept, 30) == Done(b"kept")
-        for _ in range(2):
-            futures.take()
+        assert [futures.take() is None for _ in others] == [False, False]
         gate = threading.Event()
-        with contextlib.ExitStack() as full:
-            full.enter_context(FullDatabase(futures._database, statement, gate))
+        with FullDatabase(futures._database, statement, gate):
             with concurrent.futures.ThreadPoolExecutor(9) as pool:
                 asked = [pool.submit(futures.submit, "m", 4 + k % 2, "s", b"x") for k in range(8)]
                 task = pool.submit(lambda: asyncio.run(futures.submit_task("m", 6, "step", b"x")))
@@ -206,26 +164,20 @@ def test_a_request_that_the_disk_refused_has_no_id(folder, monkeypatch, statemen
                     with pytest.raises(DatabaseFailed, match="disk is full"):
                         one.result(30)
             assert "disk is full" in futures._database.trouble
-            with pytest.raises(DatabaseFailed):
-                futures.submit("m", 4, "step", b"x")
-            for id, result in ((running, b"second"), (last, b"third")):
-                futures.finish(id, Done(result))
+            for refused in (lambda: futures.submit("m", 4, "s", b"x"), lambda: futures.place("m")):
+                with pytest.raises(DatabaseFailed):
+                    refused()
+            for id in others:
+                futures.finish(id, Done(b"late"))
                 futures.delivered(kept)
-            futures.forget("nobody")
-            with pytest.raises(DatabaseFailed):
-                futures.place("m")
-            assert futures.take() is None, "what is not in the database is not run"
+            assert futures.take() is None, "requests that are not in the database do not run"
             assert futures.wait(kept) == Done(b"kept")
             time.sleep(0.2)  # several probes
-            assert futures.wait(running) is None
             if not back:
                 futures._database.close()
-                assert futures.wait(running) is None
+            assert futures.wait(others[0]) is None
         if back:
-            assert [futures.wait(id, 30) for id in (running, last)] == [
-                Done(b"second"),
-                Done(b"third"),
-            ]
+            assert [futures.wait(id, 30) for id in others] == [Done(b"late")] * 2
             assert futures._database.trouble == ""
             id = futures.submit("m", 4, "another call", b"another body")
             assert run_all(futures) == [("m", 4, False)]
@@ -234,15 +186,15 @@ def test_a_request_that_the_disk_refused_has_no_id(folder, monkeypatch, statemen
         assert futures.wait(kept) == Done(b"kept")
         again = [("m", 1, True), ("m", 2, back), ("m", 3, back)] + [("m", 4, True)] * back
         assert run_all(futures) == again
-        expected = [Done(b"second"), Done(b"third")] if back else [Done(b"done")] * 2
-        assert [futures.wait(id, 30) for id in (running, last)] == expected
+        expected = Done(b"late" if back else b"done")
+        assert [futures.wait(id, 30) for id in others] == [expected] * 2
 
 
 def test_a_full_queue_refuses_a_request_without_a_trace(folder):
     gate = threading.Event()
     with (
         opened(folder, queue_bytes=2000) as futures,
-        concurrent.futures.ThreadPoolExecutor(2) as pool,
+        concurrent.futures.ThreadPoolExecutor(1) as pool,
     ):
         futures._database.write(lambda connection: gate.wait(30))
         first = pool.submit(futures.submit, "m", 1, "step", bytes(1950))
@@ -250,8 +202,6 @@ def test_a_full_queue_refuses_a_request_without_a_trace(folder):
             time.sleep(0.001)
         with pytest.raises(Overloaded):
             futures.submit("m", 2, "step", bytes(100))
-        with pytest.raises(Overloaded):
-            asyncio.run(futures.submit_task("m", 2, "step", bytes(100)))
         gate.set()
         assert futures.wait(first.result(30)) is None
         futures.submit("m", 2, "step", b"another")
@@ -262,7 +212,7 @@ def test_flipped_bits_are_told_or_harmless(folder):
     """Wherever they are in the file: no result that is given differs from what was written."""
     choice = random.Random(os.environ["MINT_TEST_SEED"])
     with opened(folder) as futures:
-        ids = fill(futures, "m", 8, b"body " * 300)
+        ids = fill(futures, 8, b"body " * 300)
         for _ in range(5):
             request = futures.take()
             assert request is not None

@@ -347,9 +347,7 @@ def test_losses_are_the_contracts(loss, config, loss_and_slope, rng):
 
 def encoded(call, logprobs, protobuf):
     """The answer to a call that gave these log-probabilities, and a loss of 2.5."""
-    return forward_backward.encode(
-        call.in_sent_shape(Trained.of(call.data, call.loss, logprobs, 2.5)), protobuf
-    )
+    return forward_backward.encode(call.result(logprobs, 2.5), protobuf)
 
 
 def decoded(body, protobuf):
