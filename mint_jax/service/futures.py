@@ -262,19 +262,6 @@ class Futures:
         else:
             data, category = outcome.error.encode(), outcome.category
 
-        def apply(connection: Connection) -> int:
-            place = _insert_payload(connection, data, id, category)
-            query = "UPDATE requests SET ended = ?, category = ? WHERE place = ?"
-            connection.execute(query, (place, category, request.place))
-            return place
-
-        def ended(written: "Future[int]") -> None:
-            if written.exception() is None:
-                with self._lock:
-                    request.ended, request.category = written.result(), category
-                    request.data = data if len(data) <= SHORT else None
-                self._waker.wake((id,))
-
         with self._lock:
             if (request := self._ids.get(id)) is None:
                 return
@@ -284,6 +271,20 @@ class Futures:
                 request.is_again = False
                 self._settle(request.model, [request])
                 return
+
+            def apply(connection: Connection) -> int:
+                place = _insert_payload(connection, data, id, category)
+                query = "UPDATE requests SET ended = ?, category = ? WHERE place = ?"
+                connection.execute(query, (place, category, request.place))
+                return place
+
+            def ended(written: "Future[int]") -> None:
+                if written.exception() is None:
+                    with self._lock:
+                        request.ended, request.category = written.result(), category
+                        request.data = data if len(data) <= SHORT else None
+                    self._waker.wake((id,))
+
             written = self._database.write(apply, len(data), keep=True)
         written.add_done_callback(ended)
 

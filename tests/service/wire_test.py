@@ -23,7 +23,6 @@ from tinker.types._pydantic_types.forward_backward_input import ForwardBackwardI
 
 from mint_jax.errors import UserError
 from mint_jax.rollout.request import Completion
-from mint_jax.service.training_calls import Trained
 from mint_jax.service.wire import forward_backward, losses, messages, samples, tensors
 from mint_jax.train.blocks import BlockShape, DatumBlock, TrainRequest, fill
 from mint_jax.train.losses import KINDS, policy_loss
