@@ -472,10 +472,8 @@ class Futures:
             for row in connection.execute(query.format(column), (SETTLED,)):
                 values = (row[name] for name in owner)
                 if row["data"] is None or _seal(row["data"], *values) != row["seal"]:
-                    raise DatabaseDamaged(
-                        f"{self._database.path} is damaged (the payload at {row[column]} is not"
-                        " what was written): restore it from a backup"
-                    )
+                    reason = f"the payload at {row[column]} is not what was written"
+                    raise DatabaseDamaged(self._database.path, reason)
 
 
 def _insert_payload(connection: Connection, data: bytes, *owner: object) -> int:

@@ -2,15 +2,9 @@
 written share the next one (group commit).
 
 A change is a function of the writer's connection. Its future is resolved once the transaction is
-synced (write-ahead log, ``synchronous=FULL``), so whatever is acknowledged survives ``kill -9`` and
-a loss of power.
-
-When the disk refuses a transaction, because it is full for example, the transaction is rolled back
-and every change in the queue fails. Further changes are refused until the disk takes a probe, which
-the writer tries every ``RETRY_S`` seconds. Changes that record something that has already happened
-cannot be refused: with ``keep`` they stay in the queue, in order, until the disk takes them. After
-a failed sync SQLite writes the same pages again instead of syncing again, because the kernel may
-have dropped them (Rebello et al. 2020, "Can Applications Recover from fsync Failures?").
+synced (write-ahead log, ``synchronous=FULL``), so it survives ``kill -9`` and a loss of power.
+After a failed sync SQLite writes the same pages again instead of syncing again, because the kernel
+may have dropped them (Rebello et al. 2020, "Can Applications Recover from fsync Failures?").
 """
 
 import collections
@@ -32,11 +26,10 @@ from mint_jax.service.schema import SCHEMA
 
 log = logging.getLogger("mint_jax.service")
 RETRY_S = 1.0  # between two probes of a disk that refused
-PROBE_BYTES = 64 << 10  # size of a probe, or the size of the queue if that is larger
+PROBES = (f"INSERT INTO probe VALUES (zeroblob({64 << 10}))", "DELETE FROM probe")
 GROUP_BYTES = 8 << 20  # per transaction: the first change of a large group does not wait long
 LAZY_S = 0.2  # delay of changes that need no transaction of their own
-# codes of errors that are the disk's, not the statement's
-_DISK_CODES = {
+_DISK_CODES = {  # errors of the disk, not of the statement
     sqlite3.SQLITE_FULL,
     sqlite3.SQLITE_IOERR,
     sqlite3.SQLITE_CANTOPEN,
@@ -54,6 +47,9 @@ class FolderBusy(UserError):
 class DatabaseDamaged(UserError):
     """The file is not what was written."""
 
+    def __init__(self, path: Path, reason: object):
+        super().__init__(f"{path} is damaged ({reason}): restore it from a backup")
+
 
 class Overloaded(UserError):
     """The queue is full; there is room after about ``retry_after_s``."""
@@ -64,15 +60,19 @@ class Overloaded(UserError):
 
 
 class _Change(Future[Any]):
-    def __init__(self, apply: Callable[[Connection], Any], nbytes: int, keep: bool):
+    def __init__(self, apply: Callable[[Connection], Any], nbytes: int = 0, keep: bool = False):
         super().__init__()
         self.apply, self.nbytes, self.keep = apply, nbytes, keep
         self.set_running_or_notify_cancel()  # a caller that stops waiting cancels no write
 
 
 class ServerDatabase:
-    """The database of one server; all methods may be called from any thread. ``trouble`` is the
-    reason why the disk refuses changes now; empty while it takes them.
+    """The database of one server; all methods may be called from any thread.
+
+    When the disk refuses a transaction, because it is full for example, every change in the queue
+    fails, and further ones are refused until the disk takes a probe, which the writer tries every
+    ``RETRY_S`` seconds. Changes with ``keep`` stay in the queue, in order, until then. ``trouble``
+    is the reason; empty while the disk takes changes.
 
     Args:
         path: file, created if missing; ``PATH.lock`` next to it is locked while it is open.
@@ -93,25 +93,21 @@ class ServerDatabase:
         self._urgent = self._closed = False
         self._commit_s = 0.01
         self._readers: list[Connection] = []
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._guard = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            raise DatabaseFailed(
-                f"cannot open {path} ({error.strerror}): check the disk"
-            ) from error
-        try:
-            fcntl.flock(self._guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._connection = self._connect()
-            self._check()
-        except BlockingIOError:
-            os.close(self._guard)
-            raise FolderBusy(
-                f"{path} is open already: stop the other process, or choose another folder"
-            ) from None
-        except BaseException as error:
-            os.close(self._guard)
-            raise self._explained(error) from None
+        with contextlib.ExitStack() as opened:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                guard = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                opened.callback(os.close, guard)
+                fcntl.flock(guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._connection = self._connect()
+                self._check()
+            except BlockingIOError:
+                raise FolderBusy(
+                    f"{path} is open already: stop the other process, or choose another folder"
+                ) from None
+            except Exception as error:
+                raise self._explained(error) from None
+            self._opened = opened.pop_all()
         self._thread = threading.Thread(target=self._run, name="database", daemon=True)
         self._thread.start()
 
@@ -129,7 +125,7 @@ class ServerDatabase:
             connection = self._connect()
         try:
             return connection.execute(query, values).fetchall()
-        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
+        except Exception as error:
             raise self._explained(error) from None
         finally:
             self._readers.append(connection)
@@ -149,7 +145,8 @@ class ServerDatabase:
 
         Args:
             nbytes: size that counts against the queue's limit.
-            keep: a disk that refuses delays the change; without this the change fails.
+            keep: it records something that has happened: a disk that refuses delays the change,
+                which fails otherwise.
             lazy: the change waits up to ``LAZY_S`` for another one's transaction.
 
         Raises:
@@ -160,12 +157,9 @@ class ServerDatabase:
         with self._lock:
             if self._closed or (self.trouble and not keep):
                 raise DatabaseFailed(self.trouble or f"{self.path} is closed: open it again")
-            if not self._fits(nbytes) and not keep:
-                raise Overloaded(
-                    f"{self._queued} bytes wait for the disk, of at most {self.queue_bytes}: ask"
-                    " again",
-                    self._commit_s,
-                )
+            if self._queued and self._queued + nbytes > self.queue_bytes and not keep:
+                message = f"{self._queued} bytes wait for the disk, of at most {self.queue_bytes}"
+                raise Overloaded(f"{message}: ask again", self._commit_s)
             self._queue.append(change)
             self._queued += nbytes
             if not (lazy or self._urgent) or len(self._queue) == 1:
@@ -184,10 +178,7 @@ class ServerDatabase:
         for connection in (*self._readers, self._connection):
             with contextlib.suppress(sqlite3.Error):
                 connection.close()
-        os.close(self._guard)
-
-    def _fits(self, nbytes: int) -> bool:
-        return self._queued == 0 or self._queued + nbytes <= self.queue_bytes
+        self._opened.close()
 
     def _connect(self) -> Connection:
         connection = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
@@ -200,39 +191,43 @@ class ServerDatabase:
         self._connection.execute("PRAGMA journal_mode=WAL")
         found = self._connection.execute("PRAGMA integrity_check(1)").fetchone()[0]
         if found != "ok":
-            raise DatabaseDamaged(f"{self.path} is damaged ({found}): restore it from a backup")
+            raise DatabaseDamaged(self.path, found)
         if not (tables := _tables(self._connection)):  # new
             self._connection.executescript(f"BEGIN IMMEDIATE; {SCHEMA} COMMIT")
-        elif wrong := tables ^ _EXPECTED:
+            return
+        with contextlib.closing(sqlite3.connect(":memory:")) as connection:
+            connection.executescript(SCHEMA)
+            wrong = tables ^ _tables(connection)
+        if wrong:
             names = ", ".join(sorted({str(name) for name, _ in wrong}))
-            raise DatabaseDamaged(
-                f"{self.path} is damaged, or another version made it (tables {names}): restore it"
-                " from a backup"
-            )
+            raise DatabaseDamaged(self.path, f"or another version made it: tables {names}")
 
-    def _explained(self, error: BaseException) -> BaseException:
-        """Returns the error that callers get for one of SQLite's."""
-        # The message of a damaged schema quotes it, and Python fails to decode the quote.
-        if not isinstance(error, (sqlite3.DatabaseError, UnicodeDecodeError)):
-            return error
-        if _is_of_disk(error):
+    def _explained(self, error: Exception) -> Exception:
+        """Returns the error that callers get for one of SQLite's or of the operating system's."""
+        if isinstance(error, OSError) or _is_of_disk(error):
             return DatabaseFailed(f"cannot use {self.path} ({error}): check the disk")
         if isinstance(error, (sqlite3.IntegrityError, sqlite3.ProgrammingError)):
             return error
-        return DatabaseDamaged(f"{self.path} is damaged ({error}): restore it from a backup")
+        # The message of a damaged schema quotes it, and Python fails to decode the quote.
+        if isinstance(error, (sqlite3.DatabaseError, UnicodeDecodeError)):
+            return DatabaseDamaged(self.path, error)
+        return error
 
     # the writer's thread
 
     def _run(self) -> None:
-        while group := self._next_group():
+        while (group := self._next_group()) or not self._closed:
             began = time.monotonic()
             try:
+                if self.trouble:
+                    for query in PROBES:
+                        self._commit([_Change(lambda c, query=query: c.execute(query))])
                 results = self._commit(group)
             except Exception as error:
                 self._refuse(group, error)
-                self._recover()
                 continue
             with self._lock:
+                self.trouble = ""
                 self._queued -= sum(change.nbytes for change in group)
                 self._commit_s = time.monotonic() - began
             for change, (result, error) in zip(group, results):
@@ -244,10 +239,15 @@ class ServerDatabase:
                 change.set_exception(self._explained(error))
 
     def _next_group(self) -> list[_Change]:
-        """Returns the changes of the next transaction; none once the database is closed."""
+        """Returns the changes of the next transaction; none once the database is closed, or if the
+        disk refuses.
+        """
         with self._lock:
-            self._work.wait_for(lambda: self._queue or self._closed)
-            self._work.wait_for(lambda: self._urgent or self._closed, LAZY_S)
+            if self.trouble:
+                self._work.wait_for(lambda: self._closed, RETRY_S)
+            else:
+                self._work.wait_for(lambda: self._queue or self._closed)
+                self._work.wait_for(lambda: self._urgent or self._closed, LAZY_S)
             group: list[_Change] = []
             nbytes = 0
             while self._queue and (not group or nbytes + self._queue[0].nbytes <= GROUP_BYTES):
@@ -282,43 +282,21 @@ class ServerDatabase:
             raise
         return results
 
-    def _refuse(self, group: list[_Change], error: Exception) -> None:
-        """Fails what may be refused, after a transaction that could not be written."""
+    def _refuse(self, group: Sequence[_Change], error: Exception) -> None:
+        """Fails what may be refused, after a transaction that could not be written; everything once
+        the database is closed.
+        """
         with self._lock:
-            self.trouble = self._reason(error)
-            queued = [*group, *self._queue]
-            self._queue = collections.deque(change for change in queued if change.keep)
-            self._queued, self._urgent = sum(c.nbytes for c in self._queue), bool(self._queue)
+            self.trouble = (
+                f"cannot write {self.path} ({error}): free space on its disk, or repair the disk;"
+                " the server goes on by itself then"
+            )
+            queued, closed = [*group, *self._queue], self._closed
+            self._queue = collections.deque(c for c in queued if c.keep and not closed)
+            self._queued = sum(change.nbytes for change in self._queue)
         for change in queued:
-            if not change.keep:
+            if closed or not change.keep:
                 change.set_exception(DatabaseFailed(self.trouble))
-
-    def _reason(self, error: Exception) -> str:
-        return (
-            f"cannot write {self.path} ({error}): free space on its disk, or repair the disk; the"
-            " server goes on by itself then"
-        )
-
-    def _recover(self) -> None:
-        """Waits until the disk takes a probe, or fails what is queued when the database closes."""
-        while True:
-            with self._lock:
-                closing = self._work.wait_for(lambda: self._closed, RETRY_S)
-                nbytes = max(PROBE_BYTES, self._queued)
-            try:
-                for query in f"INSERT INTO probe VALUES (zeroblob({nbytes}))", "DELETE FROM probe":
-                    self._commit([_Change(lambda c, query=query: c.execute(query), 0, False)])
-            except Exception as error:
-                with self._lock:
-                    self.trouble = self._reason(error)
-                    lost = [self._queue.popleft() for _ in range(len(self._queue) * closing)]
-                for change in lost:
-                    change.set_exception(DatabaseFailed(self.trouble))
-                if not closing:
-                    continue
-                return
-            self.trouble = ""
-            return
 
 
 def _tables(connection: Connection) -> set[tuple[str, str | None]]:
@@ -326,17 +304,6 @@ def _tables(connection: Connection) -> set[tuple[str, str | None]]:
     return {(name, sql) for name, sql in connection.execute("SELECT name, sql FROM sqlite_schema")}
 
 
-def _expected_tables() -> set[tuple[str, str | None]]:
-    with contextlib.closing(sqlite3.connect(":memory:")) as connection:
-        connection.executescript(SCHEMA)
-        return _tables(connection)
-
-
-_EXPECTED = _expected_tables()
-
-
 def _is_of_disk(error: BaseException) -> bool:
-    return (
-        isinstance(error, sqlite3.OperationalError)
-        and (getattr(error, "sqlite_errorcode", 0) & 255) in _DISK_CODES
-    )
+    code = getattr(error, "sqlite_errorcode", 0) & 255
+    return isinstance(error, sqlite3.OperationalError) and code in _DISK_CODES
