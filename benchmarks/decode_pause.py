@@ -21,7 +21,7 @@ from benchmarks.decode_steps import Steps
 from benchmarks.packed_files import Files
 from benchmarks.packed_store import forget, load, residency_of
 from mint_jax.metrics import Progress
-from mint_jax.residency.opening import PIECE_BYTES
+from mint_jax.residency.pool import PIECE_BYTES
 from mint_jax.residency.residency import Residency
 
 PROMPT = 16  # positions in each row's cache

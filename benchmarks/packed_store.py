@@ -12,7 +12,7 @@ from mint_jax.catalog.packed import Schema, unpack
 from mint_jax.catalog.records.exports import Export
 from mint_jax.catalog.records.leases import Lease
 from mint_jax.catalog.records.lookup import Resolved
-from mint_jax.residency.opening import Known, open_residency
+from mint_jax.residency.pool import Known, open_residency
 from mint_jax.residency.residency import Residency
 
 BASE = "0" * 64  # fingerprint of the base that is only a shape here

@@ -24,8 +24,7 @@ from mint_jax.lora.tree import AdapterConfig
 from mint_jax.models import transformer
 from mint_jax.models.base import Base
 from mint_jax.models.outline import peft_tables
-from mint_jax.residency.opening import Known
-from mint_jax.residency.pool import AdapterEntry, Pool
+from mint_jax.residency.pool import AdapterEntry, Known, Pool
 
 LEASE_S = 86400.0  # of payloads that wait for their turn; renewed while turns go on
 

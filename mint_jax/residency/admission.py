@@ -1,4 +1,4 @@
-"""Admission of adapters to slots: the bytes match the digest, and the adapter fits base and slots
+"""Checks of adapters before they get a slot: the digest of the bytes, and the fit to base and slots
 (law 9).
 """
 
@@ -42,11 +42,10 @@ class Admission:
     """The checks of one base and its slots.
 
     Args:
-        base: fingerprint of the base.
-        base_specs: its ``ParamSpec`` tree.
+        base, base_specs: the base's fingerprint and ``ParamSpec`` tree.
         projections: paths of the projections that each rank bucket's slots contain.
-        finite: digests of revisions that a catalog found finite on import. Every load verifies the
-            digest, so these are not checked for NaN again; others are.
+        finite: digests of revisions that a catalog found finite on import; they are not checked for
+            NaN again.
     """
 
     def __init__(
@@ -64,16 +63,11 @@ class Admission:
         return min((bucket for bucket in self.projections if bucket >= rank), default=None)
 
     def check(self, digest: str, adapter: Any, schema: Any) -> int:
-        """Raises if an unpacked adapter does not fit.
+        """Returns the number of modules that bind. Raises ``UserError`` for the first mismatch of
+        base, layout, targets, rank, shapes or values.
 
         Args:
             schema: has ``base``, a fingerprint, and ``config``, an ``AdapterConfig``.
-
-        Returns:
-            Number of modules that bind.
-
-        Raises:
-            UserError: the first mismatch of base, layout, targets, rank, shapes or values.
         """
         what, config = f"revision {digest[:12]}", schema.config
         if schema.base != self.base:

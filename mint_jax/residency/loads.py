@@ -95,19 +95,13 @@ class ColdLoads:
         return len(self._loads)
 
     def digests(self) -> list[str]:
-        """Returns the digests of all unfinished loads."""
         return list(self._loads)
 
     def submit(
         self, digest: str, tenant: str, priority: int = COLD
     ) -> tuple[ColdLoad, ColdLoad | None]:
-        """Requests a revision: joins its unfinished load, or enqueues one.
-
-        Returns:
-            The load, and the waiting prefetch that was dropped for it.
-
-        Raises:
-            QueueFull: the queue is full.
+        """Joins a revision's unfinished load, or enqueues one; returns it, and the waiting prefetch
+        that was dropped for it. Raises ``QueueFull``.
         """
         with self._lock:
             if self._closed:

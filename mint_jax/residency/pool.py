@@ -4,17 +4,20 @@
     hold(names) --residency--> slots, leased for a block; the next ones are fetched meanwhile
     run(call): rows of any number of adapters, in batches of as many adapters as fit
 
-Which rows run together depends on the input only, not on loading times. With several processes,
-each has all adapters in its host's memory and builds stacks for every block.
+Which rows run together depends on the input only, not on loading times.
 """
 
 import contextlib
 import dataclasses
+import functools
+import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from mint_jax import multihost
 from mint_jax.errors import UserError
@@ -22,10 +25,25 @@ from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import AdapterConfig, Slot, Stacks
 from mint_jax.models import transformer
 from mint_jax.models.base import Base
-from mint_jax.residency.opening import Known, open_residency
-from mint_jax.residency.residency import Residency
+from mint_jax.residency.admission import Admission
+from mint_jax.residency.residency import Fetch, Residency, Unpack
+from mint_jax.residency.slots import DeviceSlots
 
 Result = TypeVar("Result")
+# Bytes of a large adapter written between two decode steps: about 1 ms, of which 0.1 ms is
+# overhead.
+PIECE_BYTES = 4 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Known:
+    """Facts about a revision before it is loaded: ``dtype`` of the stored factors; ``finite`` if
+    the catalog found all weights finite on import.
+    """
+
+    config: AdapterConfig
+    dtype: str
+    finite: bool
 
 
 class AdapterEntry(NamedTuple):
@@ -43,14 +61,10 @@ class PoolSource(Protocol):
         """Resolves names, and protects the results from garbage collection. All or none."""
         ...
 
-    def fetch(self, digest: str) -> np.ndarray:
-        """Returns a packed object; the caller verifies it."""
-        ...
+    def fetch(self, digest: str) -> np.ndarray: ...
 
     @property
-    def unpack(self) -> Callable[[np.ndarray], tuple[Any, Any]]:
-        """See ``residency.Unpack``."""
-        ...
+    def unpack(self) -> Unpack: ...
 
     def load(self, name: str) -> tuple[AdapterConfig, Any]:
         """Loads an adapter into this host's memory, verified; called in all processes."""
@@ -79,11 +93,8 @@ class ResidentAdapters:
 
 @dataclasses.dataclass(frozen=True)
 class AdapterBatch(ResidentAdapters):
-    """Rows whose adapters are resident together.
-
-    Attributes:
-        rows: indices into the names of the pool.
-        before: number of rows in earlier batches.
+    """Rows whose adapters are resident together: indices into the names of the pool. ``before`` is
+    the number of rows in earlier batches.
     """
 
     rows: list[int]
@@ -126,6 +137,8 @@ class Pool:
         self._announced: set[str] = set()
         self._entries = source.look_up(list(dict.fromkeys(name for name in self.names if name)))
         self.digests = {name: entry.digest for name, entry in self._entries.items()}
+        # With several processes each has all adapters in its host's memory, and builds stacks for
+        # every block.
         self._whole: dict[str, tuple[AdapterConfig, Any]] = {}
         try:
             for entry in self._entries.values():
@@ -136,7 +149,7 @@ class Pool:
             self.__exit__()
             raise
         self._known = {entry.digest: entry for entry in self._entries.values()}
-        self._plan = self._turns()
+        self._plan = self._batches()
 
     def __enter__(self) -> "Pool":
         return self
@@ -163,10 +176,8 @@ class Pool:
         rows_of: list[list[int]] = [[] for _ in plan]
         for i, name in enumerate(self.names):  # rows of the bare base run in the first batch
             rows_of[0 if name is None else batch_of[self.digests[name]]].append(i)
-        for k, (digests, rows) in enumerate(zip(plan, rows_of)):
-            with self.hold(
-                [self.names[i] for i in rows], self._plan[k + 1] if k + 1 < len(self._plan) else ()
-            ) as resident:
+        for digests, rows, following in zip(plan, rows_of, [*plan[1:], []]):
+            with self.hold([self.names[i] for i in rows], following) as resident:
                 batch = AdapterBatch(resident.slots, resident.stacks, rows, len(results))
                 results.update(zip(rows, call(batch), strict=True))
             self._source.release(digests)
@@ -194,7 +205,7 @@ class Pool:
             return
         digests = list(dict.fromkeys(self.digests[name] for name in wanted))
         counts = Counter(self._known[digest].known.config.bucket for digest in digests)
-        if counts and max(counts.values()) > self._slots:
+        if max(counts.values()) > self._slots:
             raise UserError(
                 f"{max(counts.values())} adapters of one rank bucket are needed together, but"
                 f" slots is {self._slots}: raise it"
@@ -217,7 +228,7 @@ class Pool:
             for lease in leases.values():
                 lease.release()
 
-    def _turns(self) -> list[list[str]]:
+    def _batches(self) -> list[list[str]]:
         """Returns the digests of each batch: as many of every rank bucket as there are slots, in
         the order in which rows name them.
         """
@@ -233,11 +244,8 @@ class Pool:
         return plan
 
     def _open(self) -> Residency:
-        """Returns residency with as many slots as needed; its host cache holds two batches."""
         if self._residency is None:
-            host_bytes = 2 * max(
-                sum(self._known[digest].nbytes for digest in digests) for digests in self._plan
-            )
+            sizes = [sum(self._known[digest].nbytes for digest in batch) for batch in self._plan]
             self._residency = open_residency(
                 self._source.fetch,
                 self._source.unpack,
@@ -245,8 +253,43 @@ class Pool:
                 self._specs,
                 {digest: entry.known for digest, entry in self._known.items()},
                 self._slots,
-                host_bytes,
+                host_bytes=2 * max(sizes),  # this batch and the next
                 mesh=self.base.mesh,
                 depth=1 + 2 * max(map(len, self._plan)),
             )
         return self._residency
+
+
+def open_residency(
+    fetch: Fetch,
+    unpack: Unpack,
+    base: str,
+    base_specs: Any,
+    revisions: Mapping[str, Known],
+    slots: int,
+    host_bytes: int,
+    *,
+    mesh: Mesh | None = None,
+    depth: int = 256,
+) -> Residency:
+    """Opens residency for given revisions, by digest.
+
+    Args:
+        base: fingerprint of the base.
+        slots: maximum slots of each rank bucket; there are no more than revisions.
+        host_bytes, depth: see ``Residency``.
+    """
+    configs = [known.config for known in revisions.values()]
+    counts = Counter(config.bucket for config in configs)
+    targets = dict.fromkeys(target for config in configs for target in config.targets)
+    # Promoted so that no stored number is rounded. 16-bit slots halve the bytes to write.
+    dtype = functools.reduce(
+        jnp.promote_types, (jnp.dtype(known.dtype) for known in revisions.values())
+    )
+    counts = {bucket: min(count, slots) for bucket, count in counts.items()}
+    device = DeviceSlots(base_specs, counts, targets, dtype, mesh, PIECE_BYTES)
+    finite = {digest for digest, known in revisions.items() if known.finite}
+    projections = {bucket: device.targets(bucket) for bucket in counts}
+    admission = Admission(base, base_specs, projections, finite)
+    workers = os.cpu_count() or 1
+    return Residency(fetch, unpack, admission, device, host_bytes, workers=workers, depth=depth)

@@ -5,9 +5,6 @@ slot, at once or when the revision is loaded.
     loader thread        fetch, verify, admit -> host cache; reserve a slot; transfer -> staged
     engine thread        commit_ready(), between two steps: staged -> slot; futures resolve
     request              lease.slot while it runs, lease.release() at its end
-
-A load that finds every slot of its bucket leased waits for one without occupying a worker, device
-memory or the host cache.
 """
 
 import contextlib
@@ -38,17 +35,15 @@ COPY_BELOW = 1 << 20
 
 
 class Occupant(NamedTuple):
-    """A slot, and the number of modules that its revision binds to, one per projection, layer and
-    expert.
-    """
+    """A slot, and the number of modules, by projection, layer and expert, that its revision binds."""
 
     slot: Slot
     modules: int
 
 
 class AdapterLease:
-    """A lease of a revision's slot, which keeps the revision there until ``release``. A context
-    manager; releasing twice has no effect.
+    """Keeps a revision in its slot until ``release``. A context manager; releasing twice has no
+    effect.
     """
 
     def __init__(self, digest: str, occupant: Occupant, on_release: Callable[[str], None]):
@@ -72,9 +67,6 @@ class Residency:
     ``wait_for`` may be called from any thread.
 
     Args:
-        fetch, unpack: storage and format.
-        admission: checks of adapters from storage.
-        slots: the device's stacks.
         host_bytes: budget of the host cache.
         workers, depth, niceness: see ``ColdLoads``.
         wrote: called with (digest, tenant, seconds) after each piece of an adapter is in its slot;
@@ -115,7 +107,9 @@ class Residency:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)  # a load became ready or ended
         self._ready: deque[ColdLoad] = deque()  # staged, waiting for commit_ready
-        self._parked: list[tuple[int, ColdLoad]] = []  # (bucket, load) in order, waiting for a slot
+        # (bucket, load) in order. A load that waits for a slot occupies no worker, device memory
+        # or host cache.
+        self._parked: list[tuple[int, ColdLoad]] = []
         self.loads = ColdLoads(self._stage, workers, depth, clock, niceness)
         self.metrics.bytes.labels("host").set_function(lambda: self.host.size)
         self.metrics.bytes.labels("device").set_function(self._device_bytes)
@@ -126,17 +120,12 @@ class Residency:
         """Stacks to sample from: always the same dict, whose arrays ``commit_ready`` replaces."""
         return self.slots.stacks
 
-    # -- requests
-
     def acquire(self, digest: str, tenant: str = "default") -> "Future[AdapterLease]":
-        """Returns a future lease on a revision's slot: resolved at once if it is resident, else
-        when its load is committed.
-
-        Cancelling the future withdraws the request. The future raises what ``fetch``, verification
-        or admission raise; a failed load leaves nothing behind.
+        """Requests a lease. A cold revision's future resolves in ``commit_ready``, or fails with
+        the load's ``UserError``.
 
         Raises:
-            QueueFull: retry in ``retry_after_s``.
+            QueueFull: too many loads are unfinished.
         """
         future: Future[AdapterLease] = Future()
         with self._lock:
@@ -186,9 +175,9 @@ class Residency:
         return True
 
     def offer(self, digest: str, buffer: np.ndarray, tenant: str = "default") -> bool:
-        """Runs ``prefetch`` with packed bytes that are in memory already and must not change;
-        nothing is fetched. Returns True if the host has them. An adapter that does not fit is
-        reported when it is requested.
+        """Prefetches a revision whose packed bytes are in memory already and must not change.
+        Returns True if the host has them; an adapter that does not fit is reported when it is
+        requested.
         """
         if self.host.lease(digest) is None:
             try:
@@ -236,18 +225,16 @@ class Residency:
     # -- the engine's thread
 
     def commit_ready(self, budget_bytes: int | None = None) -> int:
-        """Writes staged adapters into their slots and resolves the requests. Called in the engine's
-        thread between two steps.
+        """Writes staged adapters into their slots and resolves the requests, in the engine's thread
+        between two steps. Returns the number of revisions that became resident.
 
         Args:
             budget_bytes: maximum bytes to write, but at least one piece. The rest, also of a large
                 adapter, waits for the next call.
-
-        Returns:
-            Number of revisions that became resident.
         """
         committed = spent = 0
-        while (load := self._first_ready()) is not None:
+        while self._ready:
+            load = self._ready[0]
             staged = load.staged
             piece = staged.nbytes // staged.pieces
             if budget_bytes is not None and spent and spent + piece > budget_bytes:
@@ -268,21 +255,14 @@ class Residency:
         return committed
 
     def wait_ready(self, pending: Sequence[Future], timeout: float = 1.0) -> bool:
-        """Waits until something can be committed or one of these requests ends, at most
-        ``timeout`` seconds.
-
-        Returns:
-            True if ``commit_ready`` has something to do.
+        """Waits at most ``timeout`` seconds until one of these requests ends or ``commit_ready``
+        has something to do; returns True for the latter.
         """
         with self._waiting(), self._changed:
             self._changed.wait_for(
                 lambda: self._ready or any(future.done() for future in pending), timeout
             )
             return bool(self._ready)
-
-    def _first_ready(self) -> ColdLoad | None:
-        with self._lock:
-            return self._ready[0] if self._ready else None
 
     def _commit(self, load: ColdLoad) -> None:
         with self._lock:
@@ -291,10 +271,11 @@ class Residency:
             load.staged = None
             tier.confirm(load.digest, load.seconds)
             self.loads.finish(load)
-            granted = []
-            for future in load.waiting:
-                if future.set_running_or_notify_cancel():
-                    granted.append((future, self._lease(load.digest)))
+            granted = [
+                (future, self._lease(load.digest))
+                for future in load.waiting
+                if future.set_running_or_notify_cancel()
+            ]
             load.waiting = []
             tier.release(load.digest)
             self._pump()
@@ -358,13 +339,23 @@ class Residency:
         began = self._clock()
         if load.slot is None:
             self.metrics.queue_wait.observe(max(0.0, began - load.submitted_at))
-        with self._unpacked(load) as (adapter, schema):
+        copy, kept = self.host.lease(load.digest), True
+        load.cold = copy is None
+        (self.metrics.misses if load.cold else self.metrics.hits).labels("host").inc()
+        if copy is None:
+            adapter, schema, kept = self._admitted(load.digest, self._fetch(load.digest), began)
+        try:  # the host's bytes stay until they are transferred
+            if copy is not None:
+                adapter, schema = self._unpack(copy.value)
             load.modules = modules_of(adapter)
             bucket = self._admission.bucket(schema.config.rank)
             assert bucket is not None, "it was admitted"
             if (slot := self._slot_for(load, bucket)) is None:
                 return
             staged = self.slots.stage(slot, adapter, schema.config)
+        finally:
+            if kept:
+                self.host.release(load.digest)
         load.seconds = max(0.0, self._clock() - began)
         self.metrics.load_time.labels("storage" if load.cold else "host").observe(load.seconds)
         with self._lock:
@@ -372,28 +363,10 @@ class Residency:
             self._ready.append(load)
             self._changed.notify_all()
 
-    @contextlib.contextmanager
-    def _unpacked(self, load: ColdLoad) -> Iterator[tuple[Any, Any]]:
-        """Yields an admitted revision's factors and schema; its bytes stay until the block ends.
-
-        Bytes are verified and admitted once, when they come from storage. An object that the host
-        cache cannot store is used once and dropped.
-        """
-        began, copy = self._clock(), self.host.lease(load.digest)
-        load.cold, kept = copy is None, True
-        (self.metrics.misses if load.cold else self.metrics.hits).labels("host").inc()
-        if copy is None:
-            adapter, schema, kept = self._admitted(load.digest, self._fetch(load.digest), began)
-        try:
-            if copy is not None:
-                adapter, schema = self._unpack(copy.value)
-            yield adapter, schema
-        finally:
-            if kept:
-                self.host.release(load.digest)
-
     def _admitted(self, digest: str, fetched: np.ndarray, began: float) -> tuple[Any, Any, bool]:
-        """Returns views, schema, and True if the bytes are cached (and then leased)."""
+        """Verifies and admits bytes from storage. Returns views, schema, and True if the host cache
+        stores the bytes, which are then leased; others are used once and dropped.
+        """
         buffer, copy = fetched, self.host.reserve(digest, fetched.nbytes)
         if copy is None:
             self.metrics.uncached.inc()

@@ -2,8 +2,7 @@
 
 ``stage`` runs in a loader thread: one transfer per contiguous array, and a compilation for the
 first adapter of its shapes. ``write`` runs in the engine's thread between two steps: one program
-updates the donated stack in place (the rank-1 adapter of Qwen3-30B-A3B, 105 MB, on one CPU core:
-16.7 ms, memcpy 12 ms), whole or in pieces of layers.
+updates the donated stack in place, whole or in pieces of layers.
 
 Axes: L layers, S slots, E experts, R rank of the bucket, D in or out.
 """
@@ -29,13 +28,8 @@ from mint_jax.params import ParamSpec
 
 @dataclasses.dataclass
 class Staged:
-    """An adapter on the device that is not yet in its slot.
-
-    Attributes:
-        arrays: its factors at their true rank, in their stored dtype.
-        program: the compiled write.
-        pieces: number of calls of it; ``written`` are done.
-        nbytes: bytes of the arrays.
+    """An adapter on the device that is not yet in its slot: factors at their true rank, in their
+    stored dtype. ``written`` of ``pieces`` calls of the compiled ``program`` are done.
     """
 
     slot: Slot
@@ -94,7 +88,6 @@ class DeviceSlots:
         }
 
     def slot_bytes(self, bucket: int) -> int:
-        """Returns the device bytes of one slot."""
         stack = self.stacks[bucket]
         return params_lib.nbytes(stack.factors) // max(1, stack.slots)
 
@@ -105,11 +98,8 @@ class DeviceSlots:
         }
 
     def stage(self, slot: Slot, adapter: Any, config: AdapterConfig) -> Staged:
-        """Transfers an admitted adapter to the device and waits for it. May be called from any
-        thread.
-
-        Args:
-            adapter: host arrays ``[L, (E,) r, D]``; they must not change until the write is done.
+        """Transfers an admitted adapter to the device and waits for it; from any thread. Host
+        arrays ``[L, (E,) r, D]`` must not change until the write is done.
         """
         paths = dict(params_lib.leaves_with_path(adapter))
         numbers = (np.float32(config.scale), np.int32(slot.index))
@@ -129,10 +119,8 @@ class DeviceSlots:
         return Staged(slot, arrays, scale, index, program, pieces, nbytes)
 
     def write(self, staged: Staged) -> bool:
-        """Writes the next piece; returns True if it was the last. Called in the engine's thread
-        between steps.
-
-        Donates the stack's arrays: read ``stacks`` again afterwards.
+        """Writes the next piece, in the engine's thread between steps; returns True if it was the
+        last. Donates the stack's arrays: read ``stacks`` again afterwards.
         """
         # Donation makes the write touch its piece only. Otherwise the whole stack is copied for
         # every piece: on two cores a write into 256 MB took 79 ms instead of 0.03.
@@ -144,7 +132,6 @@ class DeviceSlots:
         return staged.written == staged.pieces
 
     def settle(self, bucket: int) -> None:
-        """Waits until all writes into a bucket's slots are done."""
         jax.block_until_ready(self.stacks[bucket])
 
     def _program(
@@ -175,7 +162,6 @@ class DeviceSlots:
 
 
 def _without_slots(spec: ParamSpec) -> ParamSpec:
-    """Returns the spec of one slot's part of a stacked factor."""
     shape, axes = list(spec.shape), list(spec.axes)
     del shape[SLOT_AXIS], axes[SLOT_AXIS]
     return ParamSpec(tuple(shape), tuple(axes), spec.dtype)
@@ -191,11 +177,7 @@ def write_piece(
     pieces: int,
 ) -> AdapterStack:
     """Writes one of ``pieces`` ranges of layers of an adapter into a slot, in place if the stack is
-    donated.
-
-    16-bit numbers are moved as integers: XLA on CPU takes three times as long for bfloat16 (24 MiB:
-    17 ms instead of 5.4). Rank rows beyond the adapter's and projections that it does not target
-    become zero. The scale is written with every piece.
+    donated. The scale is written with every piece.
 
     Args:
         arrays: path -> ``[L, (E,) r, D]``, r at most the stack's rank.
@@ -217,8 +199,7 @@ def write_piece(
             )
 
         bits = _bits(factor)
-        # The slot may contain an adapter of a larger rank or of more projections, so the rest must
-        # be zeroed.
+        # The slot may contain an adapter of a larger rank or of more projections.
         if rank < R:
             bits = update(bits, jnp.zeros((*one[:-2], R - rank, one[-1]), factor.dtype), rank)
         if leaf is not None:
@@ -234,5 +215,6 @@ def write_piece(
 
 
 def _bits(x: jax.Array) -> jax.Array:
-    """Returns 16-bit numbers as integers, others unchanged."""
+    # XLA on CPU takes three times as long to move bfloat16 as to move integers (24 MiB: 17 ms
+    # instead of 5.4).
     return jax.lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x

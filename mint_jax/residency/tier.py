@@ -4,9 +4,6 @@ The victim is the copy without leases that has the lowest key. A use sets its co
 tier's clock plus (seconds to load again x frequency of use) / size, and the clock rises to the key
 of each victim, so copies age as others are evicted: GreedyDual-Size-Frequency (Cherkasova 1998, HP
 Labs HPL-98-69), with a frequency that also halves every ``half_life_s``.
-
-Without the clock, a session that ended kept its slot for minutes: the hit rate of 64 slots under
-bursts of 32 requests was 0.03, and is 0.73 with it (LRU 0.91; ``configs/bench/hot_set.py``).
 """
 
 import dataclasses
@@ -26,7 +23,7 @@ class Copy:
     Attributes:
         value: packed bytes in host memory, or the slot.
         size: in the unit of the tier's capacity.
-        used_at: time of its last use; ``frequency`` is F at that time.
+        frequency: F at ``used_at``, the time of its last use.
         seconds: time to load it again.
         leases: uses that have not ended, the loader's included.
         ready: loaded, so that it can be leased.
@@ -49,14 +46,9 @@ class Tier:
     """The copies of one tier by digest. All methods may be called from any thread.
 
     Args:
-        capacity: limit on the sizes of all copies.
+        capacity: limit on the sizes of all copies, those that are being loaded included.
         half_life_s: seconds after which a use counts half.
-        clock: seconds, monotonic.
         on_evict: called with each evicted digest, under the lock.
-
-    Attributes:
-        copies: all copies, those that are being loaded included.
-        size: of all copies.
     """
 
     def __init__(
@@ -80,10 +72,8 @@ class Tier:
 
     def reserve(self, digest: str, size: int, evict: bool = True) -> Copy | None:
         """Adds a copy that its loader leases and others do not find yet; evicts others for it if
-        ``evict``. ``confirm`` and ``release``, or ``discard``, must follow.
-
-        Returns:
-            None, with nothing evicted, if there is too little room or a copy already.
+        ``evict``. ``confirm`` and ``release``, or ``discard``, must follow. Returns None, with
+        nothing evicted, if there is too little room or a copy already.
         """
         with self._lock:
             kept = self._leased_size if evict else self.size
@@ -103,7 +93,6 @@ class Tier:
             copy.ready, copy.seconds = True, seconds
 
     def discard(self, digest: str) -> None:
-        """Removes a reserved copy that could not be loaded."""
         with self._lock:
             copy = self.copies[digest]
             assert not copy.ready, f"{digest} is confirmed: release it"
@@ -161,7 +150,6 @@ class Tier:
             return True
 
     def state(self) -> dict[str, int]:
-        """Returns the numbers of copies by state."""
         with self._lock:
             copies = self.copies.values()
             return {

@@ -21,16 +21,15 @@ def group_advantages(
     eps: float = 1e-4,
 ) -> np.ndarray:
     """Returns the advantages of each prompt's rollouts against each other, ``[Q, G]`` float32.
-
     Rewards of a group that are equal up to rounding give exactly 0 (with baseline ``none``: the
     rewards).
 
     Args:
         baseline: ``group_mean`` (GRPO, arXiv 2402.03300 section 4.1.2), ``leave_one_out`` (RLOO,
             arXiv 2402.14740 eq. 9) or ``none``.
-        divide_by_std: divide by the group's population standard deviation. False is Dr. GRPO
-            (arXiv 2503.20783 section 3.2). None follows the baseline's paper: True for
-            ``group_mean``, False for the others.
+        divide_by_std: divide by the group's population standard deviation. False is Dr. GRPO (arXiv
+            2503.20783 section 3.2). None follows the baseline's paper: True for ``group_mean``
+            only.
         eps: added to the standard deviation.
 
     Raises:
@@ -91,11 +90,8 @@ def token_weights(lengths: Sequence[int], normalisation: str, max_tokens: int = 
     """
     if normalisation not in NORMALISATIONS:
         raise choice("normalisation", normalisation, NORMALISATIONS)
-    count, total = max(1, len(lengths)), max(1, sum(lengths))
+    count = max(1, len(lengths))
     if normalisation == "sequence":
         return [1.0 / (count * max(1, length)) for length in lengths]
-    if normalisation == "token":
-        return [1.0 / total] * len(lengths)
-    if normalisation == "constant":
-        return [1.0 / (count * max_tokens)] * len(lengths)
-    return [1.0] * len(lengths)
+    sizes = {"token": max(1, sum(lengths)), "constant": count * max_tokens, "sum": 1}
+    return [1.0 / sizes[normalisation]] * len(lengths)

@@ -12,9 +12,8 @@ targets of a position, Z pairs of a block, N tokens of a datum, L layers, X expe
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from flax import struct
 
@@ -133,29 +132,28 @@ class Batch:
         tokens, positions, own, parent: ``[P, B, T]`` int32; ``own`` and ``parent`` are segments, 0
             is padding.
         index: ``[P, B, M]`` position in the row whose hidden state predicts the target.
-        target: ``[P, B, M]`` token ids; or ``[P, B, M, K]`` for K targets of one distribution, in
-            which case arrays of the loss are ``[P, B, M K]``.
+        target: ``[P, B, M]`` token ids; or ``[P, B, M, K]``, where arrays of the loss are ``[P, B,
+            M K]``.
         routes: recorded experts to replay, int16 ``[L, P, B, T, X]``, -1 for tokens without; None
             lets the router choose.
-        loss: inputs of the loss, ``[P, B, M]`` and ``[P, Z]``.
         inverse_temperature: of each target's distribution, float32 ``[P, B, M]``; None is 1
             everywhere.
     """
 
-    tokens: jax.Array
-    positions: jax.Array
-    own: jax.Array
-    parent: jax.Array
-    index: jax.Array
-    target: jax.Array
+    tokens: Any
+    positions: Any
+    own: Any
+    parent: Any
+    index: Any
+    target: Any
     loss: Targets
-    routes: jax.Array | None = None
-    inverse_temperature: jax.Array | None = None
+    routes: Any = None
+    inverse_temperature: Any = None
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """Sizes (P, B, T, M)."""
-        return (*self.tokens.shape, self.index.shape[-1])  # type: ignore[return-value]
+        return (*self.tokens.shape, self.index.shape[-1])
 
 
 def data_of(groups: Sequence[Group], context: int | None = None) -> list[Datum]:
@@ -193,10 +191,8 @@ def _datum(group: Group, is_paired: bool, is_routed: bool) -> Datum:
     chosen = np.flatnonzero(flat)
 
     def targets_of(name: str, missing: float) -> np.ndarray:
-        rows = (
-            np.full(n, missing, np.float32) if (values := getattr(s, name)) is None else values
-            for s, n in zip(group.sequences, lengths)
-        )
+        columns = (getattr(s, name) for s in group.sequences)
+        rows = ([missing] * n if x is None else x for x, n in zip(columns, lengths))
         return np.concatenate([np.zeros(0), *rows]).astype(np.float32)[chosen]
 
     number = np.repeat(np.arange(len(lengths)), lengths)[chosen]
@@ -230,7 +226,6 @@ def _datum(group: Group, is_paired: bool, is_routed: bool) -> Datum:
 
 
 def _routes(group: Group, prefix: int, lengths: Sequence[int]) -> np.ndarray | None:
-    """Returns the recorded experts of a group's tokens, ``[N, L, X]``; None if there are none."""
     parts = [group.routes, *(s.routes for s in group.sequences)]
     if (known := next((part for part in parts[1:] if part is not None), None)) is None:
         return None

@@ -19,7 +19,7 @@ import numpy as np
 from mint_jax.data.buckets import ShapeBook, round_up
 from mint_jax.errors import UserError
 from mint_jax.models.config import ModelConfig
-from mint_jax.train.batch import Batch, Datum
+from mint_jax.train.batch import Batch, Datum, Layout
 from mint_jax.train.config import BlockShape
 from mint_jax.train.losses import LossCoefs, Targets
 
@@ -27,22 +27,14 @@ LEAST = (1, 16, 8, 1)  # minimum B, T, M and Z of shapes that follow from the da
 
 
 def check(data: Sequence[Datum], cfg: ModelConfig, shapes: Sequence[BlockShape]) -> None:
-    """Raises if data cannot be trained on, before anything is computed.
-
-    Args:
-        shapes: declared step shapes.
-
-    Raises:
-        UserError: names the datum, counted from 0.
+    """Raises ``UserError`` if data cannot be trained on in steps of these declared shapes; it names
+    the datum, counted from 0.
     """
     if not data:
         raise UserError("the request has no data: give at least one sequence")
     width = max(datum.width for datum in data)
-    fitting = [
-        shape.tokens
-        for shape in shapes
-        if (shape.width > 1) == (width > 1) and shape.width >= width
-    ]
+    alike = (shape for shape in shapes if (shape.width > 1) == (width > 1))
+    fitting = [shape.tokens for shape in alike if shape.width >= width]
     if not fitting:
         widest = max(shape.width for shape in shapes)
         raise UserError(
@@ -75,8 +67,6 @@ class TrainRequest:
     """The part of one request that is still to be computed.
 
     Attributes:
-        policy: name of the policy whose adapter is used.
-        data: all data of the request.
         coefs: coefficients of its loss.
         backward: add to the policy's gradient; False computes log-probabilities only.
         left: indices of data that no step has processed.
@@ -98,7 +88,6 @@ class TrainRequest:
 
     @property
     def loss(self) -> float:
-        """Loss summed so far."""
         return self.totals.get("loss", 0.0)
 
     @property
@@ -134,9 +123,7 @@ class DatumSpan(NamedTuple):
 
 def cut(works: Sequence[TrainRequest], shape: BlockShape) -> list[DatumBlock]:
     """Returns blocks of ``shape`` for the remaining data of these requests, which take turns block
-    by block in the order given.
-
-    Skips data longer than a row. Does not mark anything as processed.
+    by block in the order given. Skips data longer than a row; marks nothing as processed.
     """
     waiting = [[i for i in w.left if w.data[i].tokens.size <= shape.tokens] for w in works]
     blocks: list[DatumBlock] = []
@@ -152,11 +139,10 @@ def cut(works: Sequence[TrainRequest], shape: BlockShape) -> list[DatumBlock]:
 def passes(works: Sequence[TrainRequest], max_tokens: int) -> Iterator[list[DatumBlock]]:
     """Yields blocks with all data of some requests, within ``max_tokens`` of padded rows if single
     data fit.
-
-    A request for which there is no room waits for a later pass. With every policy in every pass,
-    each pass would compute and add up the gradients of all. The number of policies in a pass is a
-    power of two, so that varying lengths need few programs.
     """
+    # A request without room waits for a later pass: with every policy in every pass, each pass
+    # would compute and add up the gradients of all. The number of policies in a pass is a power of
+    # two, so that varying lengths need few programs.
     room = max_tokens // max(_padded_tokens(work.data, work.left) for work in works)
     together = len(works) if room >= len(works) else 1 << max(0, room.bit_length() - 1)
     for first in range(0, len(works), together):
@@ -165,27 +151,25 @@ def passes(works: Sequence[TrainRequest], max_tokens: int) -> Iterator[list[Datu
         while any(waiting for _, waiting in queues):
             taken: list[tuple[TrainRequest, list[int]]] = []
             for work, waiting in queues:
-                some: list[int] = []
-                while waiting and (
-                    not some or _padded_tokens(work.data, [*some, waiting[0]]) <= budget
-                ):
+                if not waiting:  # policies with less data skip the later passes
+                    continue
+                some = [waiting.pop(0)]
+                while waiting and _padded_tokens(work.data, [*some, waiting[0]]) <= budget:
                     some.append(waiting.pop(0))
-                if some:  # policies with less data skip the later passes
-                    taken.append((work, some))
+                taken.append((work, some))
             capacity = max(_capacity(work.data, some) for work, some in taken)
             yield [DatumBlock(work, _rows(work.data, some, capacity)) for work, some in taken]
 
 
 def _capacity(data: Sequence[Datum], indices: Sequence[int]) -> int:
-    """Returns the row length that holds each of these data, rounded up to a padded size so that
-    short ones share a row.
+    """Returns the row length that holds each of these data, rounded up so that short ones share a
+    row.
     """
     # Without rounding, 256 groups of 4 tokens took 256 rows of 16 and four times as long.
     return round_up(max(data[i].tokens.size for i in indices), LEAST[1])
 
 
 def _padded_tokens(data: Sequence[Datum], indices: Sequence[int]) -> int:
-    """Returns the tokens of these data's rows, padded to the longest datum."""
     capacity = _capacity(data, indices)
     return len(_rows(data, indices, capacity)) * capacity
 
@@ -218,11 +202,8 @@ def used(blocks: Sequence[DatumBlock]) -> int:
 
 
 class Fitted(NamedTuple):
-    """Shape of a batch that follows from its data.
-
-    Attributes:
-        targets: M, target positions of a row.
-        pairs: Z, pairs of a block.
+    """Shape of a batch, with M target positions of a row (0: one for each token) and Z pairs of a
+    block.
     """
 
     shape: BlockShape
@@ -231,11 +212,8 @@ class Fitted(NamedTuple):
 
 
 def fit(blocks: Sequence[DatumBlock], book: ShapeBook, row_multiple: int = 1) -> Fitted:
-    """Returns the smallest shape of ``book`` for these blocks.
-
-    Args:
-        book: rounds (B, T, M, Z) to few values.
-        row_multiple: number of rows of a block is a multiple of this (the data axes of a mesh).
+    """Returns the smallest shape of ``book`` for these blocks, with a multiple of ``row_multiple``
+    rows (the data axes of a mesh).
     """
     rows = [[block.work.data[i] for i in row] for block in blocks for row in block.rows]
     pairs = max(sum(d.pair_weight is not None for d in block.data) for block in blocks)
@@ -253,36 +231,23 @@ def fill(
     blocks: Sequence[DatumBlock], shape: BlockShape, targets: int = 0, pairs: int = 0
 ) -> tuple[Batch, list[DatumSpan]]:
     """Returns the batch of these blocks, followed by blocks of padding, and the location of each
-    datum.
-
-    Data with fewer targets a position than the shape are padded with targets of weight 0.
-
-    Args:
-        targets: M; 0 is one for each token.
-        pairs: Z.
+    datum. ``targets`` and ``pairs`` as in ``Fitted``. Data with fewer targets a position than the
+    shape are padded with targets of weight 0.
     """
     P, B, T, K = shape
     M = targets or T
-    ints = {
-        name: np.zeros((P, B, T), np.int32) for name in ("tokens", "positions", "own", "parent")
-    }
+    tokens, positions, own, parent = (np.zeros((P, B, T), np.int32) for _ in range(4))
     index = np.zeros((P, B, M), np.int32)
     target, sequence = (np.zeros((P, B, M, K), np.int32) for _ in range(2))
-    floats = {
-        name: np.zeros((P, B, M, K), np.float32)
-        for name in ("weights", "advantages", "old_logp", "ref_logp", "first_logp", "in_ratio")
-    }
+    names = ("weights", "advantages", "old_logp", "ref_logp", "first_logp", "in_ratio")
+    floats = {name: np.zeros((P, B, M, K), np.float32) for name in names}
     pair_weights = np.zeros((P, pairs), np.float32)
     every = [datum for block in blocks for datum in block.work.data]
-    known = next((datum.routes for datum in every if datum.routes is not None), None)
-    routes = (
-        None if known is None else np.full((known.shape[1], P, B, T, known.shape[2]), -1, np.int16)
-    )
-    sharp = (
-        np.ones((P, B, M), np.float32)
-        if any(datum.temperature is not None for datum in every)
-        else None
-    )
+    routes = sharp = None
+    if (known := next((d.routes for d in every if d.routes is not None), None)) is not None:
+        routes = np.full((known.shape[1], P, B, T, known.shape[2]), -1, np.int16)
+    if any(datum.temperature is not None for datum in every):
+        sharp = np.ones((P, B, M), np.float32)
     spans = []
     for p, block in enumerate(blocks):
         numbers = paired = 0
@@ -292,14 +257,11 @@ def fill(
                 datum = block.work.data[i]
                 n, m = datum.tokens.size, len(datum.targets)
                 at, to = np.s_[p, b, start : start + n], np.s_[p, b, first : first + m]
-                layout = datum.layout
-                positions, own, parent = (
-                    (np.arange(n), np.int32(1), np.int32(1)) if layout is None else layout[:3]
-                )
-                ints["tokens"][at], ints["positions"][at] = datum.tokens, positions
-                ints["own"][at], ints["parent"][at] = segments + own, segments + parent
-                index[to] = start + (np.arange(n) if layout is None else layout.index)
-                sequence[to] = numbers if layout is None else numbers + layout.sequence[:, None]
+                layout = datum.layout or _single(n)
+                tokens[at], positions[at] = datum.tokens, layout.positions
+                own[at], parent[at] = segments + layout.own, segments + layout.parent
+                index[to] = start + layout.index
+                sequence[to] = numbers + layout.sequence[:, None]
                 target[to][:, : datum.width] = _columns(datum.targets)
                 for name, values in _loss_inputs(datum).items():
                     if values is not None:
@@ -314,37 +276,33 @@ def fill(
                     paired += 1
                 spans.append(DatumSpan(block.work, i, p, b, first))
                 start, first = start + n, first + m
-                segments += 1 if layout is None else layout.segments
-                numbers += 1 if layout is None else layout.sequences
+                segments, numbers = segments + layout.segments, numbers + layout.sequences
     flat = {name: array.reshape(P, B, -1) for name, array in floats.items()}
-    loss = Targets(**flat, sequence=sequence.reshape(P, B, -1), pair_weights=pair_weights)  # type: ignore[arg-type]
-    return Batch(
-        **ints,  # type: ignore[arg-type]
-        index=index,  # type: ignore[arg-type]
-        target=target[..., 0] if K == 1 else target,  # type: ignore[arg-type]
-        loss=loss,
-        routes=routes,  # type: ignore[arg-type]
-        inverse_temperature=sharp,  # type: ignore[arg-type]
-    ), spans
+    loss = Targets(**flat, sequence=sequence.reshape(P, B, -1), pair_weights=pair_weights)
+    target = target[..., 0] if K == 1 else target
+    return Batch(tokens, positions, own, parent, index, target, loss, routes, sharp), spans
+
+
+def _single(n: int) -> Layout:
+    """Returns the layout of one sequence."""
+    places, ones = np.arange(n), np.ones(n, np.int32)
+    return Layout(places, ones, ones, places, np.zeros(n, np.int32), 1, 1)
 
 
 def _columns(x: np.ndarray) -> np.ndarray:
-    """Returns ``[M]`` as ``[M, 1]``, and ``[M, K]`` as it is."""
     return x if x.ndim == 2 else x[:, None]
 
 
 def _loss_inputs(datum: Datum) -> Mapping[str, np.ndarray | None]:
     """Returns a datum's arrays of ``Targets``; None is 0."""
-    ref = datum.ref_logp
+    ref, first, counted = datum.ref_logp, datum.first_logp, datum.in_ratio
     return {
         "weights": datum.weights,
         "advantages": datum.advantages,
         "old_logp": datum.old_logp,
         "ref_logp": None if ref is None else np.nan_to_num(ref, posinf=np.inf, neginf=-np.inf),
-        "first_logp": datum.old_logp if datum.first_logp is None else datum.first_logp,
-        "in_ratio": (datum.weights != 0).astype(np.float32)
-        if datum.in_ratio is None
-        else datum.in_ratio,
+        "first_logp": datum.old_logp if first is None else first,
+        "in_ratio": np.float32(datum.weights != 0) if counted is None else counted,
     }
 
 

@@ -28,7 +28,7 @@ SCHEDULES = ("constant", "linear", "cosine")
 
 
 class Registered(NamedTuple):
-    """A user's loss: its function (``losses.LossFn``) and the data fields that it needs."""
+    """A user's loss (``losses.LossFn``) and the data fields that it needs."""
 
     fn: Callable[[Any], Any]
     needs: frozenset[str]
@@ -38,7 +38,6 @@ registered: dict[str, Registered] = {}  # by name; see ``losses.register_loss``
 
 
 def known_kinds() -> tuple[str, ...]:
-    """Returns the names of all losses, registered ones last."""
     return (*KINDS, *registered)
 
 
@@ -99,8 +98,6 @@ class LossConfig(Settings):
             "clip_low": 0 <= self.low <= 1,
             "clip_high": self.clip_high >= 0,
             "kl": 0 <= self.kl < math.inf,
-        }
-        sizes |= {
             "band_low": 0 <= self.band_low <= self.band_high,
             "dpo_beta": self.dpo_beta > 0,
             "dro_beta": self.dro_beta >= 0,
@@ -124,20 +121,16 @@ class LossConfig(Settings):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Data fields that the loss needs, among ``advantages``, ``old_logp``, ``ref_logp`` and
-        ``pairs``.
-        """
+        """Data fields that the loss needs; see ``needs``."""
         also = {"ref_logp"} if self.kl_kind != "none" and self.kl != 0.0 else set()
         return needs(self.kind) | also | ({"old_logp"} if self.is_banded else set())
 
     @property
     def needs_reference(self) -> bool:
-        """True if reference log-probabilities enter the loss."""
         return "ref_logp" in self.needs
 
     @property
     def is_banded(self) -> bool:
-        """True if a band masks tokens."""
         return self.samples and (self.band_low > 0 or self.band_high < float("inf"))
 
     @property

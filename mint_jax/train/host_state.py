@@ -1,9 +1,7 @@
-"""One policy's training state off the device: adapter, AdamW moments and accumulated gradients, at
-the adapter's own rank and targets.
+"""One policy's training state off the device, in host memory or in a file: adapter, AdamW moments
+and accumulated gradients, at the adapter's own rank and targets.
 
-Parts that are zero are not stored: moments before the first update, gradients if none are pending.
-The state is in host memory or in a file, and returns to any slot whose stack has its targets, with
-the same bits.
+It returns to any slot whose stack has its targets, with the same bits.
 """
 
 import dataclasses
@@ -32,8 +30,8 @@ class HostState:
     """A policy's state on the host.
 
     Attributes:
-        config: configuration of its adapter.
-        parts: trees ``{path: [L, R, D]}`` of the non-zero ``PARTS``; ``factors`` always.
+        parts: trees ``{path: [L, R, D]}`` by ``PARTS``. Parts that are zero are left out: moments
+            before the first update, gradients if none are pending; ``factors`` are always there.
         steps, skipped: updates applied, and updates skipped because a gradient was not finite.
     """
 
@@ -55,11 +53,9 @@ class HostState:
         return sum(array.nbytes for part in self.parts.values() for array in part.values())
 
     def adapter(self) -> Any:
-        """Returns the adapter as a tree."""
         return params_lib.nest(dict(self.parts["factors"]))
 
     def without_gradients(self) -> "HostState":
-        """Returns the state without pending gradients, as stored in checkpoints."""
         return dataclasses.replace(
             self, parts={name: part for name, part in self.parts.items() if name != "grad"}
         )
@@ -69,10 +65,8 @@ class HostState:
         return HostState(self.config, {"factors": self.parts["factors"]})
 
     def to_bytes(self, notes: Mapping[str, Any] | None = None) -> bytes:
-        """Returns the state as a safetensors file for ``from_bytes``.
-
-        Args:
-            notes: JSON stored with it, for ``notes_of``.
+        """Returns the state as a safetensors file for ``from_bytes``, with JSON for
+        ``notes_of``.
         """
         tensors = {
             f"{name}/{path}": np.ascontiguousarray(array)
@@ -87,11 +81,7 @@ class HostState:
 
     @classmethod
     def from_bytes(cls, data: bytes, what: str) -> "HostState":
-        """Reads a file of ``to_bytes``.
-
-        Raises:
-            UserError: the file is something else.
-        """
+        """Reads a file of ``to_bytes``. Raises ``UserError`` for any other."""
         try:
             metadata = json.loads(_metadata(data)["training_state"])
             tensors = safetensors.numpy.load(data)
@@ -118,12 +108,11 @@ def _metadata(data: bytes) -> dict[str, str]:
 
 
 def fresh(base_specs: Any, config: AdapterConfig, seed: int) -> HostState:
-    """Returns a new policy's state, with an adapter from ``lora.tree.init_adapter``."""
+    """Returns a new policy's state, with an adapter from its seed."""
     return HostState.of(config, init_adapter(base_specs, config, seed))
 
 
 def parts_of(one: TrainStack) -> dict[str, Any]:
-    """Returns the trees of a slot, or of a stack, by ``PARTS``."""
     return dict(zip(PARTS, (one.adapters.factors, one.mu, one.nu, one.grad_sum)))
 
 
@@ -166,29 +155,19 @@ def to_host(
 
 @dataclasses.dataclass(frozen=True)
 class SpilledState:
-    """A state in a file.
-
-    Attributes:
-        digest: of the file's bytes, verified on reading.
-    """
+    """A state in a file; ``digest`` is verified on reading."""
 
     path: Path
     digest: str
-    nbytes: int
 
     @classmethod
     def write(cls, state: HostState, path: Path) -> "SpilledState":
-        """Writes a state; it is on disk when this returns."""
         data = state.to_bytes()
         files.write_file(path, data)
-        return cls(path, blake3_of(data), len(data))
+        return cls(path, blake3_of(data))
 
     def read(self) -> HostState:
-        """Returns the state.
-
-        Raises:
-            UserError: the file is damaged.
-        """
+        """Returns the state. Raises ``UserError`` if the file is damaged."""
         data = self.path.read_bytes()
         if blake3_of(data) != self.digest:
             raise UserError(

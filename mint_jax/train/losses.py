@@ -1,14 +1,11 @@
 """Losses of one policy: functions ``Tokens -> loss of each token [B, M]``, in ``BUILT_IN`` or
 registered at run time. The kind of loss is data, so the policies of one step may use different
-ones.
+ones. A loss sums, over target tokens or DPO pairs, weight times loss; weights carry the
+normalisation (``advantages.token_weights``), so gradients of micro-batches add.
 
-A loss is a sum over target tokens of weight times loss of the token (or over pairs, for DPO).
-Weights carry the normalisation (``advantages.token_weights``), so gradients of micro-batches add.
-
-A token has three log-probabilities: the sampler's when it was drawn (``old_logp``), the trainer's
-before the first update on it (``first_logp``), and the trainer's now. With k = exp(first_logp -
-old_logp) and r = exp(logp - first_logp), a clip of r bounds how far updates move the policy, and k
-corrects for the distribution that drew the tokens (decoupled PPO, arXiv 2110.00641).
+With k = exp(first_logp - old_logp) and r = exp(logp - first_logp), a clip of r bounds how far
+updates move the policy, and k corrects for the distribution that drew the tokens (decoupled PPO,
+arXiv 2110.00641).
 
 Axes: B rows, M target positions of a row, Z pairs.
 """
@@ -16,7 +13,7 @@ Axes: B rows, M target positions of a row, Z pairs.
 import functools
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -26,14 +23,8 @@ from flax import struct
 
 from mint_jax import ordered
 from mint_jax.errors import UserError, own_traceback
-from mint_jax.train.config import (
-    KINDS,
-    KL_KINDS,
-    LossConfig,
-    Registered,
-    known_kinds,
-    registered,
-)
+from mint_jax.train import config
+from mint_jax.train.config import KINDS, KL_KINDS, LossConfig, registered
 
 MAX_LOG_RATIO = 20.0  # exp of larger ones would overflow in products
 
@@ -42,7 +33,7 @@ class LossCoefs(NamedTuple):
     """One policy's loss as data: scalars here, ``[P]`` in a batch.
 
     Attributes:
-        kind: index into ``KINDS``; larger values index the registered functions passed to
+        kind: index into ``KINDS``; larger values index the registered functions given to
             ``policy_loss``.
         ratio_low, ratio_high: bounds of the ratio r, or of s; a ``ratio_low`` of 0 disables the
             lower bound.
@@ -52,32 +43,27 @@ class LossCoefs(NamedTuple):
         beta: for DPO the inverse temperature, for DRO the weight of the squared log-ratio.
     """
 
-    kind: jax.Array
-    ratio_low: jax.Array
-    ratio_high: jax.Array
-    kl_kind: jax.Array
-    kl: jax.Array
-    band_low: jax.Array
-    band_high: jax.Array
-    beta: jax.Array
+    kind: Any
+    ratio_low: Any
+    ratio_high: Any
+    kl_kind: Any
+    kl: Any
+    band_low: Any
+    band_high: Any
+    beta: Any
 
 
+DTYPES = [np.int32 if "kind" in name else np.float32 for name in LossCoefs._fields]
 # Loss of blocks that only pad a step, and of requests for log-probabilities.
-NO_LOSS = LossCoefs(KINDS.index("cross_entropy"), 0.0, np.inf, 0, 0.0, 0.0, np.inf, 0.0)  # type: ignore[arg-type]
+NO_LOSS = LossCoefs(KINDS.index("cross_entropy"), 0.0, np.inf, 0, 0.0, 0.0, np.inf, 0.0)
 
 
 def coefs_of(loss: LossConfig, custom: tuple["LossFn", ...] = ()) -> LossCoefs:
     """Returns a loss as coefficients, for a program with these registered losses."""
-    return LossCoefs(
-        kind=index_of(loss.kind, custom),  # type: ignore[arg-type]
-        ratio_low=1.0 - loss.low,  # type: ignore[arg-type]
-        ratio_high=1.0 + loss.clip_high,  # type: ignore[arg-type]
-        kl_kind=KL_KINDS.index(loss.kl_kind),  # type: ignore[arg-type]
-        kl=loss.kl,  # type: ignore[arg-type]
-        band_low=loss.band_low,  # type: ignore[arg-type]
-        band_high=loss.band_high,  # type: ignore[arg-type]
-        beta=loss.dro_beta if loss.kind == "dro" else loss.dpo_beta,  # type: ignore[arg-type]
-    )
+    kind, kl_kind = index_of(loss.kind, custom), KL_KINDS.index(loss.kl_kind)
+    beta = loss.dro_beta if loss.kind == "dro" else loss.dpo_beta
+    clip, band = (1.0 - loss.low, 1.0 + loss.clip_high), (loss.band_low, loss.band_high)
+    return LossCoefs(kind, *clip, kl_kind, loss.kl, *band, beta)
 
 
 def stack_coefs(losses: Sequence[LossConfig | LossCoefs], blocks: int = 0) -> LossCoefs:
@@ -86,26 +72,18 @@ def stack_coefs(losses: Sequence[LossConfig | LossCoefs], blocks: int = 0) -> Lo
     """
     rows = [coefs_of(one) if isinstance(one, LossConfig) else one for one in losses]
     rows += [NO_LOSS] * (blocks - len(rows))
-    kinds = ("kind", "kl_kind")
-    columns = (
-        np.array([getattr(row, name) for row in rows], np.int32 if name in kinds else np.float32)
-        for name in LossCoefs._fields
-    )
-    return LossCoefs(*columns)  # type: ignore[arg-type]
+    columns = (np.array(column, dtype) for column, dtype in zip(zip(*rows), DTYPES))
+    return LossCoefs(*columns)
 
 
 @struct.dataclass
 class Targets:
-    """Inputs of one policy's loss, ``[B, M]`` unless noted; padding has weight 0.
-
-    Tokens of weight 0 are excluded from loss, gradient and metrics, even if their values are
-    infinite or NaN.
+    """Inputs of one policy's loss, float32 ``[B, M]`` unless noted. Tokens of weight 0, such as
+    padding, are excluded from loss, gradient and metrics, even if their values are infinite or NaN.
 
     Attributes:
-        weights: float32, normalised.
-        advantages: float32.
-        old_logp: the sampler's, when the tokens were drawn.
-        ref_logp: the reference's.
+        weights: normalised.
+        old_logp, ref_logp: the sampler's when the tokens were drawn, and the reference's.
         sequence: int32, number of the token's sequence in the policy's batch; pair z is sequences
             2z (chosen) and 2z + 1 (rejected).
         pair_weights: ``[Z]``, 0 where there is no pair.
@@ -115,14 +93,14 @@ class Targets:
             s); None counts all tokens of non-zero weight.
     """
 
-    weights: jax.Array
-    advantages: jax.Array
-    old_logp: jax.Array
-    ref_logp: jax.Array
-    sequence: jax.Array
-    pair_weights: jax.Array
-    first_logp: jax.Array | None = None
-    in_ratio: jax.Array | None = None
+    weights: Any
+    advantages: Any
+    old_logp: Any
+    ref_logp: Any
+    sequence: Any
+    pair_weights: Any
+    first_logp: Any = None
+    in_ratio: Any = None
 
 
 class Tokens(NamedTuple):
@@ -246,7 +224,7 @@ def register_loss(name: str, fn: LossFn) -> None:
         "old_logp",
         "ref_logp",
     }
-    registered[name] = Registered(fn, frozenset(needed))
+    registered[name] = config.Registered(fn, frozenset(needed))
 
 
 def name_of(fn: LossFn) -> str:
@@ -255,12 +233,10 @@ def name_of(fn: LossFn) -> str:
         if known.fn is fn:
             return name
     own = re.sub(r"\W", "", getattr(fn, "__name__", "")) or type(fn).__name__
-    own = "loss" if own == "lambda" else own
-    name = next(
-        n
-        for n in (own, *(f"{own}_{i}" for i in range(2, len(registered) + 4)))
-        if n not in known_kinds()
-    )
+    name = own = "loss" if own == "lambda" else own
+    number = 2
+    while name in config.known_kinds():
+        name, number = f"{own}_{number}", number + 1
     register_loss(name, fn)
     return name
 
@@ -271,33 +247,23 @@ def functions_of(kinds: Iterable[str]) -> tuple[LossFn, ...]:
 
 
 def index_of(kind: str, custom: tuple[LossFn, ...] = ()) -> int:
-    """Returns ``LossCoefs.kind`` of a loss in a program with these registered functions."""
     return KINDS.index(kind) if kind in KINDS else len(KINDS) + custom.index(registered[kind].fn)
 
 
 @functools.lru_cache(maxsize=256)
 def reads(fn: LossFn) -> frozenset[str]:
-    """Returns the fields of ``Tokens`` that a loss function reads, found by tracing it.
-
-    Raises:
-        UserError: the function does not return one float per token.
+    """Returns the fields of ``Tokens`` that a loss function reads, found by tracing it. Raises
+    ``UserError`` if it does not return one float per token.
     """
     shape = (2, 3)
-    floats = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name in Tokens._fields}
-    scalars = (
-        jax.ShapeDtypeStruct((), jnp.int32 if "kind" in name else jnp.float32)
-        for name in LossCoefs._fields
-    )
-    coefs = LossCoefs(*scalars)  # type: ignore[arg-type]
-    changed = {"sequence": jax.ShapeDtypeStruct(shape, jnp.int32), "coefs": coefs}
-    tokens = Tokens(**floats | changed)  # type: ignore[arg-type]
+    fields: dict[str, Any] = dict.fromkeys(Tokens._fields, jax.ShapeDtypeStruct(shape, jnp.float32))
+    fields["sequence"] = jax.ShapeDtypeStruct(shape, jnp.int32)
+    fields["coefs"] = LossCoefs(*(jax.ShapeDtypeStruct((), dtype) for dtype in DTYPES))
+    tokens = Tokens(**fields)
     closed, out = jax.make_jaxpr(fn, return_shape=True)(tokens)
     if getattr(out, "shape", None) != shape or not jnp.issubdtype(out.dtype, jnp.floating):
-        what = (
-            f"{out.dtype} of shape {out.shape}"
-            if hasattr(out, "dtype")
-            else f"{type(out).__name__}"
-        )
+        is_array = hasattr(out, "dtype")
+        what = f"{out.dtype} of shape {out.shape}" if is_array else type(out).__name__
         raise UserError(
             f"returns {what} for tokens of shape {shape}; expected one float per token: the trainer"
             " computes the sum"
@@ -314,19 +280,13 @@ def policy_loss(
     logp_BM: jax.Array, targets: Targets, coefs: LossCoefs, custom: tuple[LossFn, ...] = ()
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns the loss of one policy and its metrics; ``jax.vmap`` over a leading axis of the first
-    three arguments gives many.
+    three arguments gives many. Metrics are float32 scalars that sum over micro-batches, except
+    ``max_gap``, a maximum. Names ending in ``_sum`` are sums over target tokens: ``clipped`` is 1
+    if a clip binds, ``gap`` is |log k|.
 
     KL ``k1`` subtracts ``kl sg(logp - ref_logp)`` from the advantage, which gives the gradient of
     the KL; ``k3`` adds ``kl (exp(d) - d - 1)``, d = ref_logp - logp (Schulman 2020; GRPO eq. 4). A
     token whose k leaves [band_low, band_high] has weight zero (IcePop, Ring-1T, arXiv 2510.18855).
-
-    Args:
-        custom: registered functions, selected by kinds beyond ``KINDS``.
-
-    Returns:
-        A scalar, and float32 scalars that sum over micro-batches, except ``max_gap``, which is a
-        maximum. ``tokens`` counts target tokens; names ending in ``_sum`` are sums over them, where
-        ``clipped`` is 1 if a clip binds and ``gap`` is |log k|.
     """
     chex.assert_rank(logp_BM, 2)
     t = targets
@@ -411,11 +371,8 @@ def policy_loss(
 
 
 def _applied(fn: LossFn, t: Tokens, applies: jax.Array) -> jax.Array:
-    """Applies a loss to its tokens; the output elsewhere is meaningless.
-
-    Tokens of other policies and padding enter as constants: the derivative may be infinite at their
-    values, and zero times infinity would be a NaN gradient.
-    """
+    # Tokens of other policies and padding enter as constants: the derivative may be infinite at
+    # their values, and zero times infinity would be a NaN gradient.
     logp, ratio, whole = (
         jnp.where(applies, x, safe)
         for x, safe in ((t.logp, -1.0), (t.ratio, 1.0), (t.sequence_ratio, 1.0))

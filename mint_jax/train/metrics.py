@@ -16,10 +16,8 @@ def _sequences(groups: Sequence[Group]) -> Iterator[TrainSequence]:
 
 
 def check_needs(name: str, loss: LossConfig, groups: Sequence[Group]) -> None:
-    """Raises if groups lack inputs of the loss, which would then train nothing or something else.
-
-    Raises:
-        UserError: names the missing inputs.
+    """Raises ``UserError`` if groups lack inputs of the loss, which would then train nothing or
+    something else.
     """
     if not groups:
         raise UserError(
@@ -51,7 +49,7 @@ def check_needs(name: str, loss: LossConfig, groups: Sequence[Group]) -> None:
 
 def of_loss(work: TrainRequest, loss: LossConfig, groups: Sequence[Group]) -> dict[str, float]:
     """Returns the summed metrics that are meaningful for a loss and its data; ``unrouted`` counts
-    targets that were left out because they have no recorded experts.
+    targets without recorded experts, which are left out.
     """
     drawn = loss.samples and all(s.old_logp is not None for s in _sequences(groups))
     means = {

@@ -3,9 +3,8 @@
 Policies are grouped in *units*; a unit's rollout and its update are one device call each.
 ``sequential``: one policy a unit, the device waits for its rewards. ``overlapped``: the device runs
 another unit meanwhile. ``batched``: all policies in ``cohorts`` units, overlapped. A policy's
-results do not depend on its unit.
-
-With several processes, process 0 waits for its rewards and decides the next phase.
+results do not depend on its unit. With several processes, process 0 waits for its rewards and
+decides the next phase.
 """
 
 import concurrent.futures as futures
@@ -26,10 +25,8 @@ LOOK_S = 1.0
 
 
 def units_of(names: Sequence[str], schedule: str, cohorts: int = 1) -> list[list[str]]:
-    """Returns the units of a schedule.
-
-    Raises:
-        UserError: an unknown schedule, or more cohorts than policies.
+    """Returns the units of a schedule. Raises ``UserError`` for an unknown schedule, or more
+    cohorts than policies.
     """
     if schedule not in SCHEDULES:
         raise choice("schedule", schedule, SCHEDULES)
@@ -55,30 +52,25 @@ class Timing:
 
 @dataclasses.dataclass
 class Unit:
-    """Policies that are rolled out and updated together.
-
-    Attributes:
-        step: number of updates so far.
+    """Policies that are rolled out and updated together; ``step`` is the number of updates
+    so far.
     """
 
     names: list[str]
     step: int
     _submit: Callable[..., futures.Future]
-    _pending: dict[str, futures.Future] | None = None  # rewards being computed
+    _pending: dict[str, futures.Future] = dataclasses.field(default_factory=dict)
 
     def score(self, reward: Callable[[str, Any], Any], samples: Mapping[str, Any]) -> None:
-        """Submits ``reward(name, samples[name])`` of each policy to worker threads, for which the
-        process does not wait at exit.
-        """
+        """Submits ``reward(name, samples[name])`` of each policy to worker threads."""
         self._pending = {name: self._submit(reward, name, samples[name]) for name in self.names}
 
     def scored(self) -> dict[str, Any]:
         """Returns the rewards by policy; raises the exception of a failed one."""
-        return {name: future.result() for name, future in (self._pending or {}).items()}
+        return {name: future.result() for name, future in self._pending.items()}
 
     def unfinished(self) -> list[futures.Future]:
-        """Returns the futures of rewards that are not computed yet."""
-        return [future for future in (self._pending or {}).values() if not future.done()]
+        return [future for future in self._pending.values() if not future.done()]
 
 
 class Phases:
@@ -121,26 +113,30 @@ class Phases:
     ):
         self.timing = Timing()
         self._steps, self._overlap, self._look = steps, overlap, look
-        self._rewards = _Daemons(workers)
-        firsts = [_first_of(names, first_step) for names in units]
-        self._idle = deque(
-            Unit(list(names), first, self._rewards.submit)
-            for names, first in zip(units, firsts)
-            if first < steps
-        )
+        self._free, self._closed = threading.Semaphore(workers), False
+        self._idle = deque[Unit]()
+        for names in units:
+            first, *more = sorted({first_step[name] for name in names})
+            if more:
+                raise UserError(
+                    f"policies {list(names)} resume at different steps {[first, *more]}: use the"
+                    " schedule they were started with"
+                )
+            if first < steps:
+                self._idle.append(Unit(list(names), first, self._submit))
 
     def __enter__(self) -> "Phases":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._rewards.close()
+        self._closed = True
 
     def __iter__(self) -> Iterator[tuple[str, Unit]]:
         began, idle, waiting = time.perf_counter(), self._idle, []
         while idle or waiting:
             may_start = bool(idle) and (self._overlap or not waiting)
             scored = multihost.agree(
-                "next phase", lambda may_start=may_start: _next(waiting, may_start, self._look)
+                "next phase", functools.partial(self._next, waiting, may_start)
             )
             since = time.perf_counter()
             if scored is None:
@@ -152,32 +148,14 @@ class Phases:
                 unit = waiting.pop(scored)
                 yield UPDATE, unit
                 self.timing.update_s += time.perf_counter() - since
-                unit.step, unit._pending = unit.step + 1, None
+                unit.step, unit._pending = unit.step + 1, {}
                 if unit.step < self._steps:
                     idle.append(unit)
         self.timing.wall_s = time.perf_counter() - began
 
-
-def _first_of(names: Sequence[str], first_step: Mapping[str, int]) -> int:
-    """Returns the step at which all policies of a unit start."""
-    firsts = {first_step[name] for name in names}
-    if len(firsts) > 1:
-        raise UserError(
-            f"policies {list(names)} resume at different steps {sorted(firsts)}: use the schedule"
-            " they were started with"
-        )
-    return firsts.pop()
-
-
-class _Daemons:
-    """Computes in daemon threads, at most ``workers`` at once, until ``close``. The process does
-    not wait for them at exit, as it does for those of ``ThreadPoolExecutor``.
-    """
-
-    def __init__(self, workers: int):
-        self._free, self._closed = threading.Semaphore(workers), False
-
-    def submit(self, call: Callable, *arguments: Any) -> futures.Future:
+    def _submit(self, call: Callable, *arguments: Any) -> futures.Future:
+        # Daemon threads: the process does not wait for them at exit, as it does for those of
+        # ThreadPoolExecutor.
         future: futures.Future = futures.Future()
 
         def run() -> None:
@@ -193,30 +171,22 @@ class _Daemons:
         threading.Thread(target=run, name="reward", daemon=True).start()
         return future
 
-    def close(self) -> None:
-        """Drops what has not started."""
-        self._closed = True
-
-
-def _next(
-    waiting: Sequence[Unit], may_start: bool, look: Callable[[float, int], None] | None
-) -> int | None:
-    """Returns the index of the waiting unit to update, or None to roll out an idle one if
-    ``may_start``; blocks until either is possible.
-
-    Raises:
-        Exception: of a reward of that unit or of ``look``, so that every process sees it.
-    """
-    began = time.monotonic()
-    if look is not None:
-        look(0.0, len(waiting))  # detects a hanging reward while the devices have other work
-    while True:
-        found = next((i for i, unit in enumerate(waiting) if not unit.unfinished()), None)
-        if found is not None:
-            waiting[found].scored()
-            return found
-        if may_start:
-            return None
-        pending = [future for unit in waiting for future in unit.unfinished()]
-        if not futures.wait(pending, LOOK_S, futures.FIRST_COMPLETED).done and look is not None:
-            look(time.monotonic() - began, len(pending))
+    def _next(self, waiting: Sequence[Unit], may_start: bool) -> int | None:
+        """Returns the index of the waiting unit to update, or None to roll out an idle one if
+        ``may_start``; blocks until either is possible. Raises the exception of one of its rewards
+        or of ``look``, so that every process sees it.
+        """
+        began, look = time.monotonic(), self._look
+        if look is not None:
+            look(0.0, len(waiting))  # detects a hanging reward while the devices have other work
+        while True:
+            found = next((i for i, unit in enumerate(waiting) if not unit.unfinished()), None)
+            if found is not None:
+                waiting[found].scored()
+                return found
+            if may_start:
+                return None
+            pending = [future for unit in waiting for future in unit.unfinished()]
+            done = futures.wait(pending, LOOK_S, futures.FIRST_COMPLETED).done
+            if not done and look is not None:
+                look(time.monotonic() - began, len(pending))

@@ -20,11 +20,7 @@ from mint_jax.train.trainer import Trainer
 
 
 def warm(trainer: Trainer, progress: Callable[[str, int, int], None] | None = None) -> None:
-    """Compiles every program, so that no request waits for a compilation.
-
-    Args:
-        progress: called with (program, done, total) before each program.
-    """
+    """Compiles every program; ``progress`` is called with (program, done, total) before each."""
     for i, program in enumerate(todo := programs(trainer)):
         if progress is not None:
             progress(program.name, i, len(todo))
@@ -32,8 +28,8 @@ def warm(trainer: Trainer, progress: Callable[[str, int, int], None] | None = No
 
 
 def programs(trainer: Trainer) -> list[Program]:
-    """Returns every program: updates of each rank, and steps with and without a backward pass; if
-    the base has experts, also steps that replay them.
+    """Returns every program: updates of each rank, steps with and without a backward pass; if the
+    base has experts, also steps that replay them.
     """
     out = []
     smallest = next(shape for shape in trainer.declared if shape.width == 1)
@@ -85,17 +81,9 @@ def _compile_step(
     slots = {bucket: np.full(shape.blocks, trainer.capacity[bucket], np.int32)}
     with jax.set_mesh(trainer.base.mesh):
         if backward:
-            step_lib.forward_backward.lower(
-                params,
-                {bucket: stack},
-                batch,
-                coefs,
-                slots,
-                cfg=cfg,
-                remat=trainer.remat,
-                custom=(),
-            ).compile()
+            static: dict[str, Any] = {"cfg": cfg, "remat": trainer.remat, "custom": ()}
+            args = params, {bucket: stack}, batch, coefs, slots
+            step_lib.forward_backward.lower(*args, **static).compile()
         else:
-            step_lib.score.lower(
-                params, batch, coefs, {bucket: stack.adapters}, slots, cfg=cfg
-            ).compile()
+            adapters = {bucket: stack.adapters}
+            step_lib.score.lower(params, batch, coefs, adapters, slots, cfg=cfg).compile()

@@ -20,10 +20,8 @@ from mint_jax.train.losses import stack_coefs
 
 
 class References:
-    """Reference adapters by policy, resident from their first use.
-
-    Args:
-        policies: configs of the policies, kept up to date by the owner.
+    """Reference adapters by policy, resident from their first use. The owner keeps ``policies`` up
+    to date.
     """
 
     def __init__(self, base: Base, policies: Mapping[str, PolicyConfig]):
@@ -32,10 +30,8 @@ class References:
         self._resident: tuple[Stacks, dict[str, Slot]] | None = None
 
     def put(self, name: str, config: AdapterConfig, adapter: Any) -> None:
-        """Sets a policy's reference.
-
-        Raises:
-            UserError: weights that do not fit their config.
+        """Sets a policy's reference. Raises ``UserError`` for weights that do not fit their
+        config.
         """
         specs = transformer.abstract(self._base.cfg)
         lora_tree.check_fits(adapter, config, specs, f"reference of policy {name!r}")
@@ -47,15 +43,12 @@ class References:
         return self._adapters.get(name)
 
     def forget(self, name: str) -> None:
-        """Removes a policy's reference, if it has one."""
         if self._adapters.pop(name, None) is not None:
             self._resident = None
 
     def resident(self) -> tuple[Stacks, dict[str, Slot]]:
-        """Returns the stacks of all references, and the slot of each policy that has one.
-
-        Raises:
-            UserError: a policy's loss names a revision whose adapter ``put`` was not given.
+        """Returns the stacks of all references, and the slot of each policy that has one. Raises
+        ``UserError`` if a loss names a revision whose adapter ``put`` was not given.
         """
         for name, policy in self._policies.items():
             loss = policy.loss

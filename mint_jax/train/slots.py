@@ -40,11 +40,7 @@ _versions = itertools.count(1)
 
 
 class StateLost(UserError):
-    """A policy's state cannot be read from its file.
-
-    Attributes:
-        policy: name of the policy.
-    """
+    """The state of ``policy`` cannot be read from its file."""
 
     def __init__(self, policy: str, reason: Exception):
         super().__init__(
@@ -57,18 +53,21 @@ class StateLost(UserError):
 class _Member:
     config: AdapterConfig
     bucket: int
-    off_device: HostState | SpilledState | None  # state off the device; None while it is in a slot
+    off_device: HostState | SpilledState | None  # None while the state is in a slot
     slot: int | None = None
     pending: bool = False  # has gradients that no update has used
     used: int = 0
     version: int = 0
+
+    def forget_file(self) -> None:
+        if isinstance(self.off_device, SpilledState):
+            self.off_device.path.unlink(missing_ok=True)
 
 
 class Slots:
     """The policies in training, wherever their state is.
 
     Args:
-        base: the resident base; read only.
         declared: number of device slots by rank bucket, a power of two; None gives each policy its
             own.
         targets: projections that policies may adapt; every declared slot has room for all of them.
@@ -97,7 +96,7 @@ class Slots:
         self.counts: collections.Counter[str] = collections.Counter()
         self.capacity = dict(sorted((declared or {}).items()))
         self._is_declared = declared is not None
-        self._targets: dict[int, tuple[str, ...]] = {}
+        self._targets: tuple[str, ...] = ()  # of declared slots
         self._members: dict[str, _Member] = {}
         self._clock = 0
         self._brought: collections.defaultdict[str, float] = collections.defaultdict(float)
@@ -112,9 +111,8 @@ class Slots:
                     " are powers of two"
                 )
             own = lora_tree.spelled_out(AdapterConfig(1, targets=tuple(targets)), self.specs)
-            self._targets = dict.fromkeys(self.capacity, own.targets)
-            with jax.set_mesh(base.mesh):
-                self._state = _empty(base.cfg, tuple(self.capacity.items()), own.targets)
+            self._targets = own.targets
+            self._state = self._empty(self.capacity, own.targets)
 
     @property
     def state(self) -> State:
@@ -124,12 +122,12 @@ class Slots:
     @state.setter
     def state(self, state: State) -> None:
         self._state = state
-        for name, member in self._members.items():
-            member.pending = True
-            self._renew(name)
+        for member in self._members.values():
+            member.pending, member.version = True, next(_versions)
 
-    def _renew(self, name: str) -> None:
-        self._members[name].version = next(_versions)
+    def _updated(self, name: str) -> None:
+        member = self._members[name]
+        member.pending, member.version = False, next(_versions)
 
     @property
     def stacks(self) -> Stacks:
@@ -163,7 +161,7 @@ class Slots:
 
     def join_all(self, states: Mapping[str, HostState]) -> None:
         """Adds several policies; see ``join``."""
-        if taken := [name for name in states if name in self._members]:
+        if taken := [name for name in states if name in self]:
             raise UserError(f"policy {taken[0]!r} is in training already: choose another name")
         members = {name: self._admitted(name, state) for name, state in states.items()}
         self._members |= members
@@ -183,8 +181,7 @@ class Slots:
             lora_tree.check_fits(state.adapter(), old.config, self.specs, f"policy {name!r}")
         if old.bucket == new.bucket:
             new.slot = old.slot
-        if isinstance(old.off_device, SpilledState):
-            old.off_device.path.unlink(missing_ok=True)
+        old.forget_file()
         self._members[name] = new
         if new.slot is not None:
             self._write(new, state)
@@ -200,32 +197,23 @@ class Slots:
                     f"policy {name!r} has rank {config.rank}; this server trains ranks up to"
                     f" {max(self.capacity)}"
                 )
-            known = self._targets[bucket]
-            if strange := [t for t in config.targets if t not in known]:
+            if strange := [t for t in config.targets if t not in self._targets]:
                 raise UserError(
-                    f"policy {name!r} adapts {strange[0]!r}; this server trains {', '.join(known)}"
+                    f"policy {name!r} adapts {strange[0]!r}; this server trains"
+                    f" {', '.join(self._targets)}"
                 )
         lora_tree.check_fits(state.adapter(), state.config, self.specs, f"policy {name!r}")
         self._clock += 1
-        return _Member(
-            state.config,
-            bucket,
-            state,
-            pending="grad" in state.parts,
-            used=self._clock,
-            version=next(_versions),
-        )
+        member = _Member(state.config, bucket, state, used=self._clock, version=next(_versions))
+        member.pending = "grad" in state.parts
+        return member
 
     def leave(self, name: str) -> None:
         """Removes a policy and its state. Without declared slots its stack shrinks, and later slots
         of the bucket move down by one.
-
-        Raises:
-            UserError: an unknown policy.
         """
         member = self._known(name)
-        if isinstance(member.off_device, SpilledState):
-            member.off_device.path.unlink(missing_ok=True)
+        member.forget_file()
         del self._members[name]
         if not self._is_declared:
             self._resize(member.bucket)
@@ -252,27 +240,25 @@ class Slots:
         return list(self._members)
 
     def places(self) -> dict[str, int]:
-        """Returns the number of policies by location: ``slot``, ``host``, ``disk``."""
+        """Returns the number of policies by location."""
         return dict(collections.Counter(map(self.where, list(self._members))))
 
     @property
     def host_bytes_used(self) -> int:
         """Bytes of the states in host memory."""
-        return sum(
-            member.off_device.nbytes
-            for member in list(self._members.values())
-            if isinstance(member.off_device, HostState)
-        )
+        states = [member.off_device for member in list(self._members.values())]
+        return sum(state.nbytes for state in states if isinstance(state, HostState))
 
     # -- device slots
+
+    def _empty(self, counts: Mapping[int, int], targets: tuple[str, ...]) -> State:
+        with jax.set_mesh(self.base.mesh):
+            return _empty(self.base.cfg, tuple(counts.items()), targets)
 
     def _resize(self, bucket: int) -> None:
         """Gives a bucket one slot for each of its policies, which keep their state and order."""
         members = [member for member in self._members.values() if member.bucket == bucket]
-        states = [
-            self._read(member) if member.off_device is None else member.off_device
-            for member in members
-        ]
+        states = [self._read(m) if m.off_device is None else m.off_device for m in members]
         self._state = {b: stack for b, stack in self._state.items() if b != bucket}
         self.capacity = {b: n for b, n in self.capacity.items() if b != bucket}
         if not members:
@@ -280,8 +266,7 @@ class Slots:
         own = (lora_tree.spelled_out(member.config, self.specs).targets for member in members)
         targets = tuple(dict.fromkeys(itertools.chain(*own)))
         self.capacity = dict(sorted((self.capacity | {bucket: len(members)}).items()))
-        with jax.set_mesh(self.base.mesh):
-            stack = _empty(self.base.cfg, ((bucket, len(members)),), targets)
+        stack = self._empty({bucket: len(members)}, targets)
         self._state = dict(sorted((self._state | stack).items()))
         for slot, (member, state) in enumerate(zip(members, states)):
             assert isinstance(state, HostState), "undeclared slots spill nothing"
@@ -295,31 +280,29 @@ class Slots:
             StateLost: a state cannot be read from its file; the others are unchanged.
             UserError: more policies of a rank than slots.
         """
-        wanted = dict.fromkeys(names)
+        wanted = {name: self._known(name) for name in names}
         for bucket, count in self.capacity.items():
-            if (many := sum(self._known(n).bucket == bucket for n in wanted)) > count:
+            if (many := sum(member.bucket == bucket for member in wanted.values())) > count:
                 raise UserError(
                     f"{many} policies of rank {bucket} were requested at once; there are {count}"
                     " slots: request fewer"
                 )
         self._clock += 1
-        for name in wanted:
-            self._known(name).used = self._clock
-        for name in wanted:
-            if self._members[name].slot is None:
+        for member in wanted.values():
+            member.used = self._clock
+        for name, member in wanted.items():
+            if member.slot is None:
                 began = time.perf_counter()
                 try:
-                    self._bring(self._members[name])
+                    self._bring(member)
                 except (OSError, UserError) as reason:
                     raise StateLost(name, reason) from reason
                 # Otherwise the transfer would be timed as part of the next computation.
-                jax.block_until_ready(self._state[self._members[name].bucket])
+                jax.block_until_ready(self._state[member.bucket])
                 self._brought[name] += time.perf_counter() - began
         self._spill()
-        return {
-            name: Slot(self._members[name].bucket, self._members[name].slot)  # type: ignore[arg-type]
-            for name in wanted
-        }
+        at = self.slots
+        return {name: at[name] for name in wanted}
 
     def brought(self) -> dict[str, float]:
         """Returns the seconds of loading by policy since the last call."""
@@ -334,26 +317,23 @@ class Slots:
             idle = min((m for m in here if m.slot is not None), key=lambda m: m.used)
             idle.off_device = self._read(idle)
             slot, idle.slot = idle.slot, None
-        spilled = member.off_device if isinstance(member.off_device, SpilledState) else None
-        if spilled is not None:
+        spilled = member.off_device
+        if isinstance(spilled, SpilledState):
             member.off_device = spilled.read()
             self.counts["spills_read"] += 1
         assert isinstance(member.off_device, HostState)
         member.slot = slot
         self._write(member, member.off_device)
-        if spilled is not None:
+        if isinstance(spilled, SpilledState):
             spilled.path.unlink(missing_ok=True)
 
     def _write(self, member: _Member, state: HostState | TrainStack) -> None:
         """Writes a state to a member's slot."""
-        one = state
-        if isinstance(one, HostState):
-            one = host_state.padded(one, self._state[member.bucket])
+        stack = self._state[member.bucket]
+        one = host_state.padded(state, stack) if isinstance(state, HostState) else state
         with jax.set_mesh(self.base.mesh):
-            stack = state_lib.write_slot(
-                self._state[member.bucket], _number(member), one, cfg=self.base.cfg
-            )
-        self._state = {**self._state, member.bucket: stack}
+            new = state_lib.write_slot(stack, _number(member), one, cfg=self.base.cfg)
+        self._state = {**self._state, member.bucket: new}
         member.off_device, member.version = None, next(_versions)
         self.counts["slots_written"] += 1
 
@@ -371,21 +351,9 @@ class Slots:
     def read_state(self, name: str) -> HostState:
         """Returns a copy of a policy's state, wherever it is."""
         member = self._known(name)
-        if member.slot is not None:
-            return self._read(member)
         if isinstance(member.off_device, SpilledState):
             return member.off_device.read()
-        assert member.off_device is not None
-        return member.off_device
-
-    def read_adapter(self, name: str) -> HostState:
-        """Returns ``read_state`` without moments and gradients; reads only the adapter from the
-        device.
-        """
-        member = self._known(name)
-        if member.slot is not None:
-            return self._read(member, ("factors",))
-        return self.read_state(name).fresh()
+        return self._read(member) if member.off_device is None else member.off_device
 
     def snapshot(self, name: str) -> Any:
         """Returns a copy of one policy's adapter on the devices, replicated to every process. Later
@@ -393,16 +361,9 @@ class Slots:
 
         Copies to the host have been started, so ``jax.device_get`` in another thread only waits.
         """
-        self._known(name)
         at, config = self.load([name])[name], self._members[name].config
-        arrays = multihost.whole(
-            _adapter(
-                self._state[at.bucket].adapters,
-                np.int32(at.index),
-                cfg=self.base.cfg,
-                adapter=config,
-            )
-        )
+        stack, slot = self._state[at.bucket].adapters, np.int32(at.index)
+        arrays = multihost.whole(_adapter(stack, slot, cfg=self.base.cfg, adapter=config))
         for array in jax.tree.leaves(arrays):
             array.copy_to_host_async()
         return arrays
@@ -417,23 +378,21 @@ class Slots:
         """
         if self.folder is None or time.monotonic() < self._spills_from:
             return
-        here = [m for m in self._members.values() if isinstance(m.off_device, HostState)]
         total = 0
-        for member in sorted(here, key=lambda m: -m.used):
-            assert isinstance(member.off_device, HostState)
-            total += member.off_device.nbytes
-            if total > self.host_bytes:
-                try:
-                    member.off_device = SpilledState.write(
-                        member.off_device, self.folder / f"{uuid.uuid4().hex}.safetensors"
-                    )
-                except OSError as reason:
-                    log.warning(
-                        "states beyond %d bytes stay in memory: %s", self.host_bytes, reason
-                    )
-                    self._spills_from = time.monotonic() + SPILL_RETRY_S
-                    return
-                self.counts["spills_written"] += 1
+        for member in sorted(self._members.values(), key=lambda m: -m.used):
+            if not isinstance(state := member.off_device, HostState):
+                continue
+            total += state.nbytes
+            if total <= self.host_bytes:
+                continue
+            try:
+                path = self.folder / f"{uuid.uuid4().hex}.safetensors"
+                member.off_device = SpilledState.write(state, path)
+            except OSError as reason:
+                log.warning("states beyond %d bytes stay in memory: %s", self.host_bytes, reason)
+                self._spills_from = time.monotonic() + SPILL_RETRY_S
+                return
+            self.counts["spills_written"] += 1
 
 
 def _number(member: _Member) -> np.int32:

@@ -1,8 +1,5 @@
-"""Training state of many policies: adapters, AdamW moments, gradient sums and counters, stacked by
-rank bucket.
-
-Only policies in training are stored here. Everything of one policy is one slot of one bucket, so
-resuming, switching or dropping a policy is a slot operation.
+"""Training state of the policies in training: adapters, AdamW moments, gradient sums and counters,
+stacked by rank bucket. Everything of one policy is one slot of one bucket.
 
 Axes: L layers, S slots, R rank, D in, F out.
 """
@@ -42,7 +39,7 @@ class Hyper:
 
     @classmethod
     def of(cls, config: OptimizerConfig) -> "Hyper":
-        """Returns one policy's hyperparameters, without a slot axis."""
+        """Returns one policy's hyperparameters, without an axis."""
         values = dataclasses.asdict(config)
         values["schedule"] = SCHEDULES.index(config.schedule)
         values["max_grad_norm"] = config.max_grad_norm or math.inf
@@ -61,7 +58,6 @@ class TrainStack:
     """S policies of one rank bucket in training; also one slot of them, without the slot axis.
 
     Attributes:
-        adapters: factors and scales.
         mu, nu: moments of AdamW, in the shapes of the factors.
         grad_sum: gradients accumulated since the last update, in the shapes of the factors.
         steps: updates applied, ``[S]`` int32.
@@ -80,27 +76,21 @@ State = dict[int, TrainStack]  # bucket rank -> stack
 
 
 def slot_axis(leaf: jax.Array) -> int:
-    """Returns the slot axis: 1 for factors and moments, 0 for per-policy numbers."""
-    return lora_tree.SLOT_AXIS if leaf.ndim > 1 else 0
+    return lora_tree.SLOT_AXIS if leaf.ndim > 1 else 0  # steps, skipped and scale have one axis
 
 
 def empty(
     base_specs: Any, configs: list[AdapterConfig], slots: dict[int, int] | None = None
 ) -> State:
-    """Returns an empty state with slots for these adapters: ``slots[bucket]`` of each bucket, or
-    one for each adapter.
+    """Returns an empty state with ``slots[bucket]`` slots of each bucket of these adapters, or one
+    for each adapter.
     """
-    counts: dict[int, int] = {}
-    targets: dict[int, list[str]] = {}
-    for config in configs:
-        counts[config.bucket] = counts.get(config.bucket, 0) + 1
-        targets.setdefault(config.bucket, []).extend(
-            t for t in config.targets if t not in targets.get(config.bucket, [])
-        )
     out = {}
-    for bucket in sorted(counts):
-        count = (slots or counts)[bucket]
-        stack = lora_tree.empty_stack(base_specs, targets[bucket], bucket, count)
+    for bucket in sorted({config.bucket for config in configs}):
+        own = [config for config in configs if config.bucket == bucket]
+        targets = list(dict.fromkeys(target for config in own for target in config.targets))
+        count = slots[bucket] if slots else len(own)
+        stack = lora_tree.empty_stack(base_specs, targets, bucket, count)
         zeros = lambda stack=stack: jax.tree.map(jnp.zeros_like, stack.factors)  # noqa: E731
         steps, skipped = (jnp.zeros((count,), jnp.int32) for _ in range(2))
         out[bucket] = TrainStack(stack, zeros(), zeros(), zeros(), steps, skipped)
@@ -108,7 +98,6 @@ def empty(
 
 
 def slot_of(stack: TrainStack, slot: jax.Array) -> TrainStack:
-    """Returns one slot; ``read_slot`` is the compiled form."""
     return jax.tree.map(
         lambda x: jax.lax.dynamic_index_in_dim(x, slot, slot_axis(x), keepdims=False), stack
     )

@@ -1,9 +1,5 @@
 """The multi-policy step: one forward and backward pass through the base for all policies' rows,
-then each policy's own update.
-
-``forward_backward`` adds to the policies' gradient sums and returns logprobs and metrics;
-``optim_step`` applies AdamW with each policy's own hyperparameters. The base is read only; its
-gradient is never formed.
+then each policy's own AdamW update. The base is read only; its gradient is never formed.
 
 Rows of a batch are policy blocks in the order of ``slots``: buckets by rank, then slots as given.
 
@@ -39,10 +35,9 @@ def batch_logprobs(
     params: Any, lora: AdapterView | None, batch: Batch, cfg: ModelConfig, remat: str = "none"
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns ``log p(target)`` of every target at its temperature, float32 ``[P, B, M]``, or ``[P,
-    B, M K]`` for K targets a position.
-
-    With recorded routes, also returns the share of replayed experts before each target that the
-    router would not have chosen, ``[P, B, M]``, averaged over layers; else None.
+    B, M K]`` for K targets a position; and with recorded routes the share of replayed experts
+    before each target that the router would not have chosen, ``[P, B, M]``, averaged over layers,
+    else None.
     """
     P, B, T, M = batch.shape
     rows = P * B
@@ -81,7 +76,6 @@ def score(
     Args:
         batch: P blocks: first those of ``slots`` in their order, then those under the bare base.
         stacks: adapters; empty if every block is under the bare base.
-        slots: slot of each adapted block in ``stacks``.
     """
     bare = batch.shape[0] - sum(s.shape[0] for s in slots.values())
     lora = (
@@ -106,20 +100,16 @@ def forward_backward(
     remat: str = "none",
     custom: tuple[LossFn, ...] = (),
 ) -> tuple[State, jax.Array, dict[str, jax.Array]]:
-    """Adds each policy's gradient to its sum.
+    """Adds each policy's gradient to its sum. Returns the state, logprobs ``[P, B, M]`` and metrics
+    ``[P]``.
 
     Args:
-        params: the frozen base.
         state: only ``grad_sum`` changes. Donated.
         batch: P policies in the order of ``slots``.
-        coefs: ``[P]`` each.
         slots: slot of each policy. Gradients of a repeated slot add up; those of an out-of-range
             slot, which is padding, are dropped.
         remat: a key of ``transformer.REMAT``.
         custom: registered losses that ``coefs`` selects.
-
-    Returns:
-        The state, logprobs ``[P, B, M]`` and metrics ``[P]``.
     """
     dtype = params["final_norm"].dtype
     buckets = sorted(slots)
@@ -144,18 +134,16 @@ def forward_backward(
     grads, (logp, metrics) = jax.grad(loss, has_aux=True)(taps_of(stacks, slots))
     new = dict(state)
     for b in buckets:
-        new[b] = dataclasses.replace(
-            state[b], grad_sum=_added(state[b].grad_sum, grads[b], slots[b])
-        )
+        sums = _added(state[b].grad_sum, grads[b], slots[b])
+        new[b] = dataclasses.replace(state[b], grad_sum=sums)
     return lora_tree.constrain(new, specs), logp, metrics
 
 
 def _added(sums: Any, parts: Any, slots: jax.Array) -> Any:
-    """Adds each policy's part to its slot's sum, one after another. A scatter would transpose all
-    parts first, which takes their size again in memory (39 MB for four policies of rank 8 on
-    SmolLM2).
-    """
+    """Adds each policy's part to its slot's sum, one after another."""
 
+    # A scatter would transpose all parts first, which takes their size again in memory (39 MB for
+    # four policies of rank 8 on SmolLM2).
     def add(n: jax.Array, total: jax.Array, part: jax.Array) -> jax.Array:
         old = jax.lax.dynamic_index_in_dim(total, slots[n], lora_tree.SLOT_AXIS)
         one = jax.lax.dynamic_index_in_dim(part, n, lora_tree.SLOT_AXIS).astype(total.dtype)
@@ -178,18 +166,16 @@ def _added(sums: Any, parts: Any, slots: jax.Array) -> Any:
 def optim_step(
     state: State, slots: Slots, hyper: dict[int, Hyper]
 ) -> tuple[State, dict[str, jax.Array]]:
-    """Updates policies from their gradient sums and clears these; other slots are untouched.
-
-    A policy whose gradient is not finite keeps its adapter and moments, and its ``skipped`` count
+    """Updates policies from their gradient sums and clears these; other slots are untouched. A
+    policy whose gradient is not finite keeps its adapter and moments, and its ``skipped`` count
     increases.
+
+    Returns the state, and metrics ``[P]`` in the order of ``slots``: ``grad_norm`` (before
+    clipping), ``learning_rate``, ``skipped``; padding has zeros.
 
     Args:
         slots: distinct slots, followed by out-of-range slots of padding.
         hyper: hyperparameters of these slots, ``[n]`` each.
-
-    Returns:
-        The state, and metrics ``[P]`` in the order of ``slots``: ``grad_norm`` (before clipping),
-        ``learning_rate``, ``skipped``; padding has zeros.
     """
     new, rows = dict(state), []
     for b in sorted(slots):
@@ -215,9 +201,7 @@ def _update_and_note(
 def _update_nth(
     slots: jax.Array, hypers: Hyper, n: jax.Array | int, stack: TrainStack
 ) -> tuple[TrainStack, dict[str, jax.Array]]:
-    """Applies AdamW to the n-th of these slots in place, leaf by leaf. Temporaries are of one
-    factor; those of all factors are 71 MB in SmolLM2 at rank 8.
-    """
+    """Applies AdamW to the n-th of these slots in place, leaf by leaf."""
     slot, hyper = slots[n], jax.tree.map(lambda x: x[n], hypers)
 
     def at(x: jax.Array, slot: jax.Array = slot) -> jax.Array:
@@ -254,6 +238,7 @@ def _update_nth(
             (slot, jax.tree.map(functools.partial(put, slot), leaf, new))
         )
 
+    # Temporaries are of one factor; those of all factors are 71 MB in SmolLM2 at rank 8.
     trees = stack.adapters.factors, stack.grad_sum, stack.mu, stack.nu
     done, turn = [], slot
     for leaf in zip(*map(jax.tree.leaves, trees)):

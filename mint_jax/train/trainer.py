@@ -3,22 +3,18 @@
 A step computes blocks of several requests in one pass and adds each block's gradient to its
 policy's sum; an update applies these sums. ``update`` trains named policies on groups, with the
 losses and optimizers of their configs and shapes that follow from the data. ``step`` and ``optim``
-compute requests of policies that join, leave and change while others train; with declared slots
-and shapes nothing is compiled for them.
-
-``Slots`` has the policies' states; files, prompts and rewards are the caller's. One thread owns a
-``Trainer``.
+compute requests of policies that join, leave and change while others train; with declared slots and
+shapes nothing is compiled for them. One thread owns a ``Trainer``.
 """
 
 import dataclasses
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from mint_jax import multihost
 from mint_jax import params as params_lib
@@ -52,20 +48,7 @@ from mint_jax.train.step_times import StepTimes
 
 ALL_TARGETS = (lora_tree.ALL_LINEAR, "unembed")
 # Counters that are reported as 0 from the start.
-COUNTS = (
-    "steps",
-    "tokens",
-    "padded_tokens",
-    "slots_written",
-    "slots_read",
-    "spills_written",
-    "spills_read",
-)
-
-
-def is_on_cpu(mesh: Mesh) -> bool:
-    """Returns True if a mesh's devices are CPUs."""
-    return mesh.devices.flat[0].platform == "cpu"
+COUNTS = "steps tokens padded_tokens slots_written slots_read spills_written spills_read"
 
 
 class Step(NamedTuple):
@@ -80,18 +63,13 @@ class Trainer(Slots):
     """The policies in training and what is computed for them.
 
     Args:
-        base: the resident base; read only.
-        policies: policies to start with; names must differ.
         max_tokens: tokens of one pass of ``forward_backward``, with rows padded to the longest of a
             policy; larger updates accumulate over several passes. None is 16384 on CPUs and 8192 on
             accelerators: 3 % slower than 16384 on an H100, with a smaller peak.
         remat: rematerialisation of the backward pass, a key of ``transformer.REMAT``.
-        slots: number of device slots by rank bucket, a power of two; None gives each policy its
-            own.
-        targets: projections for which declared slots have room.
+        slots, targets, host_bytes, folder: see ``Slots``.
         shapes: declared shapes of ``step``; none uses ``CPU_SHAPES`` or ``SHAPES``. Blocks are
             added until a mesh splits their rows evenly.
-        host_bytes, folder: see ``Slots``.
 
     Attributes:
         policies: configs of the policies of ``add``.
@@ -130,7 +108,8 @@ class Trainer(Slots):
         names = [p.name for p in policies]
         if len(set(names)) != len(names):
             raise UserError(f"policy names {names} are not distinct: rename one")
-        shapes = shapes or (CPU_SHAPES if is_on_cpu(base.mesh) else SHAPES)
+        is_on_cpu = base.mesh.devices.flat[0].platform == "cpu"
+        shapes = shapes or (CPU_SHAPES if is_on_cpu else SHAPES)
         if any(min(shape) < 1 for shape in shapes) or all(shape.width > 1 for shape in shapes):
             raise UserError(
                 f"shapes is {list(shapes)}; expected sizes of at least 1, one of them for plain"
@@ -143,12 +122,12 @@ class Trainer(Slots):
             for shape in shapes
         ]
         self.declared = tuple(sorted(dict.fromkeys(even), key=lambda s: s.size))
-        self.max_tokens = max_tokens or (16384 if is_on_cpu(base.mesh) else 8192)
+        self.max_tokens = max_tokens or (16384 if is_on_cpu else 8192)
         self.remat = remat
         self.policies: dict[str, PolicyConfig] = {}
         self.shapes = ShapeBook()
         self.references = References(base, self.policies)
-        self.counts.update(dict.fromkeys(COUNTS, 0))
+        self.counts.update(dict.fromkeys(COUNTS.split(), 0))
         self.times = StepTimes()
         self.compiled: Programs | None = None
         self._add(policies)
@@ -156,10 +135,8 @@ class Trainer(Slots):
     # -- policies with a config
 
     def add(self, policy: PolicyConfig) -> None:
-        """Adds a new policy, with an adapter from its seed; the others keep their state.
-
-        Raises:
-            UserError: the name is taken, or a rank or target that the base does not support.
+        """Adds a new policy, with an adapter from its seed; the others keep their state. Raises
+        ``UserError`` if the name is taken or the base does not support its rank or targets.
         """
         if policy.name in self:
             raise UserError(f"policy {policy.name!r} is in training already: choose another name")
@@ -176,12 +153,9 @@ class Trainer(Slots):
 
     def load_adapter(self, name: str, adapter: Any) -> None:
         """Starts a policy from given weights with fresh optimizer state. They become its reference
-        if that is ``start``.
+        if that is ``start``. Raises ``UserError`` for weights that do not fit their config.
 
         Donates the arrays of its stack, as an update does: read ``stacks`` again afterwards.
-
-        Raises:
-            UserError: an unknown policy, or weights that do not fit their config.
         """
         [policy] = self._configs([name])
         lora_tree.check_fits(adapter, policy.adapter, self.specs, f"policy {name!r}")
@@ -191,9 +165,7 @@ class Trainer(Slots):
 
     def refer(self, name: str, config: AdapterConfig, adapter: Any) -> None:
         """Sets the frozen adapter for a policy's reference logprobs; the default is the bare base.
-
-        Raises:
-            UserError: an unknown policy, or weights that do not fit their config.
+        Raises ``UserError`` for weights that do not fit their config.
         """
         self._configs([name])
         self.references.put(name, config, adapter)
@@ -204,11 +176,6 @@ class Trainer(Slots):
         for name in names:
             self._known(name)
         return [self.policies[name] for name in names]
-
-    def _in_order(self, names: Iterable[str]) -> list[str]:
-        """Returns policy names in block order: by bucket, then slot."""
-        at = self.slots
-        return sorted(names, key=lambda name: at[name])
 
     def forward_backward(
         self, groups: Mapping[str, Sequence[Group]], shapes: ShapeBook | None = None
@@ -227,23 +194,19 @@ class Trainer(Slots):
         for name, policy in configs.items():
             metrics.check_needs(name, policy.loss, groups[name])
         custom = losses.functions_of(p.loss.kind for p in configs.values())
-        works = {
-            name: TrainRequest(
-                name,
-                data_of(groups[name], self.base.cfg.context),
-                coefs_of(configs[name].loss, custom),
-            )
-            for name in self._in_order(configs)
-        }
+        works: dict[str, TrainRequest] = {}
+        for name in sorted(configs, key=self.slots.__getitem__):  # as the blocks of a step
+            data = data_of(groups[name], self.base.cfg.context)
+            works[name] = TrainRequest(name, data, coefs_of(configs[name].loss, custom))
         for blocks in blocks_lib.passes(list(works.values()), self.max_tokens):
             fitted = blocks_lib.fit(blocks, book, self.base.row_multiple)
             self.references.score([b for b in blocks if _lacks_reference(configs, b)], fitted)
             self._compute(blocks, fitted, custom)
         out = {}
-        for name, loss in ((name, policy.loss) for name, policy in configs.items()):
+        for name, policy in configs.items():
             for group, datum, logp in zip(groups[name], works[name].data, works[name].logprobs):
-                _keep_logprobs(group, loss, datum, logp)
-            out[name] = metrics.of_loss(works[name], loss, groups[name])
+                _keep_logprobs(group, policy.loss, datum, logp)
+            out[name] = metrics.of_loss(works[name], policy.loss, groups[name])
         return out
 
     def optim_step(self, names: Sequence[str]) -> dict[str, dict[str, float]]:
@@ -288,12 +251,9 @@ class Trainer(Slots):
     def choose(
         self, works: Sequence[TrainRequest], bound_s: float | None = None
     ) -> tuple[BlockShape, list[DatumBlock]]:
-        """Returns the shape of the next step and its blocks: the shape with the most tokens a
-        second among those whose measured time is at most ``bound_s``. If none is, the cheapest that
-        serves the first request.
-
-        Args:
-            works: the first is always served, the others as far as they fit.
+        """Returns the shape of the next step and its blocks, always with some of the first request:
+        the shape with the most tokens a second among those whose measured time is at most
+        ``bound_s``, or else the fastest.
 
         Raises:
             UserError: the first has no data left, or no shape is long and wide enough (it was not
@@ -328,7 +288,6 @@ class Trainer(Slots):
         return shape, made
 
     def _kind(self, work: TrainRequest) -> tuple[Any, ...]:
-        """Returns the properties that all requests of one step must share."""
         return self._known(work.policy).bucket, work.backward, work.width > 1, work.routed
 
     def can_start(self, work: TrainRequest) -> bool:
@@ -359,14 +318,11 @@ class Trainer(Slots):
     def is_ready(self) -> bool:
         """True if a policy of each rank can be trained by some compiled step; from any thread."""
         compiled = self.compiled
+        plain = [shape for shape in self.declared if shape.width == 1]
         return compiled is None or (
             self.can_move()
             and all(
-                any(
-                    compiled.has(("step", bucket, shape, True, False))
-                    for shape in self.declared
-                    if shape.width == 1
-                )
+                any(compiled.has(("step", bucket, shape, True, False)) for shape in plain)
                 for bucket in self.capacity
             )
         )
@@ -378,10 +334,9 @@ class Trainer(Slots):
         return self.compiled is None or self.compiled.has(self._key(work, shape))
 
     def step(self, works: Sequence[TrainRequest], bound_s: float | None = None) -> Step:
-        """Computes a part of the remaining data of these requests, always some of the first, and
-        stores the results in the requests.
-
-        Gradients add to those of their policies. See ``choose``.
+        """Computes a part of the remaining data of these requests, always some of the first (see
+        ``choose``), and stores the results in the requests. Gradients add to those of their
+        policies.
         """
         shape, made = self.choose(works, bound_s)
         self.load([block.work.policy for block in made])
@@ -433,40 +388,29 @@ class Trainer(Slots):
 
     def optim(self, updates: Mapping[str, OptimizerConfig]) -> dict[str, dict[str, float]]:
         """Updates each named policy from its gradients with these hyperparameters, and clears the
-        gradients.
+        gradients. Returns ``grad_norm`` (before clipping), ``learning_rate`` and ``skipped`` by
+        policy.
 
         A policy whose gradient is not finite keeps its state, and ``skipped`` is 1.
-
-        Returns:
-            ``grad_norm`` (before clipping), ``learning_rate`` and ``skipped`` by policy.
         """
         out: dict[str, dict[str, float]] = {}
         for bucket, count in self.capacity.items():
-            names = [name for name in updates if self._known(name).bucket == bucket]
-            for i in range(0, len(names), count):
-                out |= self._optim(bucket, names[i : i + count], updates)
+            queue = [name for name in updates if self._known(name).bucket == bucket]
+            while queue:
+                names, queue = queue[:count], queue[count:]
+                at, slots = self.load(names), np.full(count, count, np.int32)
+                slots[: len(names)] = [at[name].index for name in names]
+                hyper = Hyper.stack([updates[name] for name in names], count)
+                with jax.set_mesh(self.base.mesh):
+                    new, found = step_lib.optim_step(
+                        {bucket: self._state[bucket]}, {bucket: slots}, {bucket: hyper}
+                    )
+                    self._state = self._state | new
+                    host = multihost.to_host(found)
+                for i, name in enumerate(names):
+                    self._updated(name)
+                    out[name] = {key: float(values[i]) for key, values in host.items()}
         return {name: out[name] for name in updates}
-
-    def _optim(
-        self, bucket: int, names: list[str], updates: Mapping[str, OptimizerConfig]
-    ) -> dict[str, dict[str, float]]:
-        count, at = self.capacity[bucket], self.load(names)
-        slots = np.full(count, count, np.int32)
-        slots[: len(names)] = [at[name].index for name in names]
-        hyper = Hyper.stack([updates[name] for name in names], count)
-        with jax.set_mesh(self.base.mesh):
-            new, found = step_lib.optim_step(
-                {bucket: self._state[bucket]}, {bucket: slots}, {bucket: hyper}
-            )
-            self._state = self._state | new
-            host = multihost.to_host(found)
-        for name in names:
-            self._members[name].pending = False
-            self._renew(name)
-        return {
-            name: {key: float(values[i]) for key, values in host.items()}
-            for i, name in enumerate(names)
-        }
 
 
 def _lacks_reference(configs: Mapping[str, PolicyConfig], block: DatumBlock) -> bool:
