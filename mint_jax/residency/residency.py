@@ -35,7 +35,7 @@ COPY_BELOW = 1 << 20
 
 
 class Occupant(NamedTuple):
-    """A slot, and the number of modules, by projection, layer and expert, that its revision binds."""
+    """A slot, and the number of modules (projections, layers, experts) that its revision binds."""
 
     slot: Slot
     modules: int

@@ -20,16 +20,14 @@ from mint_jax.models.base import Base
 from mint_jax.models.paged import PAGE
 from mint_jax.rollout import plans
 from mint_jax.rollout import request as requests_
-from mint_jax.rollout.cache import PagedCache, SwappedPages
+from mint_jax.rollout.cache import PagedCache
 from mint_jax.rollout.calls import DeviceCalls
-from mint_jax.rollout.completions import completion
-from mint_jax.rollout.detokenize import context_of, text_behind
+from mint_jax.rollout.detokenize import Stops, context_of, text_behind
 from mint_jax.rollout.grammar import Grammars, reason_of
 from mint_jax.rollout.pages import PagePool, pages_for
 from mint_jax.rollout.request import Request
 from mint_jax.rollout.samples import CachedPrompt, SampleState, longest_table
 from mint_jax.rollout.scheduler import Scheduler
-from mint_jax.rollout.stops import Stops
 from mint_jax.rollout.stream import Stream
 
 # Weight of a drawn token relative to a prefilled one in fair sharing between tenants
@@ -46,11 +44,8 @@ class Residents(Protocol):
 
     @property
     def stacks(self) -> Stacks: ...
-
     def acquire(self, digest: str, tenant: str) -> "Future[Any]": ...
-
     def commit_ready(self, budget_bytes: int | None = None) -> int: ...
-
     def wait_ready(self, pending: Sequence[Future], timeout: float = 1.0) -> bool: ...
 
 
@@ -61,17 +56,11 @@ class Coscheduled(Protocol):
 
     @property
     def waiting(self) -> int: ...
-
     def turn(self, decoding: bool) -> bool: ...
-
     def began(self, tenant: str) -> None: ...
-
     def ended(self, tenant: str) -> None: ...
-
     def order(self, tenants: Iterable[str]) -> list[str]: ...
-
     def spent(self, seconds: float, shares: Mapping[str, float]) -> None: ...
-
     def took(
         self,
         kind: Literal["prefill", "decode"],
@@ -90,18 +79,21 @@ class ActiveRequest:
     lease: "Future[Any] | None" = None
     matcher: Any = None
 
+    @property
+    def is_unnamed(self) -> bool:
+        """True if its weights have no digest or version, by which a later call could name them."""
+        return isinstance(self.prompt.key[1], tuple)
+
 
 class ActiveRequests:
     """Requests that have not ended, and the turns that serve them; one thread runs the turns.
 
     Args:
-        calls, cache: device calls and KV cache of the engine.
         rows, blocks: decode program shapes, and blocks of a prefill call, over all parts.
         decode, steps, keep_routes, reuse_decoded: as in ``Engine``.
 
     Attributes:
-        counts: totals so far, see ``Engine``.
-        compiled: as in ``Engine``.
+        counts, compiled: as in ``Engine``.
         is_serving: requests come from any thread while turns run.
         call: number of the current call of ``Engine.generate``.
         residency, commit_bytes, coscheduled: as in ``Engine.serving``.
@@ -140,40 +132,29 @@ class ActiveRequests:
 
     def job(self, request: Request, stream: Stream) -> ActiveRequest:
         """Returns a request in its initial state; from any thread."""
-        request_by_id = requests_.stopping_by_id(request, self.base)
-        if request.revision is not None:
-            version: Any = request.revision
-        elif request.adapter is None:
-            version = None
-        elif request.version is not None:
+        version: Any = request.revision
+        if version is None and request.adapter is not None:
             version = request.version
-        else:
-            # The slot's weights have no name and may change before the next call, so its prompts
-            # are shared within this call only.
-            version = (
-                next(self._submitted) if self.is_serving else self.call,
-                request.adapter,
-                self.is_serving,
-            )
-        return ActiveRequest(
-            stream,
-            CachedPrompt(request_by_id, (request.tenant, version)),
-            matcher=self.grammars.matcher(request),
-        )
+            if version is None:
+                # The slot's weights have no name and may change before the next call, so its
+                # prompts are shared within this call only.
+                call = next(self._submitted) if self.is_serving else self.call
+                version = call, request.adapter, self.is_serving
+        by_id = requests_.stopping_by_id(request, self.base)
+        prompt = CachedPrompt(by_id, (request.tenant, version))
+        return ActiveRequest(stream, prompt, matcher=self.grammars.matcher(request))
 
     def start(self, job: ActiveRequest) -> None:
-        """Enqueues a request's samples."""
         self.jobs.append(job)
+        request = job.prompt.request
         if self.coscheduled is not None:
-            self.coscheduled.began(job.prompt.request.tenant)
+            self.coscheduled.began(request.tenant)
         job.samples = self.schedule.add(job.prompt, job)
         for sample in job.samples:
             sample.matcher = None if job.matcher is None else job.matcher.deep_copy()
-            if job.prompt.request.stop:
+            if request.stop:
                 assert self.decode is not None, "checked at the door"
-                sample.stops = Stops(
-                    self.decode, job.prompt.request.stop, job.prompt.request.prompt
-                )
+                sample.stops = Stops(self.decode, request.stop, request.prompt)
 
     def turn(self) -> bool:
         """Runs one turn of the loop and one of the coscheduled work; returns True if anything was
@@ -232,11 +213,8 @@ class ActiveRequests:
 
     def _drop_cancelled(self) -> None:
         for job in list(self.jobs):
-            if (
-                job.lease is not None
-                and job.lease.done()
-                and (error := job.lease.exception()) is not None
-            ):
+            lease = job.lease
+            if lease is not None and lease.done() and (error := lease.exception()) is not None:
                 self.clear([job], error)
             elif job.stream.cancelled:
                 for sample in job.samples:
@@ -247,22 +225,17 @@ class ActiveRequests:
         """Returns True if a sample can run: its scoring program is compiled and its adapter is in a
         slot, which is then written into the request.
         """
-        job: ActiveRequest = sample.owner
-        if (
-            self.compiled is not None
-            and sample.prompt.scored_from is not None
-            and not self.compiled.want("scores")
-        ):
+        prompt, lease = sample.prompt, sample.owner.lease
+        is_scored = self.compiled is not None and prompt.scored_from is not None
+        if is_scored and not self.compiled.want("scores"):
             return False
-        if job.lease is None:
+        if lease is None:
             return True
         # A failed load is reported in the next turn, by _drop_cancelled.
-        if not job.lease.done() or job.lease.exception() is not None:
+        if not lease.done() or lease.exception() is not None:
             return False
-        if job.prompt.request.adapter is None:
-            job.prompt.request = dataclasses.replace(
-                job.prompt.request, adapter=job.lease.result().slot
-            )
+        if prompt.request.adapter is None:
+            prompt.request = dataclasses.replace(prompt.request, adapter=lease.result().slot)
         return True
 
     def _prefill(self, todo: list[list[tuple[CachedPrompt, int]]], score: bool = False) -> None:
@@ -270,17 +243,15 @@ class ActiveRequests:
         if not self._read:
             self._read_from = time.perf_counter()
         scores = self.calls.prefill(plan)
-        if scores is not None:
-            for part, blocks in enumerate(todo):
-                for k, (prompt, i) in enumerate(blocks):
-                    c, n = part * (self.blocks // self.parts) + k, len(prompt.blocks[i].tokens)
-                    prompt.scores[i] = [x[c, :n].tolist() for x in scores]
         self.counts["prefills"] += 1
-        for prompt, i in itertools.chain(*todo):
-            request, count = prompt.request, len(prompt.blocks[i].tokens)
-            self.counts["prefilled_tokens"] += count
-            self._tokens[request.tenant] += count
-            self._read[request.tenant, request.revision] += count
+        for part, blocks in enumerate(todo):
+            for c, (prompt, i) in enumerate(blocks, part * (self.blocks // self.parts)):
+                request, count = prompt.request, len(prompt.blocks[i].tokens)
+                if scores is not None:
+                    prompt.scores[i] = [x[c, :count].tolist() for x in scores]
+                self.counts["prefilled_tokens"] += count
+                self._tokens[request.tenant] += count
+                self._read[request.tenant, request.revision] += count
 
     def _decode(self, running: list[tuple[SampleState, int]], rows: int) -> None:
         plan, places = plans.rows_plan(
@@ -309,19 +280,23 @@ class ActiveRequests:
             self.coscheduled.took("decode", seconds, tokens)
         failed: dict[ActiveRequest, UserError] = {}
         for (sample, _), r in zip(running, places):
-            if sample.matcher is not None and not drawn.stopped[r]:
-                sample.matcher.consume_token(sample.tokens[-1])
-            # An invalid grammar state yields a mask that allows everything.
-            if sample.matcher is not None and (error := sample.matcher.get_error()):
-                failed[sample.owner] = UserError(
-                    f"the grammar failed during decoding: {reason_of(error)}; use a simpler grammar"
-                )
-                continue
-            end, text = (None, None) if sample.stops is None else sample.stops.look(sample.tokens)
-            if end is not None:
-                sample.tokens, sample.text = sample.tokens[:end], text
-                self._finish(sample, "stop")
-            elif drawn.stopped[r] or (sample.matcher is not None and sample.matcher.is_stopped()):
+            stopped, matcher, end = bool(drawn.stopped[r]), sample.matcher, None
+            if matcher is not None:
+                if not stopped:
+                    matcher.consume_token(sample.tokens[-1])
+                # An invalid grammar state yields a mask that allows everything.
+                if error := matcher.get_error():
+                    failed[sample.owner] = UserError(
+                        f"the grammar failed during decoding: {reason_of(error)}; use a simpler"
+                        " grammar"
+                    )
+                    continue
+                stopped = stopped or matcher.is_stopped()
+            if sample.stops is not None:
+                end, text = sample.stops.look(sample.tokens)
+                if end is not None:
+                    sample.tokens, sample.text = sample.tokens[:end], text
+            if stopped or end is not None:
                 self._finish(sample, "stop")
             elif sample.own >= sample.limit:
                 self._finish(sample, "length")
@@ -334,60 +309,49 @@ class ActiveRequests:
             leases = [job.lease for job in self.jobs if job.lease is not None]
             self.residency.wait_ready([one for one in leases if not one.done()], timeout)
 
-    def _preempt(self, sample: SampleState) -> SwappedPages:
+    def _preempt(self, sample: SampleState) -> Any:
         self.counts["preempted"] += 1
         return self.cache.swap_out(sample.prompt.part, sample.pages[: pages_for(sample.own, PAGE)])
 
     def _restore(self, sample: SampleState) -> None:
         if sample.swapped is not None:
-            self.cache.swap_in(
-                sample.swapped, sample.prompt.part, sample.pages[: pages_for(sample.own, PAGE)]
-            )
+            pages = sample.pages[: pages_for(sample.own, PAGE)]
+            self.cache.swap_in(sample.swapped, sample.prompt.part, pages)
             sample.swapped = None
 
-    def _finish(self, sample: SampleState, why: str) -> None:
-        job: ActiveRequest = sample.owner
-        if self.keep_routes and sample.tokens and sample in self.schedule.running:
-            self._keep_routes(sample)
-        # Weights without a digest or version cannot be named by a later call.
-        if (
-            self.reuse_decoded
-            and sample in self.schedule.running
-            and not isinstance(job.prompt.key[1], tuple)
-        ):
-            self.schedule.extend(sample, self.cache.move)
-        self._take_out(sample)
-        sample.finish = why
-        if self.decode is not None and sample.text is None:
-            sample.text = text_behind(
-                self.decode, context_of(self.decode, job.prompt.request.prompt), sample.tokens
-            )
+    def _finish(self, sample: SampleState, reason: str) -> None:
+        job, prompt, text_of = sample.owner, sample.prompt, self.decode
+        if sample in self.schedule.running:
+            if self.keep_routes and sample.tokens:
+                routes = self.cache.routes
+                sample.routes = routes(prompt.part, sample.pages, len(sample.tokens))
+                if prompt.routes is None:
+                    pages = [block.page for block in prompt.blocks]
+                    prompt.routes = routes(prompt.part, pages, prompt.length)
+            if self.reuse_decoded and not job.is_unnamed:
+                self.schedule.extend(sample, self.cache.move)
+        self._end(sample)
+        sample.finish = reason
+        if text_of is not None and sample.text is None:
+            context = context_of(text_of, prompt.request.prompt)
+            sample.text = text_behind(text_of, context, sample.tokens)
         if all(s.finish is not None for s in job.samples):
-            self.counts["reused_tokens"] += job.prompt.reused or 0
-            if self.is_serving and isinstance(job.prompt.key[1], tuple):
+            self.counts["reused_tokens"] += prompt.reused or 0
+            if self.is_serving:
                 self._forget(job)
             self._remove(job)
             self.release_lease(job)
-            job.stream.end([completion(s) for s in job.samples])
+            job.stream.end([s.completion() for s in job.samples])
+
+    def _end(self, sample: SampleState) -> None:
+        if sample.swapped is not None:
+            self.cache.discard(sample.swapped)
+        self.schedule.finish(sample)
 
     def _remove(self, job: ActiveRequest) -> None:
         self.jobs.remove(job)
         if self.coscheduled is not None:
             self.coscheduled.ended(job.prompt.request.tenant)
-
-    def _take_out(self, sample: SampleState) -> None:
-        if sample.swapped is not None:
-            self.cache.discard(sample.swapped)
-        self.schedule.finish(sample)
-
-    def _keep_routes(self, sample: SampleState) -> None:
-        """Reads the expert ids of a sample's tokens and, once, of its prompt."""
-        prompt = sample.prompt
-        sample.routes = self.cache.routes(prompt.part, sample.pages, len(sample.tokens))
-        if prompt.routes is None:
-            prompt.routes = self.cache.routes(
-                prompt.part, [block.page for block in prompt.blocks], prompt.length
-            )
 
     def clear(self, jobs: Sequence[ActiveRequest], error: BaseException | None = None) -> None:
         """Removes unfinished requests from the engine, and drops cached prompts that no later
@@ -398,19 +362,18 @@ class ActiveRequests:
                 self._remove(job)
                 for sample in job.samples:
                     if sample.finish is None:
-                        self._take_out(sample)
+                        self._end(sample)
             if not job.stream.done:
                 self.release_lease(job)
                 job.stream.end(error or UserError("generate ended before this request did"))
-            if isinstance(job.prompt.key[1], tuple):
-                self._forget(job)
+            self._forget(job)
 
     def _forget(self, job: ActiveRequest) -> None:
-        for pages in self.schedule.pages:
-            pages.forget(job.prompt.key)
+        if job.is_unnamed:
+            for pages in self.schedule.pages:
+                pages.forget(job.prompt.key)
 
     def release_lease(self, job: ActiveRequest) -> None:
-        """Releases the adapter of a request, loaded or not."""
         lease, job.lease = job.lease, None
         if lease is not None and not lease.cancel() and lease.exception() is None:
             lease.result().release()
@@ -418,7 +381,5 @@ class ActiveRequests:
     def ensure_cache(self, requests: Sequence[Request] | None) -> None:
         """Makes the cache large enough for ``requests``, or as large as possible."""
         if self.cache.ensure_capacity(requests):
-            self.schedule = Scheduler(
-                [PagePool(self.cache.pages, PAGE) for _ in range(self.parts)],
-                self.rows[-1] // self.parts,
-            )
+            pages = [PagePool(self.cache.pages, PAGE) for _ in range(self.parts)]
+            self.schedule = Scheduler(pages, self.rows[-1] // self.parts)

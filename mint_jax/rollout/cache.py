@@ -24,11 +24,8 @@ SWAP_PAGES = 8  # pages of each part in one swap call
 
 
 class SwappedPages(NamedTuple):
-    """Handle of page contents on the host.
-
-    Attributes:
-        number: key of the contents in ``DeviceCalls``.
-        part: mesh part that they were read from.
+    """Handle of page contents on the host: their key in ``DeviceCalls``, and the mesh part that
+    they were read from.
     """
 
     number: int
@@ -40,12 +37,10 @@ class PagedCache:
 
     Args:
         rows: maximum number of rows that decode together, over all parts.
-        calls: device calls of the engine that owns the cache.
         nbytes: maximum bytes over all devices; None uses ``CACHE_BYTES`` or ``CACHE_SHARE``.
 
     Attributes:
-        pages: allocated pages of each part.
-        most: maximum pages of each part.
+        pages, most: allocated and maximum pages of each part.
 
     Raises:
         UserError: ``nbytes`` hold fewer than two pages of each part.
@@ -60,20 +55,16 @@ class PagedCache:
     def ensure_capacity(self, requests: Sequence[Request] | None) -> bool:
         """Grows the cache to its maximum, or to hold as many samples of ``requests`` as there are
         rows. Returns True if it was reallocated and is now empty.
-
-        A cache that is large enough is kept. Sizes are rounded to few values, because each size is
-        one more shape to compile.
         """
         wanted = self.most
         if requests is not None:
             # Samples of a request share the prompt's pages, so the prompt counts once and each
             # further sample adds its own pages. Counting prompts per sample gave 32 samples of 8
             # prompts of SmolLM2 189 MB instead of 94.
-            longest = sorted(
-                (size for r in requests for size in (pages_needed(r), *[own_pages(r)] * (r.n - 1))),
-                reverse=True,
-            )[: self.rows]
+            sizes = [n for r in requests for n in (pages_needed(r), *[own_pages(r)] * (r.n - 1))]
+            longest = sorted(sizes, reverse=True)[: self.rows]
             needed = max(LEAST_PAGES, sum(longest[:: self.parts]) + max(longest, default=0))
+            # Few sizes, because each is one more shape to compile.
             power = 1 << (needed - 1).bit_length()
             wanted = min(wanted, power // 4 * 3 if needed <= power // 4 * 3 else power)
         if self.calls.pool is not None and self.pages >= wanted:
@@ -83,21 +74,16 @@ class PagedCache:
         return True
 
     def swap_out(self, part: int, pages: Sequence[int]) -> SwappedPages:
-        """Copies the contents of pages of one part to the host."""
         swapped = SwappedPages(next(self._numbers), part)
         self.calls.swap_out(swapped.number, self._ids(part, pages, 0))
         return swapped
 
     def swap_in(self, swapped: SwappedPages, part: int, pages: Sequence[int]) -> None:
         """Writes the contents into as many pages of any part, and drops the host copy."""
-        self.calls.swap_in(
-            swapped.number,
-            self._ids(part, pages, plans.NOWHERE),
-            (part - swapped.part) * SWAP_PAGES,
-        )
+        ids, shift = self._ids(part, pages, plans.NOWHERE), (part - swapped.part) * SWAP_PAGES
+        self.calls.swap_in(swapped.number, ids, shift)
 
     def discard(self, swapped: SwappedPages) -> None:
-        """Drops a host copy."""
         self.calls.discard(swapped.number)
 
     def move(self, part: int, moves: Sequence[tuple[int, int, int, int, int]]) -> None:
@@ -109,7 +95,7 @@ class PagedCache:
             plan[4] = plans.NOWHERE
             some = np.array(moves[i : i + SWAP_PAGES], np.int32).reshape(-1, 5).T
             plan[:, part * SWAP_PAGES : part * SWAP_PAGES + some.shape[1]] = some
-            self.calls.move(device.PageMoves(*plan))  # type: ignore[arg-type]
+            self.calls.move(device.PageMoves(*plan))
 
     def routes(self, part: int, pages: Sequence[int], count: int) -> np.ndarray:
         """Returns the expert ids of the first ``count`` tokens in pages, ``[count, L, X]``."""
@@ -135,16 +121,10 @@ class PagedCache:
         """Returns the pages of each part that fit in ``nbytes``."""
         mesh, cfg = self.base.mesh, self.base.cfg
         if nbytes is None:
-            stats = (
-                None
-                if mesh.devices.flat[0].platform == "cpu"
-                else jax.local_devices()[0].memory_stats()
-            )
-            nbytes = (
-                int(CACHE_SHARE * (stats["bytes_limit"] - stats["bytes_in_use"])) * mesh.size
-                if stats
-                else CACHE_BYTES
-            )
+            nbytes, is_on_cpu = CACHE_BYTES, mesh.devices.flat[0].platform == "cpu"
+            if not is_on_cpu and (stats := jax.local_devices()[0].memory_stats()):
+                free = stats["bytes_limit"] - stats["bytes_in_use"]
+                nbytes = int(CACHE_SHARE * free) * mesh.size
         one = device.page_bytes(cfg, self.base.dtype, self.calls.keep_routes, device.lanes(mesh))
         count = nbytes // one // self.parts
         if count < 2:

@@ -7,8 +7,9 @@ them, under a number. ``answer`` sends the completions.
 """
 
 import contextlib
+import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -20,24 +21,13 @@ from mint_jax.lora.tree import Stacks
 from mint_jax.models.base import Base
 from mint_jax.models.paged import Teams
 from mint_jax.rollout import device
-from mint_jax.rollout.completions import from_message, to_message
 from mint_jax.rollout.device import DecodePlan, Drawn, PageMoves, PrefillPlan, PromptScoring
 from mint_jax.rollout.request import Completion
 from mint_jax.rollout.sample import Penalties, SamplingParams
 
 T = TypeVar("T")
-RECORDS = {
-    record.__name__: record
-    for record in (
-        PromptScoring,
-        PrefillPlan,
-        PageMoves,
-        Penalties,
-        DecodePlan,
-        SamplingParams,
-        Teams,
-    )
-}
+PLANS = PromptScoring, PrefillPlan, PageMoves, Penalties, DecodePlan, SamplingParams, Teams
+RECORDS = {record.__name__: record for record in PLANS}
 DEVICE_CALLS: dict[str, Callable[..., Any]] = {}
 
 
@@ -77,11 +67,7 @@ class DeviceCalls:
     # -- process 0
 
     def begin(self, answered: bool) -> None:
-        """Starts a call of the engine.
-
-        Args:
-            answered: followers return the completions too; see ``answer``.
-        """
+        """Starts a call of the engine; with ``answered`` followers return the completions too."""
         self._open, self._answered = True, answered and multihost.count() > 1
         messages.send("begin", self.settings, self._answered)
 
@@ -89,10 +75,8 @@ class DeviceCalls:
         """Sends the completions to the followers, without expert ids, which they already have."""
         if self._answered:
             numbers = {id(array): number for number, array in self._visited.items()}
-            messages.send(
-                "answers",
-                [[to_message(c, numbers) for c in group] for group in completions],
-            )
+            found = [[_to_message(c, numbers) for c in group] for group in completions]
+            messages.send("answers", found)
 
     def end(self, error: BaseException | None = None) -> None:
         """Ends the call once; an error is raised in every process."""
@@ -102,13 +86,12 @@ class DeviceCalls:
         self._open = False
         if error is None:
             messages.send("end")
-        else:
-            # The caller raises the error. If even this message cannot be sent, the followers
-            # notice that by themselves.
-            with contextlib.suppress(jax.errors.JaxRuntimeError, RuntimeError):
-                messages.send(
-                    "fail", isinstance(error, UserError), str(error) or type(error).__name__
-                )
+            return
+        # The caller raises the error. If even this message cannot be sent, the followers notice
+        # that by themselves.
+        with contextlib.suppress(jax.errors.JaxRuntimeError, RuntimeError):
+            text = str(error) or type(error).__name__
+            messages.send("fail", isinstance(error, UserError), text)
 
     # -- device calls
 
@@ -127,9 +110,8 @@ class DeviceCalls:
     @everywhere
     def prefill(self, plan: PrefillPlan) -> Any:
         """Writes blocks into their pages; returns the requested scores as host arrays, or None."""
-        self.pool, scores = device.prefill(
-            self.base.params, self.stacks, self.pool, plan, cfg=self.base.cfg
-        )
+        args = self.base.params, self.stacks, self.pool, plan
+        self.pool, scores = device.prefill(*args, cfg=self.base.cfg)
         return None if scores is None else multihost.to_host(tuple(scores))
 
     @everywhere
@@ -222,7 +204,7 @@ class DeviceCalls:
                         f" {self.settings}: use the same settings in every process"
                     )
             elif word == "answers":
-                found = [[from_message(c, self._visited) for c in group] for group in values[0]]
+                found = [[_from_message(c, self._visited) for c in group] for group in values[0]]
             elif word == "end":
                 self._visited = {}
                 return found
@@ -236,3 +218,27 @@ class DeviceCalls:
                     f"process 0 sent {word!r}, which this process does not know: run the same"
                     " version in every process"
                 )
+
+
+NUMBERS = {"tokens": np.int32, "logprobs": np.float64, "drawn_logprobs": np.float64}
+PAIRS = ("top_logprobs", "top_prompt_logprobs", "prompt_alternatives")  # lists of lists of tuples
+ROUTES = ("routes", "prompt_routes")
+
+
+def _to_message(one: Completion, numbers: Mapping[int, int]) -> dict[str, Any]:
+    """Returns a completion as a message, with the numbers of its arrays of expert ids, keyed by
+    the array's ``id``.
+    """
+    out = {field.name: getattr(one, field.name) for field in dataclasses.fields(one)}
+    out |= {name: np.array(out[name], dtype) for name, dtype in NUMBERS.items()}
+    return out | {name: None if out[name] is None else numbers[id(out[name])] for name in ROUTES}
+
+
+def _from_message(message: Mapping[str, Any], routes: Mapping[int, np.ndarray]) -> Completion:
+    out: dict[str, Any] = dict(message)
+    out |= {name: out[name].tolist() for name in NUMBERS}
+    for name in PAIRS:
+        if out[name] is not None:
+            out[name] = [[tuple(pair) for pair in place] for place in out[name]]
+    out |= {name: None if out[name] is None else routes[out[name]] for name in ROUTES}
+    return Completion(**out)

@@ -1,4 +1,4 @@
-"""Text of sampled tokens, decoded after their prompt.
+"""Text of sampled tokens, decoded after their prompt, and the search for stop strings in it.
 
 A token's text depends on the tokens before it: SentencePiece drops the space before a text's first
 word, and one character may span several tokens. The text of a completion is therefore the text that
@@ -38,14 +38,8 @@ def text_behind(decode: Decode, context: Sequence[int], tokens: Sequence[int]) -
 
 
 class Detokenizer:
-    """Incremental text of one completion. Each call decodes the new tokens and a few before them.
-
-    Args:
-        decode: converts token ids to text.
-        prompt: token ids of the prompt.
-
-    Attributes:
-        text: the text that later tokens cannot change.
+    """Incremental text of one completion; ``text`` is what later tokens cannot change. Each call
+    decodes the new tokens and a few before them.
     """
 
     def __init__(self, decode: Decode, prompt: Sequence[int] = ()):
@@ -68,3 +62,39 @@ class Detokenizer:
     def count(self) -> int:
         """Number of tokens whose text is in ``text``."""
         return self._count
+
+
+class Stops:
+    """Searches one completion for non-empty stop strings while it grows."""
+
+    def __init__(self, decode: Decode, stops: Sequence[str], prompt: Sequence[int] = ()):
+        self.detokenizer, self._stops = Detokenizer(decode, prompt), stops
+
+    def look(self, tokens: list[int]) -> tuple[int | None, str | None]:
+        """Returns the number of tokens that complete the first stop string among all tokens so far,
+        and the text before it; (None, None) without a match.
+        """
+        known = self.detokenizer.text
+        kept = max(map(len, self._stops)) - 1
+        tail = known[len(known) - min(kept, len(known)) :]
+
+        def holds(text: str) -> bool:
+            return any(stop in text for stop in self._stops)
+
+        added = self.detokenizer.added(tokens)
+        if not holds(tail + added):
+            self.detokenizer.settle(tokens, added)
+            return None, None
+        low, high = self.detokenizer.count + 1, len(tokens)
+        # Bisects for the shortest prefix whose text contains a stop string. A token may complete
+        # several characters or part of one, so the string's position does not name the token; every
+        # longer prefix contains it too.
+        while low < high:
+            middle = (low + high) // 2
+            if holds(tail + self.detokenizer.added(tokens, middle)):
+                high = middle
+            else:
+                low = middle + 1
+        text = tail + self.detokenizer.added(tokens, low)
+        end = min(text.find(stop) for stop in self._stops if stop in text)
+        return low, known[: len(known) - len(tail)] + text[:end]

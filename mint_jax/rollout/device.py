@@ -1,11 +1,10 @@
 """The engine's programs on the device: prefill of prompt blocks, decoding of rows, page swaps.
 
 Every program is a pure function of the parameters, the adapter stacks, the pool and a *plan*: small
-arrays that say which rows there are, where their pages are, which adapter each names and how far
-each may go. Shapes depend only on the number of rows and of blocks, so no mixture of requests
-compiles anything. A prompt except its last token is prefilled in blocks of PAGE tokens, one page
-each, that read the pages before them; decoding reads the prompt's last token first, so all samples
-of a prompt start alike.
+arrays from the host. Shapes depend only on the number of rows and of blocks, so no mixture of
+requests compiles anything. A prompt except its last token is prefilled in blocks of PAGE tokens,
+one page each, that read the pages before them; decoding reads the prompt's last token first, so all
+samples of a prompt start alike.
 
 Axes: R rows, C blocks of prefill, D table entries, U pages, K steps of a dispatch, V vocab, n stop
 ids or biases, A alternatives.
@@ -67,17 +66,17 @@ class PrefillPlan(NamedTuple):
         page: ``[C]`` page that the block is written to; out of range for unused blocks.
         table: ``[C, D]`` pages of the prompt.
         slots: ``[C]`` adapter slot, keyed by rank bucket; -1 is no adapter of that bucket.
-        used: int32 scalar, number of the C x PAGE places up to the last token; CPU kernels skip
-            the places after it.
-        scoring: which next tokens to score; None for blocks that are only written.
+        used: int32 scalar, number of the C x PAGE places up to the last token; CPU kernels skip the
+            places after it.
+        scoring: next tokens to score; None for blocks that are only written.
     """
 
-    tokens: jax.Array
-    start: jax.Array
-    page: jax.Array
-    table: jax.Array
-    slots: dict[int, jax.Array]
-    used: jax.Array
+    tokens: Any
+    start: Any
+    page: Any
+    table: Any
+    slots: Any
+    used: Any
     scoring: "PromptScoring | None" = None
 
 
@@ -85,24 +84,21 @@ class PromptScoring(NamedTuple):
     """Tokens to score or draw at each position of a prefill.
 
     Attributes:
-        targets: ``[C, PAGE, 1 + A]`` int32: the prompt's next token, then further ids; scores of
-            id -1 are meaningless.
+        targets: ``[C, PAGE, 1 + A]`` int32: the prompt's next token, then further ids; scores of id
+            -1 are meaningless.
         draws: ``[C]`` int32, number of tokens to draw at each position, at most A.
         seed: ``[C]`` uint32 seed of the draws.
     """
 
-    targets: jax.Array
-    draws: jax.Array
-    seed: jax.Array
+    targets: Any
+    draws: Any
+    seed: Any
 
 
 class Scores(NamedTuple):
-    """Log-probabilities of next tokens in a prefill, under the unmodified model.
-
-    Attributes:
-        logprobs: ``[C, PAGE, 1 + A]`` float32, of the targets.
-        top_ids, top_logprobs: ``[C, PAGE, A]``, the most likely tokens in descending order.
-        drawn_ids, drawn_logprobs: ``[C, PAGE, A]``, the tokens drawn at each position.
+    """Log-probabilities of next tokens in a prefill, under the unmodified model: of the targets
+    ``[C, PAGE, 1 + A]``, of the most likely tokens in descending order and of the drawn ones ``[C,
+    PAGE, A]``.
     """
 
     logprobs: jax.Array
@@ -130,39 +126,35 @@ class DecodePlan(NamedTuple):
             for ``bound`` rows.
         bound: ``[R]`` bool, rows constrained by a grammar; such a row draws one token a dispatch.
         slots: as in ``PrefillPlan``.
-        sampling: see ``rollout.sample``.
         teams: rows that read their prompt together.
     """
 
-    token: jax.Array
-    table: jax.Array
-    prefix: jax.Array
-    own: jax.Array
-    first: jax.Array
-    until: jax.Array
-    limit: jax.Array
-    stop_ids: jax.Array
-    top: jax.Array
-    allowed: jax.Array
-    bound: jax.Array
-    slots: dict[int, jax.Array]
+    token: Any
+    table: Any
+    prefix: Any
+    own: Any
+    first: Any
+    until: Any
+    limit: Any
+    stop_ids: Any
+    top: Any
+    allowed: Any
+    bound: Any
+    slots: Any
     sampling: SamplingParams
     teams: Teams
 
 
 class PageMoves(NamedTuple):
-    """Pages built from two others each: ``to[p] = low[begin + p]`` for ``p < cut``, and
-    ``high[p - cut]`` after that.
-
-    Attributes:
-        low, high, begin, cut, to: ``[n]`` int32; entries whose ``to`` is out of range are ignored.
+    """Pages built from two others each: ``to[p] = low[begin + p]`` for ``p < cut``, and ``high[p -
+    cut]`` after that. All ``[n]`` int32; entries whose ``to`` is out of range are ignored.
     """
 
-    low: jax.Array
-    high: jax.Array
-    begin: jax.Array
-    cut: jax.Array
-    to: jax.Array
+    low: Any
+    high: Any
+    begin: Any
+    cut: Any
+    to: Any
 
 
 class Drawn(NamedTuple):
@@ -185,17 +177,15 @@ class Drawn(NamedTuple):
 
 
 def lanes(mesh: Mesh) -> int:
-    """Returns the multiple that key widths are padded to: 128 on TPU, 1 elsewhere.
-
-    If the last dimension is not a multiple of 128, the TPU layout makes the pages minor and
-    transposes the whole pool at each call. For heads of 64 that is two copies of twice its bytes.
-    """
+    """Returns the multiple that key widths are padded to: 128 on TPU, 1 elsewhere."""
+    # If the last dimension is not a multiple of 128, the TPU layout makes the pages minor and
+    # transposes the whole pool at each call: for heads of 64 two copies of twice its bytes.
     return 128 if mesh.devices.flat[0].platform == "tpu" else 1
 
 
 def pool_specs(cfg: ModelConfig, pages: int, dtype: Any, routes: bool, lanes: int = 1) -> Any:
-    """Returns the shapes of a pool of ``pages`` pages: ``transformer.cache_specs`` with widths
-    rounded up to ``lanes``.
+    """Returns the shapes of a pool: ``transformer.cache_specs`` with widths rounded up to
+    ``lanes``.
     """
 
     def of(x: Any) -> Any:
@@ -209,10 +199,8 @@ def pool_specs(cfg: ModelConfig, pages: int, dtype: Any, routes: bool, lanes: in
 
 def page_bytes(cfg: ModelConfig, dtype: Any, routes: bool, lanes: int = 1) -> int:
     """Returns the bytes of one page over all layers."""
-    return sum(
-        math.prod(leaf.shape) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(pool_specs(cfg, 1, jnp.dtype(dtype), routes, lanes))
-    )
+    leaves = jax.tree.leaves(pool_specs(cfg, 1, jnp.dtype(dtype), routes, lanes))
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
 
 def pool_shardings(cfg: ModelConfig, specs: Any, mesh: Mesh) -> Any:
@@ -223,12 +211,7 @@ def pool_shardings(cfg: ModelConfig, specs: Any, mesh: Mesh) -> Any:
         rows, heads = sharding.cache_axes(cache_heads(cfg))
 
     def of(leaf: Any) -> NamedSharding:
-        return NamedSharding(
-            mesh,
-            sharding.partition(
-                (None, rows, *((heads,) if leaf.ndim == 5 else ()), None, None), mesh
-            ),
-        )
+        return NamedSharding(mesh, sharding.partition(_axes(leaf, rows, heads), mesh))
 
     return jax.tree.map(of, specs)
 
@@ -255,10 +238,10 @@ def abstract_pool(
 def _maker(
     cfg: ModelConfig, mesh: Mesh, pages: int, dtype: Any, routes: bool
 ) -> Callable[[], Pool]:
-    specs = pool_specs(cfg, pages * page_parts(cfg, mesh), dtype, routes, lanes(mesh))
+    specs = abstract_pool(cfg, mesh, pages, dtype, routes)
     return jax.jit(
         lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), specs),
-        out_shardings=pool_shardings(cfg, specs, mesh),
+        out_shardings=jax.tree.map(lambda s: s.sharding, specs),
     )
 
 
@@ -316,24 +299,16 @@ def _draws(
         ids, logprobs, _ = sample(z_NV, params, first_N + j)
         return drawn[0].at[:, j].set(ids), drawn[1].at[:, j].set(logprobs)
 
-    none = (
-        jnp.zeros((C * T, ALTERNATIVES), jnp.int32),
-        jnp.zeros((C * T, ALTERNATIVES), jnp.float32),
-    )
-    ids, logprobs = jax.lax.fori_loop(
-        0, jnp.minimum(jnp.max(scoring.draws), ALTERNATIVES), draw, none
-    )
+    shape = C * T, ALTERNATIVES
+    none = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
+    count = jnp.minimum(jnp.max(scoring.draws), ALTERNATIVES)
+    ids, logprobs = jax.lax.fori_loop(0, count, draw, none)
     return ids.reshape(C, T, -1), logprobs.reshape(C, T, -1)
 
 
-def _nowhere(pool: Pool) -> int:
-    """Returns a page number that is out of range."""
-    return jax.tree.leaves(pool["tokens"])[0].shape[1]
-
-
 def _in_use(live: jax.Array) -> jax.Array:
-    """Returns the number of rows up to the last live one, int32. On one device, plans place the
-    rows in use first.
+    """Returns the number of rows up to the last live one. On one device, plans place the rows in
+    use first.
     """
     return jnp.max(jnp.where(live, jnp.arange(1, len(live) + 1, dtype=jnp.int32), 0))
 
@@ -364,23 +339,15 @@ def decode(
     R, A = rows.token.shape[0], min(ALTERNATIVES, cfg.vocab_size)
     lora = attach_rows(stacks, rows.slots, cfg.kernels.slot_lora, 1)
     runs_of_prefix = -(-rows.prefix // paged.RUN)
-    nowhere = _nowhere(pool)
+    nowhere = jax.tree.leaves(pool["tokens"])[0].shape[1]  # a page number that is out of range
 
     def view_of(own: jax.Array, live: jax.Array) -> View:
         entry = runs_of_prefix * paged.RUN_PAGES + own // PAGE
-        page = jnp.take_along_axis(
-            rows.table, jnp.minimum(entry, rows.table.shape[1] - 1)[:, None], axis=1
-        )[:, 0]
-        return View(
-            rows.table,
-            rows.prefix,
-            own,
-            rows.first,
-            jnp.where(live, page, nowhere),
-            own % PAGE,
-            rows.teams,
-            _in_use(live),
-        )
+        entry = jnp.minimum(entry, rows.table.shape[1] - 1)[:, None]
+        page = jnp.take_along_axis(rows.table, entry, axis=1)[:, 0]
+        page, place = jnp.where(live, page, nowhere), own % PAGE
+        prefix = rows.table, rows.prefix, own, rows.first
+        return View(*prefix, page, place, rows.teams, _in_use(live))
 
     def body(s: _State) -> _State:
         view = view_of(s.own, s.live)
@@ -414,18 +381,16 @@ def decode(
         token, logprob, drawn_logprob = sample(
             z_RV, rows.sampling, s.own, changes, view.used, cfg.kernels.draw
         )
-        wanted = rows.top & s.live
         none = jnp.zeros((R, A), jnp.int32), jnp.zeros((R, A), jnp.float32)
         top = jax.lax.cond(
-            jnp.any(wanted),
+            jnp.any(rows.top & s.live),
             lambda: alternatives(z_RV, A, view.used, cfg.kernels.draw),
             lambda: none,
         )
 
         def put(all_: jax.Array, one: jax.Array) -> jax.Array:
-            return all_.at[:, s.step].set(
-                jnp.where(s.live.reshape(R, *(1,) * (one.ndim - 1)), one, all_[:, s.step])
-            )
+            live = s.live.reshape(R, *(1,) * (one.ndim - 1))
+            return all_.at[:, s.step].set(jnp.where(live, one, all_[:, s.step]))
 
         hit = jnp.any(token[:, None] == rows.stop_ids, axis=-1) & s.live
         own = s.own + s.live
@@ -442,27 +407,11 @@ def decode(
         live = s.live & ~hit & (own < jnp.minimum(rows.limit, rows.until))
         return _State(s.step + 1, kept, jnp.where(s.live, token, s.token), own, live, drawn)
 
-    def zeros(dtype: Any, *more: int) -> jax.Array:
-        return jnp.zeros((R, STEPS, *more), dtype)
-
-    f32, i32 = jnp.float32, jnp.int32
-    drawn = Drawn(
-        zeros(i32),
-        zeros(f32),
-        zeros(f32),
-        jnp.zeros((R,), i32),
-        jnp.zeros((R,), bool),
-        zeros(i32, A),
-        zeros(f32, A),
-    )
-    state = _State(
-        jnp.int32(0),
-        pool,
-        rows.token,
-        rows.own,
-        rows.own < jnp.minimum(rows.limit, rows.until),
-        drawn,
-    )
+    f32, i32, each, top = jnp.float32, jnp.int32, (R, STEPS), (R, STEPS, A)
+    kinds = (each, i32), (each, f32), (each, f32), ((R,), i32), ((R,), bool), (top, i32), (top, f32)
+    drawn = Drawn(*(jnp.zeros(*kind) for kind in kinds))
+    live = rows.own < jnp.minimum(rows.limit, rows.until)
+    state = _State(jnp.int32(0), pool, rows.token, rows.own, live, drawn)
     until = jnp.minimum(steps, STEPS)
     state = jax.lax.while_loop(lambda s: (s.step < until) & jnp.any(s.live), body, state)
     return state.pool, state.drawn
@@ -519,21 +468,18 @@ def read_pages(pool: Pool, pages: jax.Array, *, cfg: ModelConfig) -> Pool:
     """Returns the contents of pages, ``[L, n, ...]``; ``pages [n]`` int32 has equally many of each
     part of the mesh.
     """
-    rows, heads = sharding.cache_axes(cache_heads(cfg))
-    specs = jax.tree.map(lambda x: _axes(x, rows, heads), pool)
-    return sharding.over_devices(
-        lambda pool, pages: jax.tree.map(lambda x: x[:, pages], pool),
-        (pool, pages),
-        (specs, (rows,)),
-        specs,
-    )
+    rows, specs = _split(pool, cfg)
+
+    def take(pool: Pool, pages: jax.Array) -> Pool:
+        return jax.tree.map(lambda x: x[:, pages], pool)
+
+    return sharding.over_devices(take, (pool, pages), (specs, (rows,)), specs)
 
 
 @functools.partial(jax.jit, static_argnames=("cfg",), donate_argnames=("pool",))
 def write_pages(pool: Pool, pages: jax.Array, contents: Pool, *, cfg: ModelConfig) -> Pool:
     """Writes contents into any pages; out-of-range pages are skipped."""
-    rows, heads = sharding.cache_axes(cache_heads(cfg))
-    specs = jax.tree.map(lambda x: _axes(x, rows, heads), pool)
+    rows, specs = _split(pool, cfg)
 
     def put(pool: Pool, pages: jax.Array, contents: Pool) -> Pool:
         return jax.tree.map(lambda x, new: x.at[:, pages].set(new, mode="drop"), pool, contents)
@@ -544,28 +490,31 @@ def write_pages(pool: Pool, pages: jax.Array, contents: Pool, *, cfg: ModelConfi
 @functools.partial(jax.jit, static_argnames=("cfg",), donate_argnames=("pool",))
 def move_pages(pool: Pool, moves: PageMoves, *, cfg: ModelConfig) -> Pool:
     """Builds pages from the contents of others; equally many of each part of the mesh."""
-    rows, heads = sharding.cache_axes(cache_heads(cfg))
-    specs = jax.tree.map(lambda x: _axes(x, rows, heads), pool)
+    rows, specs = _split(pool, cfg)
 
     # [L, n, ..., PAGE, X]; each page is rolled by its own number of positions
-    def rolled(x: jax.Array, by: jax.Array) -> jax.Array:
-        return jax.vmap(lambda page, by: jnp.roll(page, by, axis=-2), in_axes=(1, 0), out_axes=1)(
-            x, by
-        )
+    @functools.partial(jax.vmap, in_axes=(1, 0), out_axes=1)
+    def rolled(page: jax.Array, by: jax.Array) -> jax.Array:
+        return jnp.roll(page, by, axis=-2)
 
     def move(pool: Pool, moves: PageMoves) -> Pool:
         before = jnp.arange(PAGE)[None] < moves.cut[:, None]  # [n, PAGE]
 
         def of(x: jax.Array) -> jax.Array:
             chosen = before.reshape(1, len(before), *(1,) * (x.ndim - 4), PAGE, 1)
-            made = jnp.where(
-                chosen, rolled(x[:, moves.low], -moves.begin), rolled(x[:, moves.high], moves.cut)
-            )
+            low, high = rolled(x[:, moves.low], -moves.begin), rolled(x[:, moves.high], moves.cut)
+            made = jnp.where(chosen, low, high)
             return x.at[:, moves.to].set(made, mode="drop")
 
         return jax.tree.map(of, pool)
 
     return sharding.over_devices(move, (pool, moves), (specs, (rows,)), specs)
+
+
+def _split(pool: Pool, cfg: ModelConfig) -> tuple[str, Any]:
+    """Returns the logical axis of pages, and the axes of every leaf."""
+    rows, heads = sharding.cache_axes(cache_heads(cfg))
+    return rows, jax.tree.map(lambda x: _axes(x, rows, heads), pool)
 
 
 def _axes(leaf: jax.Array, rows: str, heads: str | None) -> tuple[str | None, ...]:

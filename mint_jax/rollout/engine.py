@@ -49,18 +49,16 @@ class Engine:
     """The sampling engine of one base; see the module.
 
     Args:
-        base: the resident base.
-        decode: converts token ids to text, for stop strings and ``Completion.text``; None without
-            a tokenizer.
+        decode: converts token ids to text, for stop strings and ``Completion.text``; None without a
+            tokenizer.
         max_rows: maximum number of rows that decode together.
         rows: decode program shapes; None uses ``ROWS`` below ``max_rows``, and ``max_rows``.
         keep_routes: record the experts that every token visits, for replay in training (R3).
         cache_bytes: size of the KV cache over all devices; None uses ``cache.CACHE_BYTES``.
         steps: maximum tokens per row and dispatch, 1 to STEPS.
         reuse_decoded: also cache what decoding wrote, so that the next turn of a conversation is
-            not prefilled again. Decoding and prefill differ in the last bits, so log-probabilities
-            then depend on earlier requests (by at most 2e-5 in float32, see
-            ``tests/rollout/decoded_test.py``).
+            not prefilled again. Log-probabilities then depend on earlier requests, by at most 2e-5
+            in float32 (``tests/rollout/decoded_test.py``): decoding and prefill round differently.
         keep_cache: False frees the cache's memory and its prompts after each call of ``generate``,
             for training loops that change the weights in between. Next to a training step of 8
             policies over SmolLM2 the cache is 94 MB.
@@ -119,10 +117,8 @@ class Engine:
     # -- public methods
 
     def check(self, request: Request, stacks: Stacks) -> None:
-        """Raises if a request cannot be sampled; see ``request.check``.
-
-        Raises:
-            UserError: also if the cache cannot hold one sample.
+        """Raises ``UserError`` if a request cannot be sampled, or the cache cannot hold one sample;
+        see ``request.check``.
         """
         requests_.check(request, self.base, stacks, self.decode is not None)
         self.active.grammars.matcher(request)
@@ -143,15 +139,15 @@ class Engine:
         """Samples every request; returns ``n`` completions for each, in the order of the requests.
 
         Args:
-            stacks: resident adapters, by bucket rank.
-            progress: called with (requests done, requests) as requests end; in processes other
-                than 0, once at the end.
+            stacks: resident adapters, by bucket rank; while the engine serves, the loop's are used.
+            progress: called with (requests done, requests) as requests end; in processes other than
+                0, once at the end.
             finished: called with the completions of requests that ended, keyed by their indices;
                 timed as ``progress``.
 
         Raises:
             UserError: see ``check``; all requests are checked before the first runs. While the
-                engine serves, also what ``submit`` raises, and ``stacks`` are the serving loop's.
+                engine serves, also what ``submit`` raises.
         """
         # Without requests no pool is needed: 94 MB and 18 ms in GRPO of 8 policies on SmolLM2.
         if not requests:
@@ -162,7 +158,8 @@ class Engine:
         if self._thread is not None:
             return self._wait_for(requests, progress, finished)
         if not multihost.is_main():
-            found = self._follow(stacks)
+            with self._driving(stacks):
+                found = self.calls.follow()
             if found and finished is not None:
                 finished(dict(enumerate(found)))
             if found and progress is not None:
@@ -200,20 +197,21 @@ class Engine:
     ) -> list[list[Completion]]:
         """Runs ``generate`` through the serving loop."""
         streams: list[Stream] = []
+        found: list[list[Completion]] = []
         try:
             for request in requests:
                 streams.append(self.submit(request))
             for i, stream in enumerate(streams):
-                result = stream.result()
+                found.append(stream.result())
                 if finished is not None:
-                    finished({i: result})
+                    finished({i: found[i]})
                 if progress is not None:
                     progress(i + 1, len(streams))
         except BaseException:
             for stream in streams:
                 stream.cancel()
             raise
-        return [stream.result() for stream in streams]
+        return found
 
     @contextlib.contextmanager
     def serving(
@@ -224,7 +222,7 @@ class Engine:
         coscheduled: Coscheduled | None = None,
     ) -> Iterator["Engine"]:
         """Runs the loop in its own thread until the block ends, and then cancels requests that have
-        not ended.
+        not ended. Raises ``UserError`` if several processes share the mesh.
 
         Args:
             stacks: resident adapters, if there is no ``residency``.
@@ -232,9 +230,6 @@ class Engine:
             commit_bytes: approximate bytes written into slots between two turns; None is no limit.
             coscheduled: work that runs between two turns, in the loop's thread. ``wake`` notifies
                 the loop of new work.
-
-        Raises:
-            UserError: several processes share the mesh.
         """
         if multihost.count() > 1:
             raise UserError(
@@ -279,10 +274,8 @@ class Engine:
         """Returns rows and pages, used and total; from any thread."""
         schedule = self.active.schedule
         rows = {name: len(getattr(schedule, name)) for name in ("running", "waiting", "swapped")}
-        pages = {
-            name: sum(getattr(part, name) for part in schedule.pages)
-            for name in ("count", "available", "cached")
-        }
+        numbers = [(part.count, part.available, part.cached) for part in schedule.pages]
+        pages = dict(zip(("count", "available", "cached"), map(sum, zip(*numbers))))
         return {"rows": rows | {"most": self.rows[-1]}, "pages": pages}
 
     def wake(self) -> None:
@@ -315,25 +308,19 @@ class Engine:
             self._wake.notify_all()
         return job.stream
 
-    def _follow(self, stacks: Stacks) -> list[list[Completion]]:
-        with self._driving(stacks):
-            return self.calls.follow()
-
     def warm(
         self, stacks: Stacks | None = None, progress: Callable[[str, int, int], None] | None = None
     ) -> None:
         """Allocates the cache at its maximum and compiles every program, so that no request waits
-        for a compilation.
-
-        Args:
-            progress: called in process 0 with (program, done, total) before each program.
+        for a compilation. ``progress`` is called in process 0 with (program, done, total) before
+        each.
         """
         stacks = {} if stacks is None else stacks
-        if multihost.is_main():
-            with self._driving(stacks):
+        with self._driving(stacks):
+            if multihost.is_main():
                 self.active.ensure_cache(None)
-        else:
-            self._follow(stacks)
+            else:
+                self.calls.follow()
         for i, program in enumerate(todo := programs(self.active, stacks)):
             if progress is not None and multihost.is_main():
                 progress(program.name, i, len(todo))
@@ -363,14 +350,18 @@ class Engine:
             self.calls.stacks = {}
             self._running.release()
 
+    def _has_work(self) -> bool:
+        other = self.active.coscheduled
+        waits = other is not None and other.waiting > 0
+        return bool(self._inbox or self.active.jobs or self._stopping or waits)
+
     def _serve(self) -> None:
         error, active = None, self.active
         try:
             with jax.set_mesh(self.base.mesh):
                 while True:
                     with self._wake:
-                        while not (self._inbox or active.jobs or self._stopping or self._waits()):
-                            self._wake.wait()
+                        self._wake.wait_for(self._has_work)
                         if self._stopping:
                             break
                         new, self._inbox = self._inbox, []
@@ -388,7 +379,3 @@ class Engine:
         self.active.clear(
             left, error or UserError("the engine stopped before this request ended: send it again")
         )
-
-    def _waits(self) -> bool:
-        """Returns True if coscheduled work waits."""
-        return self.active.coscheduled is not None and self.active.coscheduled.waiting > 0

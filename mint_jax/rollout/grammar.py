@@ -40,11 +40,7 @@ Matcher = Any  # llguidance.LLMatcher
 
 
 def grammar_of(request: Request) -> tuple[str, str] | None:
-    """Returns the kind and the text of a request's grammar; None without one.
-
-    Raises:
-        UserError: more than one.
-    """
+    """Returns the kind and the text of a request's grammar; None without one."""
     choice = None if request.choice is None else json.dumps(request.choice)
     given = {"json_schema": request.json_schema, "regex": request.regex, "choice": choice}
     named = [(kind, text) for kind, text in given.items() if text is not None]
@@ -65,11 +61,9 @@ class Grammars:
         self._lock = threading.Lock()  # requests are checked in their callers' threads
 
     def matcher(self, request: Request) -> Matcher | None:
-        """Returns a new matcher in its initial state; None for a request without a grammar.
-
-        Raises:
-            UserError: a grammar that no text matches or that cannot be compiled, or a base
-                without a tokenizer.
+        """Returns a new matcher in its initial state; None for a request without a grammar. Raises
+        ``UserError`` for a grammar that no text matches or that cannot be compiled, and for a base
+        without a tokenizer.
         """
         named = grammar_of(request)
         if named is None:
@@ -95,15 +89,11 @@ class Grammars:
         except UserError:
             raise
         except (ValueError, RecursionError) as error:
-            reason = (
-                "it is nested too deeply"
-                if isinstance(error, RecursionError)
-                else reason_of(str(error))
-            )
+            is_deep = isinstance(error, RecursionError)
+            reason = "it is nested too deeply" if is_deep else reason_of(str(error))
         raise BadField(kind, f"{kind} {text[:200]!r} cannot be used: {reason}; change the grammar")
 
     def _tokens(self, kind: str) -> Any:
-        """Returns llguidance's tokenizer, made once."""
         tokenizer = self._base.need_tokenizer()
         with self._lock:
             if self._tokenizer is None:
@@ -151,7 +141,6 @@ def _on_large_stack(call: Callable[[], Any]) -> Any:
 
 
 def reason_of(error: str) -> str:
-    """Returns the first line of llguidance's message in plain words."""
     line = error.strip().splitlines()[0]
     return "no text matches it" if line.startswith("NoExtension") else line
 
@@ -171,7 +160,6 @@ def _grammar(kind: str, text: str) -> str:
 
 
 def words(vocab: int) -> int:
-    """Returns the number of 32-bit words of a mask over the vocabulary."""
     return -(-vocab // 32)
 
 

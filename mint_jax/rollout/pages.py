@@ -2,9 +2,9 @@
 
 A *block* is one page of a prompt: PAGE tokens that follow those of its parent, for one tenant and
 one version of the weights. Full blocks are indexed by that chain; tokens are compared, never only a
-hash (law 7). Prefill writes a block the same in any batch, so a hit changes no bit. Blocks written
-by decoding (``extend``) differ in the last bits and exist only with ``reuse_decoded``. An unused
-block stays until its page is needed: least recently used first, children before parents.
+hash (law 7). Prefill writes a block the same in any batch, so a hit changes no bit; ``extend`` adds
+blocks written by decoding. An unused block stays until its page is needed: least recently used
+first, children before parents.
 """
 
 import dataclasses
@@ -28,8 +28,7 @@ class Block:
 
     Attributes:
         parent: the previous block, or the root.
-        tokens: its tokens; only the last block of a prompt may have fewer than a page, and it is
-            not indexed.
+        tokens: only the last block of a prompt may have fewer than a page, and it is not indexed.
         users: number of prompts that hold it.
         ready: True once it is written, or a call that writes it is enqueued.
         indexed: other prompts can find it.
@@ -46,12 +45,7 @@ class Block:
 
 
 class PagePool:
-    """The pages of one part.
-
-    Args:
-        count: pages.
-        size: tokens of a page.
-    """
+    """The ``count`` pages of one part, of ``size`` tokens each."""
 
     def __init__(self, count: int, size: int):
         self.count, self.size = count, size
@@ -67,11 +61,9 @@ class PagePool:
 
     @property
     def cached(self) -> int:
-        """Number of cached blocks without users."""
         return len(self._idle)
 
     def take(self, n: int) -> list[int] | None:
-        """Returns ``n`` pages, or None if fewer are available."""
         if n > self.available:
             return None
         while len(self._free) < n:
@@ -87,36 +79,33 @@ class PagePool:
     def open(
         self, key: Hashable, tokens: Sequence[int], spare: int = 0, shared: int | None = None
     ) -> tuple[list[Block], int] | None:
-        """Finds the cached blocks of a prompt and takes pages for the others.
+        """Finds the cached blocks of a prompt and takes pages for the others. Returns the blocks in
+        order, and how many of them were cached; None, with nothing changed, if there are too few
+        pages.
 
         Args:
             key: tenant and version.
             spare: pages that must be available afterwards.
             shared: number of blocks that may be shared with other prompts; None: all.
-
-        Returns:
-            The blocks in order, and how many of them were cached. None, with nothing changed, if
-            there are too few pages.
         """
         root = self._roots.get(key) or Root(key)
         pieces = [tuple(tokens[i : i + self.size]) for i in range(0, len(tokens), self.size)]
-        found: list[Block] = []
+        blocks: list[Block] = []
         at: Block | Root = root
         for piece in pieces[:shared]:
-            block = at.children.get(piece)
-            if block is None:
+            if (block := at.children.get(piece)) is None:
                 break
-            found.append(block)
+            blocks.append(block)
             at = block
-        for block in found:  # before ``take``, which may drop idle blocks
+        for block in blocks:  # before ``take``, which may drop idle blocks
             block.users += 1
             self._idle.pop(block, None)
-        fresh = pieces[len(found) :]
+        found = len(blocks)
+        fresh = pieces[found:]
         if len(fresh) + spare > self.available or (pages := self.take(len(fresh))) is None:
-            self.close(found)
+            self.close(blocks)
             return None
-        blocks = list(found)
-        for i, (piece, page) in enumerate(zip(fresh, pages), len(found)):
+        for i, (piece, page) in enumerate(zip(fresh, pages), found):
             findable = len(piece) == self.size and (shared is None or i < shared)
             block = Block(at, root, piece, page, findable)
             if findable:
@@ -124,21 +113,18 @@ class PagePool:
                 self._roots[key] = root
             blocks.append(block)
             at = block
-        return blocks, len(found)
+        return blocks, found
 
     def extend(
         self, key: Hashable, tokens: Sequence[int], begin: int
     ) -> tuple[list[Block], list[tuple[int, Block]]]:
         """Adds blocks for tokens that follow a prompt and are cached in other pages, as far as
-        there are free pages.
+        there are free pages. Returns the held blocks, to be passed to ``close``, and the new ones
+        among them with their numbers: the caller writes these and marks them ready.
 
         Args:
             tokens: tokens of an open prompt and of what follows; a partial last page is left out.
             begin: number of full blocks of the prompt; if these are not indexed, nothing is added.
-
-        Returns:
-            The held blocks, to be passed to ``close``, and the new ones among them with their
-            numbers. The caller writes the new ones and marks them ready.
         """
         root = self._roots.get(key) or Root(key)
         taken: list[Block] = []

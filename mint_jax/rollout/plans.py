@@ -32,43 +32,29 @@ def blocks_plan(
         todo: blocks of each part, as (prompt, block number).
         count: blocks of the program, over all parts.
         table: entries of a table.
-        buckets: resident rank buckets.
         scored: the plan asks for scores of these blocks' positions.
     """
-    tokens, targets = (
-        np.zeros((count, PAGE), np.int32),
-        np.full((count, PAGE, 1 + ALTERNATIVES), -1, np.int32),
-    )
+    tokens = np.zeros((count, PAGE), np.int32)
+    targets = np.full((count, PAGE, 1 + ALTERNATIVES), -1, np.int32)
     draws, seed = np.zeros(count, np.int32), np.zeros(count, np.uint32)
     start, page = np.zeros(count, np.int32), np.full(count, NOWHERE, np.int32)
     tables = np.zeros((count, table), np.int32)
     adapters: list[Slot | None] = [None] * count
     used = 0
     for part, blocks in enumerate(todo):
-        for k, (prompt, i) in enumerate(blocks):
-            c = part * (count // len(todo)) + k
-            block = prompt.blocks[i]
-            tokens[c, : len(block.tokens)] = block.tokens
-            behind, at = prompt.request.prompt[1:], i * PAGE
-            targets[c, : len(block.tokens), 0] = behind[at : at + len(block.tokens)]
-            for t, ids in enumerate((prompt.request.target_prompt_logprobs or ())[at : at + PAGE]):
+        for c, (prompt, i) in enumerate(blocks, part * (count // len(todo))):
+            request, block, at = prompt.request, prompt.blocks[i], i * PAGE
+            n = len(block.tokens)
+            tokens[c, :n], targets[c, :n, 0] = block.tokens, request.prompt[at + 1 : at + 1 + n]
+            for t, ids in enumerate((request.target_prompt_logprobs or ())[at : at + PAGE]):
                 targets[c, t, 1 : 1 + len(ids)] = ids
-            draws[c], seed[c] = prompt.request.prompt_alternatives, seed_of(prompt.request.seed, -1)
-            start[c], page[c] = i * PAGE, block.page
-            pages = [b.page for b in prompt.blocks[:i]]
-            tables[c, : len(pages)] = pages
-            adapters[c] = prompt.request.adapter
-            used = max(used, c * PAGE + len(block.tokens))
-    scoring: Any = PromptScoring(targets, draws, seed) if scored else None  # type: ignore[arg-type]
-    return PrefillPlan(
-        tokens,  # type: ignore[arg-type]
-        start,  # type: ignore[arg-type]
-        page,  # type: ignore[arg-type]
-        tables,  # type: ignore[arg-type]
-        _slots(adapters, buckets),
-        np.array(used, np.int32),  # type: ignore[arg-type]
-        scoring,
-    )
+            draws[c], seed[c] = request.prompt_alternatives, seed_of(request.seed, -1)
+            start[c], page[c], adapters[c] = at, block.page, request.adapter
+            tables[c, :i] = [b.page for b in prompt.blocks[:i]]
+            used = max(used, c * PAGE + n)
+    scoring = PromptScoring(targets, draws, seed) if scored else None
+    slots, places = _slots(adapters, buckets), np.array(used, np.int32)
+    return PrefillPlan(tokens, start, page, tables, slots, places, scoring)
 
 
 def rows_plan(
@@ -107,22 +93,19 @@ def rows_plan(
         if sample is not None and sample.matcher is not None:
             allowed[r] = mask_of(sample.matcher, vocab)
     teams = _teams(samples, rows // parts, tables)
+    first = np.where(np.asarray(teams.place) >= 0, -(-prefix // RUN), 0).astype(np.int32)
+    stop_ids = (() if s is None else s.prompt.request.stop_ids for s in samples)
     plan = DecodePlan(
         token=column(np.int32, lambda s: s.tokens[-1] if s.tokens else s.prompt.request.prompt[-1]),
-        table=tables,  # type: ignore[arg-type]
+        table=tables,
         prefix=prefix,
         own=column(np.int32, lambda s: s.own),
-        first=np.where(np.asarray(teams.place) >= 0, -(-prefix // RUN), 0).astype(np.int32),  # type: ignore[arg-type]
-        until=until,  # type: ignore[arg-type]
-        limit=limit,  # type: ignore[arg-type]
-        stop_ids=_padded(
-            (() if s is None else s.prompt.request.stop_ids for s in samples),
-            MAX_STOP_IDS,
-            -1,
-            np.int32,
-        ),  # type: ignore[arg-type]
+        first=first,
+        until=until,
+        limit=limit,
+        stop_ids=_padded(stop_ids, MAX_STOP_IDS, -1, np.int32),
         top=column(bool, lambda s: s.prompt.request.top_logprobs > 0),
-        allowed=allowed,  # type: ignore[arg-type]
+        allowed=allowed,
         bound=column(bool, lambda s: s.matcher is not None),
         slots=_slots([None if s is None else s.prompt.request.adapter for s in samples], buckets),
         sampling=_sampling(samples),
@@ -178,20 +161,20 @@ def _sampling(samples: Sequence[SampleState | None]) -> SamplingParams:
     seeds = np.array(
         [0 if s is None else seed_of(s.prompt.request.seed, s.number) for s in samples], np.uint32
     )
-    bias_ids = _padded(
-        ([token for token, _ in r.logit_bias] for r in requests), MAX_BIASES, -1, np.int32
-    )
-    bias = _padded(
-        ([value for _, value in r.logit_bias] for r in requests), MAX_BIASES, 0, np.float32
-    )
-    changes = (
-        column(np.float32, f"{name}_penalty") for name in ("repetition", "frequency", "presence")
+    ids = ([token for token, _ in r.logit_bias] for r in requests)
+    values = ([value for _, value in r.logit_bias] for r in requests)
+    penalties = Penalties(
+        repetition=column(np.float32, "repetition_penalty"),
+        frequency=column(np.float32, "frequency_penalty"),
+        presence=column(np.float32, "presence_penalty"),
+        bias_ids=_padded(ids, MAX_BIASES, -1, np.int32),
+        bias=_padded(values, MAX_BIASES, 0, np.float32),
     )
     return SamplingParams(
         temperature=column(np.float32, "temperature"),
         top_k=column(np.int32, "top_k"),
         top_p=column(np.float32, "top_p"),
         min_p=column(np.float32, "min_p"),
-        seed=seeds,  # type: ignore[arg-type]
-        penalties=Penalties(*changes, bias_ids, bias),  # type: ignore[arg-type]
+        seed=seeds,
+        penalties=penalties,
     )

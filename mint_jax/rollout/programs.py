@@ -41,19 +41,12 @@ def programs(active: ActiveRequests, stacks: Stacks) -> list[Program]:
         if active.keep_routes:
             lowered(device.read_pages, {"routes": pool["moe"]["routes"]}, ids)
         if active.reuse_decoded:
-            lowered(device.move_pages, pool, device.PageMoves(*[ids] * 5))  # type: ignore[arg-type]
+            lowered(device.move_pages, pool, device.PageMoves(*[ids] * 5))
 
-    return [
-        Program("prefill", f"prefill of {active.blocks * PAGE} tokens", prefill, 0),
-        *(
-            Program(
-                ("decode", r),
-                f"decoding of {r} rows",
-                functools.partial(decode, r),
-                0 if r == active.rows[0] else 1,
-            )
-            for r in active.rows
-        ),
-        Program("pages", "pages to and from the host", pages, 0),
-        Program("scores", "scores of a prompt", functools.partial(prefill, True), 2),
-    ]
+    out = [Program("prefill", f"prefill of {active.blocks * PAGE} tokens", prefill, 0)]
+    for r in active.rows:
+        build, urgency = functools.partial(decode, r), int(r != active.rows[0])
+        out.append(Program(("decode", r), f"decoding of {r} rows", build, urgency))
+    out.append(Program("pages", "pages to and from the host", pages, 0))
+    out.append(Program("scores", "scores of a prompt", functools.partial(prefill, True), 2))
+    return out

@@ -20,14 +20,8 @@ RANGES = {
 
 
 def check_ranges(sampling: Any, prefix: str = "") -> None:
-    """Raises if a setting is outside ``RANGES``.
-
-    Args:
-        sampling: an object with some of these settings as attributes.
-        prefix: text before a setting's name in the error.
-
-    Raises:
-        UserError: names the setting, its value and its range.
+    """Raises ``UserError`` if a setting among the attributes of ``sampling`` is outside ``RANGES``;
+    ``prefix`` precedes its name in the error.
     """
     for name, (least, most, above) in RANGES.items():
         value = getattr(sampling, name, most)

@@ -18,11 +18,7 @@ MAX_BIAS = 1e30  # times the largest repetition penalty this is still far within
 
 
 class BadField(UserError):
-    """An invalid field of a ``Request``.
-
-    Attributes:
-        field: name of the field.
-    """
+    """An invalid ``field`` of a ``Request``."""
 
     def __init__(self, field: str, message: str):
         super().__init__(message)
@@ -39,9 +35,8 @@ class Request:
 
     Attributes:
         prompt: token ids, at least one.
-        adapter: slot to sample with. None uses the slot that residency has for ``revision``, or
-            the bare base.
-        n: number of completions.
+        adapter: slot to sample with. None uses the slot that residency has for ``revision``, or the
+            bare base.
         max_tokens: maximum number of new tokens.
         temperature, top_k, top_p, min_p: see ``SamplingParams``; within ``ranges.RANGES``.
         repetition_penalty, frequency_penalty, presence_penalty: see ``rollout.sample.Penalties``;
@@ -100,18 +95,11 @@ class Request:
     @property
     def first_scored(self) -> int | None:
         """First position whose next token is scored; None if the prompt is not scored."""
-        requested = (
-            self.prompt_logprobs,
-            self.top_prompt_logprobs,
-            self.target_prompt_logprobs is not None,
-            self.prompt_alternatives,
-        )
-        if not any(requested):
+        numbers = self.prompt_logprobs, self.top_prompt_logprobs, self.prompt_alternatives
+        if not any(numbers) and self.target_prompt_logprobs is None:
             return None
-        last = len(self.prompt) - 1
-        return (
-            0 if self.prompt_logprobs_last_n is None else max(0, last - self.prompt_logprobs_last_n)
-        )
+        count = self.prompt_logprobs_last_n
+        return 0 if count is None else max(0, len(self.prompt) - 1 - count)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -138,8 +126,8 @@ class Completion:
             unmodified model; None unless requested. With ``prompt_logprobs_last_n``, earlier
             entries are NaN, and empty lists in the next three fields.
         top_prompt_logprobs: as ``top_logprobs``, for the prompt's tokens except the first.
-        target_prompt_logprobs: log-probabilities of the requested ids at each of these positions;
-            0 for -1.
+        target_prompt_logprobs: log-probabilities of the requested ids at each of these positions; 0
+            for -1.
         prompt_alternatives: (id, log-probability) of the tokens drawn at each of these positions.
         reused: prompt tokens found in the cache.
         request: the request, for ``mint_jax.groups``; None except in completions of the Python API.
@@ -162,32 +150,20 @@ class Completion:
     request: Request | None = None
 
     def __repr__(self) -> str:
-        what = (
-            f"{len(self.tokens)} tokens"
-            if self.text is None
-            else f"{self.text!r:.80}, {len(self.tokens)} tokens"
-        )
-        return f"Completion({what}, {self.finish})"
+        text = "" if self.text is None else f"{self.text!r:.80}, "
+        return f"Completion({text}{len(self.tokens)} tokens, {self.finish})"
 
 
 def seed_of(seed: int, sample: int) -> int:
-    """Returns the seed of one sample. A hash, because ``seed + sample`` would give requests with
-    neighbouring seeds the same samples.
-    """
-    return int.from_bytes(
-        hashlib.blake2b(f"{seed}/{sample}".encode(), digest_size=4).digest(), "little"
-    )
+    # A hash: ``seed + sample`` would give requests with neighbouring seeds the same samples.
+    digest = hashlib.blake2b(f"{seed}/{sample}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little")
 
 
 def check(request: Request, base: Base, stacks: Stacks, can_decode: bool) -> None:
-    """Raises if a request cannot be sampled.
-
-    Args:
-        can_decode: the engine can decode tokens to text, which stop strings need.
-
-    Raises:
-        UserError: an empty prompt, one that exceeds the context, token ids outside the vocabulary,
-            settings out of range, or stop strings that cannot match.
+    """Raises ``UserError`` if a request cannot be sampled: an empty prompt, one that exceeds the
+    context, token ids outside the vocabulary, settings out of range, or stop strings that cannot
+    match (``can_decode``: the engine can decode tokens to text, which they need).
     """
     context, vocab = base.cfg.context, base.cfg.vocab_size
     if not request.prompt:
@@ -208,21 +184,15 @@ def check(request: Request, base: Base, stacks: Stacks, can_decode: bool) -> Non
         )
     if min(request.prompt) < 0 or max(request.prompt) >= vocab:
         wrong = next(token for token in request.prompt if not 0 <= token < vocab)
-        raise BadField(
-            "prompt", f"a prompt has token id {wrong}; this base has ids 0 to {vocab - 1}"
-        )
+        what = f"a prompt has token id {wrong}; this base has ids 0 to {vocab - 1}"
+        raise BadField("prompt", what)
     _check_biases(request.logit_bias, vocab)
     _check_targets(request, vocab)
     if not 0 <= request.seed < 2**32:
         raise UserError(f"seed is {request.seed}; expected 0 to {2**32 - 1}")
-    if wrong := [
-        i
-        for i in request.stop_ids
-        if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < 2**31
-    ]:
-        raise BadField(
-            "stop_ids", f"stop_ids has {wrong[0]!r}; expected token ids, 0 to {vocab - 1}"
-        )
+    for i in request.stop_ids:
+        if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < 2**31:
+            raise BadField("stop_ids", f"stop_ids has {i!r}; expected token ids, 0 to {vocab - 1}")
     check_resident(request.adapter, stacks)
     _check_stop(request.stop, base, can_decode)
     if (count := len(stopping_by_id(request, base).stop_ids)) > MAX_STOP_IDS:
@@ -304,10 +274,10 @@ def _special(base: Base) -> dict[str, int]:
 
 def stopping_by_id(request: Request, base: Base) -> Request:
     """Returns the request with special tokens in ``stop`` moved to ``stop_ids``."""
-    ids = [_special(base)[text] for text in request.stop if text in _special(base)]
+    special = _special(base)
+    ids = [special[text] for text in request.stop if text in special]
     if not ids:
         return request
-    rest = tuple(text for text in request.stop if text not in _special(base))
-    return dataclasses.replace(
-        request, stop=rest, stop_ids=tuple(dict.fromkeys((*request.stop_ids, *ids)))
-    )
+    rest = tuple(text for text in request.stop if text not in special)
+    all_ids = tuple(dict.fromkeys((*request.stop_ids, *ids)))
+    return dataclasses.replace(request, stop=rest, stop_ids=all_ids)

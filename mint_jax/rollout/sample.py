@@ -4,7 +4,7 @@ The draw (``pallas_kernels.draw``) is a function of a row's logits, its seed, th
 token's id only. Biases and the three penalties apply first, see ``penalised``, then temperature,
 top-k, top-p and min-p, each to the output of the one before. Ties at the edge of a filter are kept,
 and the most likely token passes every filter. Settings within ``rollout.ranges.RANGES`` give finite
-log-probabilities. A temperature that float32 cannot divide by (below 1.2e-38) is greedy.
+log-probabilities.
 
 Axes: B rows, V vocab, C tokens drawn so far, n biases of a row, K alternatives of a token.
 """
@@ -38,11 +38,11 @@ class Penalties(NamedTuple):
         bias_ids, bias: ``[B, n]``; added to the logits of these tokens; ids of -1 are padding.
     """
 
-    repetition: jax.Array
-    frequency: jax.Array
-    presence: jax.Array
-    bias_ids: jax.Array
-    bias: jax.Array
+    repetition: Any
+    frequency: Any
+    presence: Any
+    bias_ids: Any
+    bias: Any
 
 
 class SamplingParams(NamedTuple):
@@ -57,11 +57,11 @@ class SamplingParams(NamedTuple):
         penalties: None if no row has any: counting drawn tokens is a pass over the vocabulary.
     """
 
-    temperature: jax.Array
-    top_k: jax.Array
-    top_p: jax.Array
-    min_p: jax.Array
-    seed: jax.Array
+    temperature: Any
+    top_k: Any
+    top_p: Any
+    min_p: Any
+    seed: Any
     penalties: Penalties | None = None
 
 
@@ -76,35 +76,26 @@ def penalised(
 
     Args:
         tokens_BC: int32, the tokens of each row so far, in any order.
-        prompt_BC, drawn_BC: bool, positions of ``tokens_BC`` that are prompt tokens and drawn
-            tokens.
+        prompt_BC, drawn_BC: bool, positions of prompt tokens and of drawn tokens.
     """
     chex.assert_equal_shape([tokens_BC, prompt_BC, drawn_BC])
     chex.assert_equal_shape([penalties.bias_ids, penalties.bias])
     V, row = logits_BV.shape[1], jnp.arange(logits_BV.shape[0])[:, None]
     prompt_BV = jnp.zeros(logits_BV.shape, bool).at[row, tokens_BC].max(prompt_BC)
-    drawn_BV = (
-        jnp.zeros(logits_BV.shape, jnp.float32).at[row, tokens_BC].add(drawn_BC.astype(jnp.float32))
-    )
+    none_BV = jnp.zeros(logits_BV.shape, jnp.float32)
+    drawn_BV = none_BV.at[row, tokens_BC].add(drawn_BC.astype(jnp.float32))
     ids = jnp.where(penalties.bias_ids < 0, V, penalties.bias_ids)
     z_BV = logits_BV.at[row, ids].add(penalties.bias, mode="drop")
     again = penalties.repetition[:, None]
-    z_BV = jnp.where(
-        prompt_BV | (drawn_BV > 0), jnp.where(z_BV > 0, z_BV / again, z_BV * again), z_BV
-    )
-    return (
-        z_BV
-        - penalties.frequency[:, None] * drawn_BV
-        - penalties.presence[:, None] * (drawn_BV > 0)
-    )
+    lowered = jnp.where(z_BV > 0, z_BV / again, z_BV * again)
+    z_BV = jnp.where(prompt_BV | (drawn_BV > 0), lowered, z_BV)
+    z_BV = z_BV - penalties.frequency[:, None] * drawn_BV
+    return z_BV - penalties.presence[:, None] * (drawn_BV > 0)
 
 
 class Changes(NamedTuple):
-    """A change of logits before the draw.
-
-    Attributes:
-        rows: ``[B]`` bool, rows that may change.
-        apply: function from logits ``[B, V]`` to ``[B, V]``, such as ``penalised``.
+    """A change of logits ``[B, V]`` before the draw, such as ``penalised``; ``rows``: ``[B]`` bool,
+    rows that may change.
     """
 
     rows: jax.Array
@@ -119,7 +110,10 @@ def sample(
     rows: jax.Array | None = None,
     kernel: str = "xla",
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Draws one token a row.
+    """Draws one token a row. Returns tokens ``[B]`` int32; their log-probabilities ``[B]`` under
+    the unmodified model (temperature 1, no filter); and those under the sampled distribution, which
+    a trainer's importance ratio needs. The two are equal in greedy decoding, and at temperature 1
+    without filters.
 
     Args:
         logits_BV: float32. A row with NaN draws token 0, and so does one with +inf unless greedy;
@@ -130,17 +124,11 @@ def sample(
         rows: int32, number of rows in use, at the front; the output of the others is undefined.
             None: all.
         kernel: implementation of ``draw``.
-
-    Returns:
-        Tokens ``[B]`` int32; their log-probabilities ``[B]`` under the unmodified model
-        (temperature 1, no filter); and those under the sampled distribution, which a trainer's
-        importance ratio needs. The two are equal in greedy decoding, and at temperature 1 without
-        filters.
     """
     chex.assert_rank(logits_BV, 2)
     chex.assert_shape(list(params[:5]), logits_BV.shape[:1])
     keys = _keys(params.seed, position)
-    # XLA flushes smaller temperatures to 0, other kernels do not.
+    # XLA flushes temperatures below 1.2e-38 to 0, other kernels do not: they are greedy.
     hot = params.temperature >= jnp.finfo(jnp.float32).tiny
     params = params._replace(temperature=jnp.where(hot, params.temperature, 0.0))
     filtered = hot & ((params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0))
@@ -207,10 +195,8 @@ def alternatives(
     logits_BV: jax.Array, count: int, rows: jax.Array | None = None, kernel: str = "xla"
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the most likely tokens of each row, ``[B, count]`` int32, and their log-probabilities
-    under the unmodified model, in descending order.
-
-    ``rows`` and ``kernel`` as in ``sample``. A drawn token gets the same log-probability as in
-    ``sample``, bit for bit.
+    under the unmodified model, in descending order; a drawn token's is bit for bit that of
+    ``sample``.
     """
     B = logits_BV.shape[0]
     top_BK, ids_BK = jax.lax.top_k(logits_BV, count)
@@ -245,14 +231,11 @@ def _filter(z_BV: jax.Array, over_B1: jax.Array, params: SamplingParams) -> jax.
 def _keep_above(z_BV: jax.Array, mass_BV: jax.Array, goal_B: jax.Array) -> jax.Array:
     """Keeps the largest logits: the fewest (with ties), at least one, whose mass reaches ``goal``.
     The rest become -inf.
-
-    Logits are ordered before the temperature is applied, because a large temperature makes unequal
-    logits equal in float32.
-
-    A binary search over the 32 bits of a monotone integer image of the logits finds the exact
-    threshold. Its 32 passes take a sixteenth of a sort's time (32 rows of 49,152 logits on two
-    cores: 22 ms instead of 356).
     """
+    # Logits are ordered before the temperature is applied: a large one makes unequal logits equal
+    # in float32. A binary search over the 32 bits of a monotone integer image of the logits finds
+    # the exact threshold, in a sixteenth of a sort's time (32 rows of 49,152 logits on two cores:
+    # 22 ms instead of 356).
     key = _ordered(z_BV)
 
     def narrow(i, low):  # the largest threshold t with mass{key >= t} >= goal

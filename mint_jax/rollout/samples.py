@@ -1,4 +1,4 @@
-"""Samples of requests and the prompts that they share, while they wait or run."""
+"""Samples of requests and the prompts that they share, while they wait or run, and completions."""
 
 import dataclasses
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from mint_jax.models.paged import PAGE, RUN, RUN_PAGES, TEAM
 from mint_jax.rollout.device import Drawn
 from mint_jax.rollout.pages import Block, pages_for
-from mint_jax.rollout.request import Request
+from mint_jax.rollout.request import Completion, Request
 from mint_jax.rollout.stream import Piece
 
 
@@ -53,6 +53,39 @@ class CachedPrompt:
         first = self.request.first_scored
         return None if first is None else first // PAGE
 
+    def scored(self) -> dict[str, Any]:
+        """Returns the requested scores, keyed by the fields of ``Completion``."""
+        request, first = self.request, self.request.first_scored
+        if first is None:
+            return {}
+        # Each entry: logprobs of the targets, ids and logprobs of the most likely tokens, ids and
+        # logprobs of the drawn alternatives.
+        places: list[Any] = [None] * first
+        if self.scores:
+            scored = [place for i in sorted(self.scores) for place in zip(*self.scores[i])]
+            places += scored[first - min(self.scores) * PAGE :]
+        else:  # cancelled before prefill, or a prompt of one token
+            places += [None] * (self.length - first)
+
+        def pairs(kind: int, count: int) -> list[list[Any]] | None:
+            if not count:
+                return None
+            both = (([], []) if at is None else (at[kind], at[kind + 1]) for at in places)
+            return [list(zip(ids[:count], logprobs[:count])) for ids, logprobs in both]
+
+        out: dict[str, Any] = {
+            "top_prompt_logprobs": pairs(1, request.top_prompt_logprobs),
+            "prompt_alternatives": pairs(3, request.prompt_alternatives),
+        }
+        if request.prompt_logprobs:
+            out["prompt_logprobs"] = [float("nan") if at is None else at[0][0] for at in places]
+        if (targets := request.target_prompt_logprobs) is not None:
+            out["target_prompt_logprobs"] = [
+                [] if at is None else [0.0 if i < 0 else p for i, p in zip(ids, at[0][1:])]
+                for at, ids in zip(places, targets, strict=True)
+            ]
+        return out
+
 
 @dataclasses.dataclass(eq=False)
 class SampleState:
@@ -64,7 +97,7 @@ class SampleState:
         pages: its own pages.
         tokens, logprobs, drawn_logprobs, top: its output so far.
         swapped: handle of its pages' contents while they are on the host.
-        finish: why it ended; None while it runs.
+        finish: reason that it ended; None while it runs.
         text: decoded text, if requested.
         matcher: state of its grammar.
         stops: search for its stop strings.
@@ -126,6 +159,23 @@ class SampleState:
         """Returns its pages: those of the prefix, padded to a whole run, then its own."""
         prefix = [block.page for block in self.prompt.blocks]
         return prefix + [0] * (-len(prefix) % RUN_PAGES) + self.pages
+
+    def completion(self) -> Completion:
+        """Returns its completion, once it has ended."""
+        n, request, prompt = len(self.tokens), self.prompt.request, self.prompt
+        return Completion(
+            self.tokens,
+            self.logprobs[:n],
+            self.drawn_logprobs[:n],
+            self.finish or "",
+            self.text,
+            routes=self.routes,
+            prompt_routes=prompt.routes,
+            revision=request.revision,
+            top_logprobs=self.top[:n] if request.top_logprobs else None,
+            reused=prompt.reused or 0,
+            **prompt.scored(),
+        )
 
 
 def longest_table(context: int) -> int:

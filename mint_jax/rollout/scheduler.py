@@ -20,12 +20,7 @@ from mint_jax.rollout.samples import CachedPrompt, SampleState
 
 
 class Scheduler:
-    """Sequences and pages of every part.
-
-    Args:
-        pages: pages of each part.
-        rows: maximum number of rows of a part that run at once.
-    """
+    """Sequences and pages of every part; at most ``rows`` rows of a part run at once."""
 
     def __init__(self, pages: Sequence[PagePool], rows: int):
         self.pages, self.rows = list(pages), rows
@@ -37,7 +32,6 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        """True if there is nothing to do."""
         return not (self.waiting or self.swapped or self.running)
 
     @property
@@ -92,19 +86,15 @@ class Scheduler:
         """Gives a sequence a row, its prompt's blocks and pages for ``tokens`` own tokens; returns
         False if there are none.
         """
-        prompt = sequence.prompt
-        parts = (
-            [prompt.part]
-            if prompt.users
-            else sorted(
-                range(len(self.pages)), key=lambda p: (self.rows_of(p), -self.pages[p].available)
-            )
-        )
-        wanted = pages_for(tokens, PAGE)
+        prompt, wanted = sequence.prompt, pages_for(tokens, PAGE)
+        parts = [prompt.part]
+        if not prompt.users:
+            every = range(len(self.pages))
+            parts = sorted(every, key=lambda p: (self.rows_of(p), -self.pages[p].available))
         for part in parts:
-            if self.rows_of(part) >= self.rows or not (
-                prompt.users or self._open(prompt, part, wanted)
-            ):
+            if self.rows_of(part) >= self.rows:
+                continue
+            if not (prompt.users or self._open(prompt, part, wanted)):
                 continue
             if (pages := self._take(part, wanted, prompt)) is None:
                 continue
@@ -125,9 +115,8 @@ class Scheduler:
             if prompt.part == part:
                 return True
             self._close(prompt)
-        while (
-            opened := self.pages[part].open(prompt.key, prompt.prefix, spare, prompt.scored_from)
-        ) is None:
+        args = prompt.key, prompt.prefix, spare, prompt.scored_from
+        while (opened := self.pages[part].open(*args)) is None:
             if not (give_up and self._give_up(part)):
                 return False
         prompt.part, (prompt.blocks, found) = part, opened
@@ -154,20 +143,13 @@ class Scheduler:
         """Releases the last prompt prefilled ahead in a part; its full blocks stay in the index.
         Returns False if there is none.
         """
-        last = next(
-            (
-                prompt
-                for prompt in reversed(self.ahead)
-                if prompt.part == part and prompt is not but
-            ),
-            None,
-        )
-        if last is not None:
-            self._close(last)
-        return last is not None
+        for prompt in reversed(self.ahead):
+            if prompt.part == part and prompt is not but:
+                self._close(prompt)
+                return True
+        return False
 
     def rows_of(self, part: int) -> int:
-        """Returns the number of running rows of a part."""
         return sum(s.prompt.part == part for s in self.running)
 
     def to_prefill(
@@ -223,40 +205,32 @@ class Scheduler:
     ) -> list[tuple[SampleState, int]]:
         """Returns the rows that decode next, and the number of own tokens that each may reach.
 
-        A row without a page for its next token preempts the youngest; one with pages for fewer than
-        ``steps`` tokens runs as far as they last.
-
-        Args:
-            preempt: copies a sequence's pages to the host before it loses them.
+        A row without a page for its next token preempts the youngest, whose pages ``preempt``
+        copies to the host; one with pages for fewer than ``steps`` tokens runs as far as they last.
         """
         out = []
         for sequence in list(self.running):
             if sequence not in self.running or not sequence.prompt.ready:
                 continue
             part = sequence.prompt.part
-            goal = min(
-                sequence.own + (1 if sequence.matcher is not None else steps), sequence.limit
-            )
+            more = steps if sequence.matcher is None else 1
+            goal = min(sequence.own + more, sequence.limit)
             while (lacking := pages_for(goal, PAGE) - len(sequence.pages)) > 0:
                 if (pages := self._take(part, lacking)) is not None:
                     sequence.pages += pages
                 elif sequence.room > sequence.own:
                     goal = sequence.room
                 else:
-                    victim = max(
-                        (s for s in self.running if s.prompt.part == part), key=lambda s: s.order
-                    )
-                    self._preempt(victim, preempt)
+                    here = (s for s in self.running if s.prompt.part == part)
+                    victim = max(here, key=lambda s: s.order)
+                    victim.swapped = preempt(victim) if victim.own else None
+                    self._release(victim)
+                    self.swapped.append(victim)
                     if victim is sequence:
                         break
             if sequence in self.running:
                 out.append((sequence, goal))
         return [(s, goal) for s, goal in out if s in self.running]
-
-    def _preempt(self, sequence: SampleState, read: Callable[[SampleState], Any]) -> None:
-        sequence.swapped = read(sequence) if sequence.own else None
-        self._release(sequence)
-        self.swapped.append(sequence)
 
     def finish(self, sequence: SampleState) -> None:
         """Ends a sequence in any state; its row and pages are free at once."""
@@ -277,13 +251,9 @@ class Scheduler:
         sequence: SampleState,
         move: Callable[[int, Sequence[tuple[int, int, int, int, int]]], Any],
     ) -> None:
-        """Adds the full blocks of a running sequence's drawn tokens to the prefix cache.
-
-        The prompt's partial last page and the sequence's own pages, which begin with a new page,
-        are copied into pages without a gap.
-
-        Args:
-            move: builds pages of a part from others, see ``device.Moves``.
+        """Adds the full blocks of a running sequence's drawn tokens to the prefix cache: ``move``
+        copies the prompt's partial last page and the sequence's own pages, which begin with a new
+        page, into pages without a gap (``device.PageMoves``).
         """
         prompt, own = sequence.prompt, sequence.own
         if not prompt.ready or (prompt.blocks and prompt.blocks[0].root.closed):
@@ -296,11 +266,10 @@ class Scheduler:
         moves = []
         for i, block in new:
             j = i - begin
-            low, first = (
-                (sequence.pages[j - 1], PAGE - cut)
-                if j
-                else (prompt.blocks[begin].page if cut else 0, 0)
-            )
+            if j:
+                low, first = sequence.pages[j - 1], PAGE - cut
+            else:
+                low, first = prompt.blocks[begin].page if cut else 0, 0
             # The copied tokens may end within page j - 1.
             high = sequence.pages[j] if j < len(sequence.pages) else 0
             moves.append((low, high, first, cut, block.page))

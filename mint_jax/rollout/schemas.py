@@ -13,14 +13,11 @@ MOST_STEPS = 200_000  # limit on visited parts of schemas
 
 
 def has_finite_value(schema: Any) -> bool:
-    """Returns True if the schema has a value in which no part must contain itself. Schemas that
-    constrain nothing return True.
+    """Returns True if the schema has a value in which no part must contain itself; schemas that
+    constrain nothing do. Raises ``UserError`` if it has too many references to itself.
 
     The references with a finite value are a least fixed point: a reference is added once everything
     that its value must contain has a finite value.
-
-    Raises:
-        UserError: the schema has too many references to itself.
     """
     targets = {ref: _target(schema, ref) for ref in _references(schema)}
     known: set[str] = set()
@@ -85,7 +82,7 @@ def _references(schema: Any) -> list[str]:
 
 
 def _target(schema: Any, ref: str) -> Any:
-    """Returns the part that a reference names. Returns True for an unknown name, which llguidance
+    """Returns the part that a reference names; True for an unknown name, which llguidance
     rejects.
     """
     part = schema

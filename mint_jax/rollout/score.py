@@ -38,10 +38,8 @@ def next_token_logprobs(
 
 
 class Scorer:
-    """Scores sequences of any length in batches of similar length.
-
-    Args:
-        max_tokens: maximum tokens of one batch, padding included.
+    """Scores sequences of any length in batches of similar length, of at most ``max_tokens`` with
+    padding.
     """
 
     def __init__(self, base: Base, max_tokens: int = 4096):
@@ -57,13 +55,8 @@ class Scorer:
         done: Callable[[dict[int, np.ndarray]], Any] | None = None,
     ) -> list[np.ndarray]:
         """Returns float32 ``[len - 1]`` per sequence in input order; entry i scores token i + 1.
-
-        Args:
-            done: called after each batch with the results of its sequences, by index.
-
-        Raises:
-            UserError: an empty sequence, one longer than the context, or ids outside the
-                vocabulary; all sequences are checked first.
+        All sequences are checked first, see ``check``. ``done`` is called after each batch with the
+        results of its sequences, by index.
         """
         for n, sequence in enumerate(sequences):
             self.check(sequence, f"sequence {n}")
@@ -71,30 +64,23 @@ class Scorer:
         for slot in adapters:
             check_resident(slot, stacks or {})
         out: list[np.ndarray] = [np.zeros(0, np.float32)] * len(sequences)
-        todo = sorted(
-            (i for i, s in enumerate(sequences) if len(s) > 1),
-            key=lambda i: len(sequences[i]),
-            reverse=True,
-        )
-        if done is not None and len(todo) < len(sequences):
-            done({i: out[i] for i, s in enumerate(sequences) if len(s) == 1})
+        todo = sorted(range(len(sequences)), key=lambda i: len(sequences[i]), reverse=True)
         while todo:
             longest = len(sequences[todo[0]])
-            rows = max(1, self.max_tokens // longest)
+            rows = len(todo) if longest == 1 else max(1, self.max_tokens // longest)
             group, todo = todo[:rows], todo[rows:]
-            for i, row in zip(
-                group,
-                self._run(
-                    [sequences[i] for i in group], [adapters[i] for i in group], stacks or {}
-                ),
-            ):
-                out[i] = row[: len(sequences[i]) - 1]
+            if longest > 1:  # sequences of one token have no scores
+                own = [sequences[i] for i in group], [adapters[i] for i in group]
+                for i, row in zip(group, self._run(*own, stacks or {})):
+                    out[i] = row[: len(sequences[i]) - 1]
             if done is not None:
                 done({i: out[i] for i in group})
         return out
 
     def check(self, sequence: Sequence[int], where: str) -> None:
-        """Raises if a sequence cannot be scored; see ``logprobs``."""
+        """Raises ``UserError`` if a sequence is empty, longer than the context, or has ids outside
+        the vocabulary.
+        """
         cfg = self.base.cfg
         if not sequence:
             raise UserError(f"{where} has no tokens: give at least one")
@@ -120,10 +106,7 @@ class Scorer:
             tokens[row, : len(sequences[i])] = sequences[i]
         with jax.set_mesh(self.base.mesh):
             lora = bind_blocks(plan, stacks, self.base.dtype)
-            values = multihost.to_host(
-                next_token_logprobs(self.base.params, lora, tokens, cfg=self.base.cfg)
-            )
-        out: list[np.ndarray] = [np.zeros(0, np.float32)] * len(sequences)
-        for row, i in placed:
-            out[i] = values[row]
-        return out
+            scores = next_token_logprobs(self.base.params, lora, tokens, cfg=self.base.cfg)
+            values = multihost.to_host(scores)
+        rows = {i: values[row] for row, i in placed}
+        return [rows[i] for i in range(len(sequences))]

@@ -21,12 +21,8 @@ class Piece(NamedTuple):
 
 
 class Stream:
-    """One request's output: an iterator of ``Piece`` until all samples end, then ``result``.
-
-    Pieces go to one reader: the iterator, or the callback of ``listen``.
-
-    Attributes:
-        request: the request as submitted.
+    """One request's output: an iterator of ``Piece`` until all samples end, then ``result``. Pieces
+    go to one reader: the iterator, or the callback of ``listen``.
     """
 
     def __init__(self, request: Request):
@@ -42,11 +38,8 @@ class Stream:
         self._done.result()
 
     def result(self, timeout: float | None = None) -> list[Completion]:
-        """Waits for the completions and returns them, ``n`` of them.
-
-        Raises:
-            TimeoutError: ``timeout`` seconds passed; the request continues.
-            UserError: its revision could not be loaded, or the engine stopped.
+        """Waits at most ``timeout`` seconds for the completions; a ``TimeoutError`` does not end
+        the request. Raises ``UserError`` if its revision could not be loaded or the engine stopped.
         """
         return self._done.result(timeout)
 
@@ -62,9 +55,8 @@ class Stream:
 
     def listen(self, call: "Callable[[Piece | None], None]") -> None:
         """Calls ``call`` with each piece in order, then with None when ``result`` no longer waits.
-
-        Earlier pieces are delivered here, later ones in the engine's thread. The callback must
-        neither block nor raise.
+        Earlier pieces are delivered here, later ones in the engine's thread. It must neither block
+        nor raise.
         """
         with self._lock:
             while not self._pieces.empty():
@@ -76,7 +68,6 @@ class Stream:
         self.cancelled = True
 
     def put(self, piece: Piece | None) -> None:
-        """Delivers a piece; None ends them."""
         with self._lock:
             if (listener := self._listener) is None:
                 self._pieces.put(piece)

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mint_jax.data.tokenizer import Tokenizer
-from mint_jax.rollout.detokenize import HALF, Decode, Detokenizer, text_behind
-from mint_jax.rollout.stops import Stops
+from mint_jax.rollout.detokenize import HALF, Decode, Detokenizer, Stops, text_behind
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]

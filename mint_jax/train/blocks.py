@@ -302,7 +302,7 @@ def _loss_inputs(datum: Datum) -> Mapping[str, np.ndarray | None]:
         "old_logp": datum.old_logp,
         "ref_logp": None if ref is None else np.nan_to_num(ref, posinf=np.inf, neginf=-np.inf),
         "first_logp": datum.old_logp if first is None else first,
-        "in_ratio": np.float32(datum.weights != 0) if counted is None else counted,
+        "in_ratio": (datum.weights != 0).astype(np.float32) if counted is None else counted,
     }
 
 

@@ -355,6 +355,13 @@ class Slots:
             return member.off_device.read()
         return self._read(member) if member.off_device is None else member.off_device
 
+    def read_adapter(self, name: str) -> HostState:
+        """Returns ``read_state`` without moments and gradients, which are not copied either."""
+        member = self._known(name)
+        if member.slot is not None:
+            return self._read(member, ("factors",))
+        return self.read_state(name).fresh()
+
     def snapshot(self, name: str) -> Any:
         """Returns a copy of one policy's adapter on the devices, replicated to every process. Later
         updates do not change it.

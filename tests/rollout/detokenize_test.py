@@ -6,8 +6,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from mint_jax.data.tokenizer import Tokenizer
-from mint_jax.rollout.detokenize import HALF, Detokenizer, context_of, text_behind
-from mint_jax.rollout.stops import Stops
+from mint_jax.rollout.detokenize import HALF, Detokenizer, Stops, context_of, text_behind
 from tests.data.tiny_tokenizers import byte_level, metaspace, save, sentence_piece
 
 TEXTS = [

@@ -8,9 +8,8 @@ import pytest
 
 from mint_jax.data.tokenizer import Tokenizer
 from mint_jax.models import base as base_lib
-from mint_jax.rollout.detokenize import HALF, context_of, text_behind
+from mint_jax.rollout.detokenize import HALF, Stops, context_of, text_behind
 from mint_jax.rollout.request import Completion
-from mint_jax.rollout.stops import Stops
 from mint_jax.rollout.stream import Piece
 from mint_jax.service.openai_answers import Answer
 from mint_jax.service.openai_types import CompletionBody, completion_of
