@@ -226,8 +226,8 @@ class ActiveRequests:
         slot, which is then written into the request.
         """
         prompt, lease = sample.prompt, sample.owner.lease
-        is_scored = self.compiled is not None and prompt.scored_from is not None
-        if is_scored and not self.compiled.want("scores"):
+        compiled, is_scored = self.compiled, prompt.scored_from is not None
+        if is_scored and compiled is not None and not compiled.want("scores"):
             return False
         if lease is None:
             return True
