@@ -2,10 +2,8 @@
 
 The payloads are elsewhere: training states in ``training/``, adapters in the catalog, checkpoints
 in files. Another tenant's row is invisible; only a published checkpoint is visible to all. Calls
-that create a row may be repeated and then find it.
-
-Lists are in the order of creation (SQLite's ``rowid``), whatever the clock was. Times of day are
-for display and for times to live; ``steady`` keeps them from jumping while the server runs.
+that create a row may be repeated and then find it. Lists are in the order of creation (SQLite's
+``rowid``), whatever the clock was.
 """
 
 import dataclasses
@@ -22,6 +20,8 @@ from mint_jax.service.server_db import Connection, ServerDatabase
 
 _KEY = "model = ? AND kind = ? AND name = ?"
 _LIVE = "(expires IS NULL OR expires > ?)"
+_IN_PROJECT = """tenant = ? AND (? IS NULL OR session IN (
+    SELECT id FROM sessions WHERE json_extract(details, '$.project_id') = ?))"""
 _UNNAMED = (
     "NOT EXISTS (SELECT 1 FROM checkpoints WHERE digest = {0})"
     " AND NOT EXISTS (SELECT 1 FROM samplers WHERE digest = {0})"
@@ -33,39 +33,37 @@ class NotFound(UserError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Session:
+class _Row:
+    id: str
+    tenant: str
+    created: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Session(_Row):
     """A client's session; ``details`` has the client's tags, metadata and display name."""
 
-    id: str
-    tenant: str
     details: dict[str, Any]
-    created: float
     ended: float | None
 
 
 @dataclasses.dataclass(frozen=True)
-class Model:
+class Model(_Row):
     """A policy that is or was in training; ``details`` has rank, bytes and the user's metadata."""
 
-    id: str
     session: str
-    tenant: str
     details: dict[str, Any]
-    created: float
     ended: float | None
 
 
 @dataclasses.dataclass(frozen=True)
-class Sampler:
+class Sampler(_Row):
     """A sampler of the bare base, or always of the weights of one digest."""
 
-    id: str
     session: str
-    tenant: str
     path: str | None
     digest: str | None
     clients: int
-    created: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +100,8 @@ class Checkpoint:
 
 class Book:
     """All rows; may be called from any thread. A change is on the disk when its call returns; every
-    change raises ``DatabaseFailed`` if the disk refuses.
+    change raises ``DatabaseFailed`` if the disk refuses. A row that does not exist raises
+    ``NotFound``. Lists have the newest row first. ``clock`` returns seconds since 1970.
     """
 
     def __init__(self, database: ServerDatabase, clock: Callable[[], float] | None = None):
@@ -118,11 +117,10 @@ class Book:
         return id
 
     def session(self, tenant: str, id: str) -> Session:
-        return self._one(Session, f"session {id!r}", "sessions", tenant, id)
+        return self._one(Session, "session", tenant, id)
 
     def sessions(self, tenant: str, limit: int | None = None, offset: int = 0) -> list[Session]:
-        """Returns sessions, the newest first."""
-        return self._page(Session, "sessions WHERE tenant = ?", (tenant,), limit, offset)
+        return self._page(Session, "tenant = ?", (tenant,), limit, offset)
 
     def update_session(self, session: Session, **details: Any) -> None:
         """Adds to a session's details."""
@@ -157,15 +155,14 @@ class Book:
     ) -> Model:
         """Returns a session's model of this number, created unless it exists."""
         id = f"{session}:train:{number}"
-        made = id, session, tenant, json.dumps(dict(details)), self.clock(), None
-        self._insert("models", *made)
+        self._insert("models", id, session, tenant, json.dumps(dict(details)), self.clock(), None)
         return self.model(tenant, id)
 
     def model(self, tenant: str, id: str) -> Model:
-        return self._one(Model, f"model {id!r}", "models", tenant, id)
+        return self._one(Model, "model", tenant, id)
 
     def owner(self, model: str) -> str:
-        """Returns the tenant that owns a model. Raises ``NotFound``: there is no such model."""
+        """Returns the tenant that owns a model."""
         if (tenant := self._owners.get(model)) is None:
             rows = self.database.read("SELECT tenant FROM models WHERE id = ?", model)
             if not rows:
@@ -183,22 +180,20 @@ class Book:
 
     def living(self, tenant: str) -> list[Model]:
         """Returns a tenant's models that have not ended."""
-        query = "SELECT * FROM models WHERE tenant = ? AND ended IS NULL"
-        return [_record(Model, row) for row in self.database.read(query, tenant)]
+        return self._page(Model, "tenant = ? AND ended IS NULL", (tenant,))
 
     def models(
         self, tenant: str, limit: int, offset: int, project: str | None = None
     ) -> list[Model]:
-        """Returns models, the newest first; of one project's sessions, or of all."""
-        where, values = _in_project(tenant, project)
-        return self._page(Model, f"models WHERE {where}", values, limit, offset)
+        """Returns models of one project's sessions, or of all."""
+        return self._page(Model, _IN_PROJECT, (tenant, project, project), limit, offset)
 
     def models_of(self, tenant: str, session: str) -> list[str]:
         return self._ids("models", tenant, session)
 
     def count_models(self, tenant: str, project: str | None = None) -> int:
-        where, values = _in_project(tenant, project)
-        return self._scalar(f"SELECT COUNT(*) FROM models WHERE {where}", *values)
+        query = f"SELECT COUNT(*) FROM models WHERE {_IN_PROJECT}"
+        return self.database.read(query, tenant, project, project)[0][0]
 
     # samplers
 
@@ -211,7 +206,7 @@ class Book:
         return self.sampler(tenant, id)
 
     def sampler(self, tenant: str, id: str) -> Sampler:
-        return self._one(Sampler, f"sampling session {id!r}", "samplers", tenant, id)
+        return self._one(Sampler, "sampling session", tenant, id)
 
     def join_sampler(self, tenant: str, id: str) -> int:
         """Returns the number of one more client of a sampler."""
@@ -253,21 +248,21 @@ class Book:
     def checkpoint(
         self, tenant: str, model: str, kind: str, name: str, published: bool = False
     ) -> Checkpoint:
-        """Returns a tenant's checkpoint, or if ``published`` a public one. Raises ``NotFound``."""
-        query = f"SELECT * FROM checkpoints WHERE {_KEY} AND {_LIVE}"
-        query += " AND (tenant = ? OR (? AND public))"
-        rows = self.database.read(query, model, kind, name, self.clock(), tenant, published)
-        if not rows:
+        """Returns a tenant's checkpoint, or if ``published`` a public one."""
+        where = f"{_KEY} AND {_LIVE} AND (tenant = ? OR (? AND public))"
+        found = self._page(
+            Checkpoint, where, (model, kind, name, self.clock(), tenant, published), 1
+        )
+        if not found:
             raise NotFound(f"there is no checkpoint {f'tinker://{model}/{kind}/{name}'[:200]}")
-        return _record(Checkpoint, rows[0])
+        return found[0]
 
     def checkpoints(
         self, tenant: str, model: str | None = None, limit: int | None = None, offset: int = 0
     ) -> list[Checkpoint]:
-        """Returns checkpoints, the newest first; of one model, or of all."""
-        where = f"checkpoints WHERE tenant = ? AND {_LIVE} AND (? IS NULL OR model = ?)"
-        values = tenant, self.clock(), model, model
-        return self._page(Checkpoint, where, values, limit, offset)
+        """Returns checkpoints of one model, or of all."""
+        where = f"tenant = ? AND {_LIVE} AND (? IS NULL OR model = ?)"
+        return self._page(Checkpoint, where, (tenant, self.clock(), model, model), limit, offset)
 
     def checkpoint_totals(self, tenant: str, session: str | None = None) -> tuple[int, int]:
         """Returns the number and the bytes, each content once, of a session's checkpoints or of
@@ -282,7 +277,7 @@ class Book:
         return count, nbytes
 
     def change_checkpoint(self, checkpoint: Checkpoint, **values: Any) -> None:
-        """Sets ``expires`` or ``public`` of a checkpoint. Raises ``NotFound`` if it is gone."""
+        """Sets ``expires`` or ``public`` of a checkpoint."""
         sets = ", ".join(f"{name} = ?" for name in values)
         query = f"UPDATE checkpoints SET {sets} WHERE {_KEY} AND tenant = ? AND {_LIVE} RETURNING 1"
         where = *checkpoint.key, checkpoint.tenant, self.clock()
@@ -290,7 +285,7 @@ class Book:
             raise NotFound(f"there is no checkpoint {checkpoint.path[:200]}")
 
     def remove_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Removes what was saved last under a checkpoint's path. Raises ``NotFound``."""
+        """Removes what was saved last under a checkpoint's path."""
         where = f"{_KEY} AND tenant = ?"
         if not self._remove("checkpoints", where, *checkpoint.key, checkpoint.tenant):
             raise NotFound(f"there is no checkpoint {checkpoint.path[:200]}")
@@ -301,7 +296,7 @@ class Book:
 
     def unused(self, digest: str) -> bool:
         """Returns whether no checkpoint and no sampler names these bytes."""
-        return bool(self._scalar(f"SELECT {_UNNAMED.format('?1')}", digest))
+        return bool(self.database.read(f"SELECT {_UNNAMED.format('?1')}", digest)[0][0])
 
     def reclaimable(self) -> list[tuple[str, str, str]]:
         """Returns digest, policy and kind of removed bytes that no row names now; the policy of a
@@ -320,9 +315,6 @@ class Book:
     def _write(self, query: str, *values: Any) -> list[sqlite3.Row]:
         return self.database.write(lambda c: c.execute(query, values).fetchall()).result()
 
-    def _scalar(self, query: str, *values: Any) -> Any:
-        return self.database.read(query, *values)[0][0]
-
     def _insert(self, table: str, *values: Any) -> None:
         """Inserts a row unless its key exists."""
         marks = ", ".join("?" * len(values))
@@ -332,18 +324,23 @@ class Book:
         """Deletes rows and notes their bytes in one transaction; returns how many."""
         return self.database.write(lambda c: _delete(c, table, where, values)).result()
 
-    def _one(self, kind: Any, what: str, table: str, tenant: str, id: str) -> Any:
-        rows = self.database.read(f"SELECT * FROM {table} WHERE id = ? AND tenant = ?", id, tenant)
-        if not rows:
-            raise NotFound(f"there is no {what[:200]}")
-        return _record(kind, rows[0])
-
     def _page(
-        self, kind: Any, where: str, values: Iterable[Any], limit: int | None, offset: int
+        self,
+        kind: Any,
+        where: str,
+        values: Iterable[Any],
+        limit: int | None = None,
+        offset: int = 0,
     ) -> list[Any]:
-        query = f"SELECT * FROM {where} ORDER BY rowid DESC LIMIT ? OFFSET ?"
+        table = f"{kind.__name__.lower()}s"
+        query = f"SELECT * FROM {table} WHERE {where} ORDER BY rowid DESC LIMIT ? OFFSET ?"
         rows = self.database.read(query, *values, -1 if limit is None else limit, offset)
         return [_record(kind, row) for row in rows]
+
+    def _one(self, kind: Any, what: str, tenant: str, id: str) -> Any:
+        if not (found := self._page(kind, "id = ? AND tenant = ?", (id, tenant), 1)):
+            raise NotFound(f"there is no {what} {id!r}"[:220])
+        return found[0]
 
     def _ids(self, table: str, tenant: str, session: str) -> list[str]:
         query = f"SELECT id FROM {table} WHERE tenant = ? AND session = ? ORDER BY rowid"
@@ -352,10 +349,9 @@ class Book:
 
 def _record(kind: Any, row: sqlite3.Row) -> Any:
     fields = dict(zip(row.keys(), row))
-    if "details" in fields:
-        fields["details"] = json.loads(fields["details"])
-    if "public" in fields:
-        fields["public"] = bool(fields["public"])
+    for name, convert in (("details", json.loads), ("public", bool)):
+        if name in fields:
+            fields[name] = convert(fields[name])
     return kind(**fields)
 
 
@@ -366,29 +362,18 @@ def _delete(
     query = f"DELETE FROM {table} WHERE {where} RETURNING *"
     rows = connection.execute(query, tuple(values)).fetchall()
     for row in rows:
-        if table == "samplers":
-            named = row["digest"], "", "sampler_weights"
-        else:
+        named = row["digest"], "", "sampler_weights"
+        if table == "checkpoints":
             named = row["digest"], _record(Checkpoint, row).policy, row["kind"]
         if named[0] != keep:
             connection.execute("INSERT OR IGNORE INTO reclaim VALUES (?, ?, ?)", named)
     return len(rows)
 
 
-def _in_project(tenant: str, project: str | None) -> tuple[str, tuple[str, ...]]:
-    """Returns the condition of models of a tenant's project, and its values."""
-    if project is None:
-        return "tenant = ?", (tenant,)
-    inside = "SELECT id FROM sessions WHERE json_extract(details, '$.project_id') = ?"
-    return f"tenant = ? AND session IN ({inside})", (tenant, project)
-
-
-def steady(
-    wall: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic
-) -> Callable[[], float]:
+def steady() -> Callable[[], float]:
     """Returns a clock of seconds since 1970 that reads the system's clock once and never jumps."""
-    offset = wall() - monotonic()
-    return lambda: offset + monotonic()
+    offset = time.time() - time.monotonic()
+    return lambda: offset + time.monotonic()
 
 
 def iso(at: float) -> str:

@@ -1,8 +1,4 @@
-"""Calls from other threads into event loops, and waits of threads and tasks for one-time events.
-
-Calling into a loop writes to its pipe: a dispatch of a hundred rows would do so a hundred times.
-``Handover`` makes one call for everything that arrived since the last one ran.
-"""
+"""Calls from other threads into event loops, and waits of threads and tasks for one-time events."""
 
 import asyncio
 import contextlib
@@ -16,7 +12,11 @@ T = TypeVar("T")
 
 
 class Handover:
-    """Calls from any thread that run in one event loop, in order."""
+    """Calls from any thread that run in one event loop, in order.
+
+    Calling into a loop writes to its pipe, and a dispatch of a hundred rows would do so a hundred
+    times: the loop is called once for everything that arrived since the last call ran.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self.loop = loop
@@ -72,7 +72,6 @@ class Waker:
         self._lock = threading.Lock()
         self._closed = False
         self._waiting: dict[str, set[Callable[[], Any]]] = {}
-        self._handovers: dict[asyncio.AbstractEventLoop, Handover] = {}
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
@@ -92,8 +91,8 @@ class Waker:
         self, key: str, ready: Callable[[], T | None], timeout_s: float
     ) -> T | None:
         """``wait`` for an asyncio task."""
-        event, handover = asyncio.Event(), self._handover()
-        with self._registered(key, lambda: handover.give(event.set)):
+        event, loop = asyncio.Event(), asyncio.get_running_loop()
+        with self._registered(key, lambda: loop.call_soon_threadsafe(event.set)):
             if (found := ready()) is None and timeout_s > 0 and not self._closed:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(event.wait(), timeout_s)
@@ -105,7 +104,8 @@ class Waker:
         with self._lock:
             calls = [call for key in keys for call in self._waiting.pop(key, ())]
         for call in calls:
-            call()
+            with contextlib.suppress(RuntimeError):  # its loop is closed
+                call()
 
     def close(self) -> None:
         """Ends all waits; later ones end at once."""
@@ -126,11 +126,3 @@ class Waker:
                 calls.discard(call)
                 if not calls:
                     self._waiting.pop(key, None)
-
-    def _handover(self) -> Handover:
-        loop = asyncio.get_running_loop()
-        with self._lock:
-            if loop not in self._handovers:
-                open_ = {k: one for k, one in self._handovers.items() if not k.is_closed()}
-                self._handovers = open_ | {loop: Handover(loop)}
-            return self._handovers[loop]

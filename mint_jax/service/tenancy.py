@@ -18,18 +18,15 @@ class Tenancy:
         self._book, self._quotas, self.session_s = book, quotas, session_s
         self.monotonic: Callable[[], float] = time.monotonic
         self._adding = threading.Lock()  # of the check of a quota and the new model
-        # of open sessions: tenant and time of the last contact
+        # of open sessions: tenant and time of the last contact; each access is atomic
         self._contacts: dict[str, tuple[str, float]] = {}
-        self._lock = threading.Lock()  # of the contacts
 
     def is_open(self, tenant: str, session: str) -> bool:
         """Returns whether a session is open, and counts as a heartbeat. Raises ``NotFound``."""
-        with self._lock:
-            known = self._contacts.get(session, ("", 0.0))[0] == tenant
-        if not known and self._book.session(tenant, session).ended is not None:
+        is_known = self._contacts.get(session, ("", 0.0))[0] == tenant
+        if not is_known and self._book.session(tenant, session).ended is not None:
             return False
-        with self._lock:
-            self._contacts[session] = tenant, self.monotonic()
+        self._contacts[session] = tenant, self.monotonic()
         return True
 
     def need_open(self, tenant: str, session: str) -> None:
@@ -42,20 +39,18 @@ class Tenancy:
         session from before this start counts from the first call that finds it.
         """
         now, tenants = self.monotonic(), self._book.open_sessions()
-        with self._lock:
-            for ended in self._contacts.keys() - tenants.keys():
-                del self._contacts[ended]
-            return [
-                id
-                for id, tenant in tenants.items()
-                if now - self._contacts.setdefault(id, (tenant, now))[1] >= self.session_s
-            ]
+        for ended in set(self._contacts) - tenants.keys():
+            self._contacts.pop(ended, None)
+        return [
+            id
+            for id, tenant in tenants.items()
+            if now - self._contacts.setdefault(id, (tenant, now))[1] >= self.session_s
+        ]
 
     def end_session(self, id: str) -> list[str]:
         """Ends a session; returns its models that had not ended."""
         models = self._book.end_session(id)
-        with self._lock:
-            self._contacts.pop(id, None)
+        self._contacts.pop(id, None)
         return models
 
     def add_model(
@@ -65,26 +60,29 @@ class Tenancy:
         rank cannot be trained and needs no quota. Raises ``OverQuota``: the tenant has as many
         policies, or bytes, as it may.
         """
-        quota, id = self._quotas.of(tenant), f"{session}:train:{number}"
         with self._adding:
-            if "rank" in details and (quota.policies is not None or quota.bytes is not None):
-                others = [model for model in self._trained(tenant) if model.id != id]
-                if quota.policies is not None and len(others) >= quota.policies:
+            if "rank" in details:
+                others = self._trained(tenant, f"{session}:train:{number}")
+                most = self._quotas.of(tenant).policies
+                if most is not None and len(others) >= most:
                     raise OverQuota(
-                        f"tenant {tenant} has {len(others)} policies in training, of"
-                        f" {quota.policies}: unload one, or finish a session that is no longer"
-                        " needed; its checkpoints stay"
+                        f"tenant {tenant} has {len(others)} policies in training, of {most}: unload"
+                        " one, or finish a session that is no longer needed; its checkpoints stay"
                     )
                 self._check_room(tenant, details["nbytes"], others)
             return self._book.add_model(session, number, tenant, details)
 
     def need_room(self, tenant: str, more: int) -> None:
         """Raises ``OverQuota`` if this many more bytes exceed the tenant's quota."""
-        if more > 0 and self._quotas.of(tenant).bytes is not None:
+        if more > 0:
             self._check_room(tenant, more, self._trained(tenant))
 
-    def _trained(self, tenant: str) -> list[Model]:
-        return [model for model in self._book.living(tenant) if "rank" in model.details]
+    def _trained(self, tenant: str, but: str = "") -> list[Model]:
+        quota = self._quotas.of(tenant)
+        if quota.policies is None and quota.bytes is None:
+            return []  # not needed
+        living = self._book.living(tenant)
+        return [model for model in living if "rank" in model.details and model.id != but]
 
     def _check_room(self, tenant: str, more: int, trained: list[Model]) -> None:
         if (limit := self._quotas.of(tenant).bytes) is None:

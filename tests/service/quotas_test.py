@@ -1,6 +1,7 @@
 """Quotas: what is load is refused for now, what is owned for good, and what fits is not refused."""
 
 import asyncio
+import json
 import logging
 import threading
 import time
@@ -16,7 +17,7 @@ from tinker import types
 from mint_jax.errors import UserError
 from mint_jax.service.gate import Gate, Limits
 from mint_jax.service.keys import CHECK_S
-from mint_jax.service.quotas import FILE, Busy, Quota, Quotas, main, read, set_quota
+from mint_jax.service.quotas import FILE, Busy, Quota, Quotas
 from tests.service.sites import datum_of
 from tests.service.sites import site as site
 from tests.service.sites import sites as sites
@@ -25,55 +26,29 @@ from tests.train.live_test import random_data
 NUMBERS = types.AdamParams(learning_rate=1e-3)
 
 
-# -- the file
-
-
 def test_the_file_says_what_differs_from_the_default_and_is_read_again(tmp_path, caplog):
     now = [0.0]
+
+    def write(text):
+        (tmp_path / FILE).write_text(text)
+        now[0] += CHECK_S
+
     quotas = Quotas(Quota(tokens=100, policies=3), tmp_path, lambda: now[0])
     assert quotas.of("ann") == Quota(tokens=100, policies=3)
-    set_quota(tmp_path, "ann", tokens=7, bytes=10)
-    set_quota(tmp_path, "ann", bytes=None)
-    assert quotas.of("ann") == Quota(tokens=100, policies=3), "within a second"
-    now[0] += CHECK_S
+    write(json.dumps({"ann": {"tokens": 7, "policies": None}}))
     assert quotas.of("ann") == Quota(tokens=7, policies=3)
     assert quotas.of("bob") == Quota(tokens=100, policies=3)
-    (tmp_path / FILE).write_text("[")
-    now[0] += CHECK_S
-    with caplog.at_level(logging.ERROR):
-        assert quotas.of("ann") == Quota(tokens=7, policies=3)
-    assert "the earlier ones stay" in caplog.text
-    with pytest.raises(UserError, match=r"quotas.json has no quotas by tenant"):
-        Quotas(folder=tmp_path)
+    for text in ("[", "[]", '{"ann": 7}', '{"ann": {"tokens": -1}}', '{"ann": {"token": 1}}'):
+        caplog.clear()
+        write(text)
+        with caplog.at_level(logging.ERROR):
+            assert quotas.of("ann") == Quota(tokens=7, policies=3)
+        assert "the earlier ones stay" in caplog.text
+        with pytest.raises(UserError, match="quota"):
+            Quotas(folder=tmp_path)
     (tmp_path / FILE).unlink()
     now[0] += CHECK_S
     assert quotas.of("ann") == quotas.default
-
-
-def test_the_commands(tmp_path, capsys):
-    folder = f"--folder={tmp_path}"
-    assert (
-        main(["set", folder, "--tenant=ann", "--tokens=100k", "--bytes=4Gi", "--policies=2"]) == 0
-    )
-    assert main(["set", folder, "--tenant=ann", "--policies=none"]) == 0
-    assert read(tmp_path) == {"ann": Quota(tokens=100_000, bytes=4 << 30)}
-    capsys.readouterr()
-    assert main(["list", folder]) == 0
-    assert (
-        capsys.readouterr().out == "ann\trequests=-\ttokens=100000\tpolicies=-\tbytes=4294967296\n"
-    )
-    for wrong, told in (
-        ("--tokens=many", "limit is 'many'"),
-        ("--policies=-1", "quota policies is -1"),
-        ("--bytes=1.5Gi", "limit is"),
-    ):
-        assert main(["set", folder, "--tenant=ann", wrong]) == 2
-        assert told in capsys.readouterr().err
-    assert main(["set", folder, "--tenant=a/b", "--tokens=1"]) == 2
-    assert read(tmp_path) == {"ann": Quota(tokens=100_000, bytes=4 << 30)}
-
-
-# -- tokens in flight
 
 
 def test_a_request_that_others_wait_for_is_let_in():
@@ -89,9 +64,6 @@ def test_a_request_that_others_wait_for_is_let_in():
         quotas.begin(("m", 2.5), "a", 5)
     quotas.end_request("m", None)
     assert not quotas.tokens
-
-
-# -- through the gate and the SDK
 
 
 def test_requests_in_flight_are_a_tenants_own_number():
