@@ -9,11 +9,8 @@ import numpy as np
 
 def epoch_indices(examples: int, per_step: int, seed: int, step: int) -> list[int]:
     """Returns the example indices of one step; each epoch is a new permutation."""
-    out = []
-    for position in range(step * per_step, (step + 1) * per_step):
-        epoch, at = divmod(position, examples)
-        out.append(int(_permutation(examples, seed, epoch)[at]))
-    return out
+    places = (divmod(i, examples) for i in range(step * per_step, (step + 1) * per_step))
+    return [int(_permutation(examples, seed, epoch)[at]) for epoch, at in places]
 
 
 @functools.lru_cache(maxsize=64)

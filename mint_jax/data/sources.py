@@ -40,16 +40,16 @@ def numbered_rows(path: str | Path) -> list[tuple[str, Row]]:
     path = Path(path)
     if not path.is_file():
         raise UserError(f"data file {path} does not exist: check the path in the config")
-    suffixes = path.suffixes[-2:]
-    packed = suffixes[-1] if suffixes and suffixes[-1] in OPENERS else ""
-    form = path.suffix if not packed else suffixes[0] if len(suffixes) == 2 else ""
+    *_, form, packed = ["", "", *path.suffixes]
+    if packed not in OPENERS:
+        form, packed = packed, ""
     if form in LINES:
         rows = list(_jsonl(path, packed))
     elif form in TABLES and not packed:
         rows = _table(path)
     else:
         raise UserError(
-            f"data file {path} has suffix {''.join(suffixes)!r}; expected .jsonl (or .jsonl.gz,"
+            f"data file {path} has suffix {form + packed!r}; expected .jsonl (or .jsonl.gz,"
             " .bz2, .xz, .zst), .parquet or .arrow"
         )
     if not rows:
@@ -86,28 +86,30 @@ def _jsonl(path: Path, packed: str) -> Iterator[tuple[str, Row]]:
 
 def _object(line: bytes, where: str) -> Row:
     """Parses one line to its JSON object."""
+    hooks = {"object_pairs_hook": _pairs, "parse_constant": _refuse, "parse_float": _finite}
     try:
-        row = json.loads(
-            line.decode(), object_pairs_hook=_pairs, parse_constant=_refuse, parse_float=_finite
-        )
+        row = json.loads(line.decode(), **hooks)
     except UnicodeDecodeError as error:
-        says = "convert it, or name a compressed file so (.jsonl.gz)"
-        raise UserError(f"{where} is not UTF-8 text ({error.reason}): {says}") from None
-    except (ValueError, RecursionError) as error:
-        says = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
         raise UserError(
-            f"{where} is not valid JSON ({says}): write one JSON object a line"
+            f"{where} is not UTF-8 text ({error.reason}): convert it, or name a compressed file so"
+            " (.jsonl.gz)"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        reason = getattr(error, "msg", str(error))  # without the line and column of this line
+        raise UserError(
+            f"{where} is not valid JSON ({reason}): write one JSON object a line"
         ) from None
     if not isinstance(row, dict):
         raise UserError(f"{where} is a {type(row).__name__}; expected one JSON object a line")
     return row
 
 
-def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"key {next(key for key in keys if keys.count(key) > 1)!r} is repeated")
+def _pairs(pairs: list[tuple[str, Any]]) -> Row:
+    found: Row = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"key {key!r} is repeated")
+        found[key] = value
     return found
 
 
@@ -149,45 +151,23 @@ def _table(path: Path) -> list[tuple[str, Row]]:
         names = table.column_names
         if twice := [name for name in names if names.count(name) > 1]:
             raise UserError(f"{path} has two columns {twice[0]!r}: rename one")
-        columns = [list(map(_reader(column.type), column.to_pylist())) for column in table.columns]
+        rows = table.to_pylist(maps_as_pydicts="strict")
     except UserError:
         raise
     except Exception as error:  # pyarrow raises its own types
         raise UserError(f"{path} is not a readable {path.suffix[1:]} file ({error})") from None
-    rows = zip(*columns, strict=True)
-    return [
-        (f"{path} row {n}", _present(zip(names, row, strict=True))) for n, row in enumerate(rows, 1)
-    ]
+    return [(f"{path} row {n}", _present(row)) for n, row in enumerate(rows, 1)]
 
 
-def _present(fields: Iterable[tuple[str, Any]]) -> Row:
-    return {name: value for name, value in fields if value is not None}
-
-
-def _reader(type_: Any) -> Callable[[Any], Any]:
-    """Returns a function from Arrow values to JSON values."""
-    from pyarrow import types
-
-    if types.is_struct(type_):
-        inside = {field.name: _reader(field.type) for field in type_}
-        return lambda value: (
-            value and _present((name, read(value[name])) for name, read in inside.items())
-        )
-    if types.is_map(type_):
-        item = _reader(type_.item_type)
-        return lambda value: None if value is None else {key: item(one) for key, one in value}
-    if types.is_nested(type_) and hasattr(type_, "value_type"):  # every kind of list
-        item = _reader(type_.value_type)
-        return lambda value: value and list(map(item, value))
-    return lambda value: value
+def _present(value: Any) -> Any:
+    """Returns a value of a table without the null fields of its structs."""
+    if isinstance(value, dict):
+        return {name: _present(one) for name, one in value.items() if one is not None}
+    return list(map(_present, value)) if isinstance(value, list) else value
 
 
 def write_rows(path: str | Path, rows: Iterable[Row]) -> None:
-    """Writes JSONL atomically.
-
-    Raises:
-        UserError: the folder cannot be written.
-    """
+    """Writes JSONL atomically. Raises ``UserError``: the folder cannot be written."""
     path = Path(path)
     try:
         write_file(path, "".join(map(json_line, rows)))

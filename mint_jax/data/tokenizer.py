@@ -28,27 +28,18 @@ class Tokenizer:
         self._templates = read_templates(directory, config)
         self._compiled: dict[str, Template] = {}
         self.vocab_size = max(self._fast.get_vocab(with_added_tokens=True).values()) + 1
-        self.eos_ids = self._read_eos(directory)
-        self.special_ids = {
-            token.content: i
-            for i, token in self._fast.get_added_tokens_decoder().items()
-            if token.special
-        }
-        own = self._special_id("eos_token")
-        self.eos_id = own if own is not None else next(iter(self.eos_ids), None)
-
-    def _read_eos(self, directory: Path) -> tuple[int, ...]:
-        ids: list[int] = []
+        added = self._fast.get_added_tokens_decoder().items()
+        self.special_ids = {token.content: i for i, token in added if token.special}
+        ends: list[int] = []
         for name in ("generation_config.json", "config.json"):
             value = tokenizer_files.read_json(directory / name).get("eos_token_id")
-            ids += value if isinstance(value, list) else [value] if value is not None else []
-        if (own := self._special_id("eos_token")) is not None:
-            ids.append(own)
-        return tuple(dict.fromkeys(ids))
-
-    def _special_id(self, name: str) -> int | None:
-        token = self._named.get(name)
-        return self._fast.token_to_id(token) if token else None
+            ends += value if isinstance(value, list) else [] if value is None else [value]
+        own = self._named.get("eos_token")
+        self.eos_id = self._fast.token_to_id(own) if own else None
+        ends += [] if self.eos_id is None else [self.eos_id]
+        self.eos_ids = tuple(dict.fromkeys(ends))
+        if self.eos_id is None:
+            self.eos_id = next(iter(ends), None)
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Returns token ids. ``special`` adds the post-processor's tokens, such as a bos token."""
@@ -60,26 +51,21 @@ class Tokenizer:
     def encode_spans(
         self, text: str, spans: Sequence[Span], special: bool = True
     ) -> tuple[list[int], list[range]]:
-        """Returns the token ids of a text and, for each span of characters, the range of tokens in
-        it.
-
-        A token belongs to a span if it has a character of the span, as in transformers' assistant
-        mask. Tokens that the post-processor adds belong to no span.
+        """Returns the token ids of a text and, for each span of characters, the range of tokens
+        with a character of the span, as in transformers' assistant mask. Tokens that the
+        post-processor adds belong to no span.
         """
         encoding = self._fast.encode(text, add_special_tokens=special)
         added = encoding.special_tokens_mask if special else [0] * len(encoding.ids)
-        placed = [
-            (i, *place)
-            for i, place in enumerate(encoding.offsets)
-            if place[0] < place[1] and not added[i]
-        ]
-        inside = (
-            [i for i, start, end in placed if max(start, begin) < min(end, stop)]
-            for begin, stop in spans
-        )
-        return encoding.ids, [
-            range(found[0], found[-1] + 1) if found else range(0) for found in inside
-        ]
+        ranges = []
+        for begin, stop in spans:
+            inside = [
+                i
+                for i, (start, end) in enumerate(encoding.offsets)
+                if max(start, begin) < min(end, stop) and not added[i]
+            ]
+            ranges.append(range(inside[0], inside[-1] + 1) if inside else range(0))
+        return encoding.ids, ranges
 
     @property
     def sources(self) -> tuple[str, str | None]:
@@ -120,33 +106,28 @@ class Tokenizer:
     def _render(
         self, messages: list[Message], generation_prompt: bool, variables: dict[str, Any]
     ) -> tuple[str, list[Span], bool]:
-        name = self._template_name(bool(variables.get("tools")))
-        if name not in self._compiled:
-            self._compiled[name] = Template(self._templates[name])
-        template = self._compiled[name]
+        template = self._template("tool_use" if variables.get("tools") else "default")
         shown = {"tools": None, "documents": None} | self._named | variables
+        shown |= {"messages": messages, "add_generation_prompt": generation_prompt}
         try:
-            return (
-                *template.render(
-                    messages=messages, add_generation_prompt=generation_prompt, **shown
-                ),
-                template.marks,
-            )
+            return *template.render(**shown), template.marks
         except Exception as error:  # jinja2 raises what the template raises
             raise UserError(f"the chat template refuses {str(messages)[:200]}: {error}") from None
 
-    def _template_name(self, tools: bool) -> str:
+    def _template(self, name: str) -> Template:
         if not self._templates:
             raise UserError(
                 "this checkpoint has no chat template: give text or token ids instead of messages"
             )
-        for name in ("tool_use", "default") if tools else ("default",):
-            if name in self._templates:
-                return name
-        raise UserError(
-            f"this checkpoint has chat templates {', '.join(self._templates)}, but none is called"
-            " default: rename one"
-        )
+        name = name if name in self._templates else "default"
+        if name not in self._templates:
+            raise UserError(
+                f"this checkpoint has chat templates {', '.join(self._templates)}, but none is"
+                " called default: rename one"
+            )
+        if name not in self._compiled:
+            self._compiled[name] = Template(self._templates[name])
+        return self._compiled[name]
 
     def encode_chat(
         self, messages: list[Message], generation_prompt: bool = True, **variables: Any

@@ -37,14 +37,9 @@ QWEN2_SPLIT = (
 
 
 def read(directory: Path) -> tuple[Any, dict[str, str], dict[str, Any]]:
-    """Reads the tokenizer of a checkpoint.
-
-    Returns:
-        a ``tokenizers.Tokenizer``; the text of each named special token, such as ``eos_token``; and
-            ``tokenizer_config.json``.
-
-    Raises:
-        UserError: a file is missing or unreadable, or a setting has an unsupported effect on text.
+    """Returns a checkpoint's ``tokenizers.Tokenizer``, the text of each named special token, such
+    as ``eos_token``, and ``tokenizer_config.json``. Raises ``UserError``: a file is missing or
+    unreadable, or a setting has an unsupported effect on text.
     """
     from tokenizers import Tokenizer
 
@@ -62,10 +57,8 @@ def read(directory: Path) -> tuple[Any, dict[str, str], dict[str, Any]]:
         raise UserError(
             f"{path} is not a readable tokenizer ({error}): fetch the checkpoint again"
         ) from None
-    config, model = (
-        read_json(directory / "tokenizer_config.json"),
-        read_json(directory / "config.json"),
-    )
+    config = read_json(directory / "tokenizer_config.json")
+    model = read_json(directory / "config.json")
     kind = _class_of(config, model, source, directory)
     if kind:
         fast = _built(kind, source, fast, config, path)
@@ -74,7 +67,13 @@ def read(directory: Path) -> tuple[Any, dict[str, str], dict[str, Any]]:
             f"{path} has dropout {source['model']['dropout']}, so the tokens of a text are random:"
             " set it to null"
         )
-    _check_cleanup(config, source, directory)
+    forced = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
+    is_bpe = source.get("model", {}).get("type") == "BPE"
+    if config.get("clean_up_tokenization_spaces") and (not is_bpe or config.get(forced)):
+        raise UserError(
+            f"{directory / 'tokenizer_config.json'} sets clean_up_tokenization_spaces, which takes"
+            " blanks out of decoded text and is not supported: set it to false"
+        )
     fast.no_truncation()
     fast.no_padding()
     fast.encode_special_tokens = bool(config.get("split_special_tokens", False))
@@ -112,14 +111,12 @@ def _class_of(
 ) -> str:
     """Returns the name of transformers' tokenizer class; empty to take the file as it is."""
     model_type = model.get("model_type", "")
-    named = str(config.get("tokenizer_class") or model.get("tokenizer_class") or "").removesuffix(
-        "Fast"
-    )
     if model_type in FORCED:
         return FORCED[model_type]
-    if named == "LlamaTokenizer" and '"ByteLevel"' in json.dumps(source):
+    kind = str(config.get("tokenizer_class") or model.get("tokenizer_class") or "")
+    kind = kind.removesuffix("Fast") or USUAL.get(model_type, "")
+    if kind == "LlamaTokenizer" and '"ByteLevel"' in json.dumps(source):
         return ""  # its own pipeline is SentencePiece's; Llama 3 and DeepSeek name it all the same
-    kind = named or USUAL.get(model_type, "")
     if UNSUPPORTED.fullmatch(kind):
         raise UserError(
             f"tokenizer_class in {directory / 'tokenizer_config.json'} is {kind}, which builds a"
@@ -142,15 +139,12 @@ def _built(kind: str, source: dict[str, Any], fast: Any, config: dict[str, Any],
             " tokenizer_class to PreTrainedTokenizerFast in tokenizer_config.json to take the file"
             " as it is"
         )
-    merges: Any = [
-        tuple(merge.split(" ") if isinstance(merge, str) else merge)
-        for merge in model.get("merges", [])
-    ]
-    is_llama = kind == "LlamaTokenizer"
+    pairs = (one.split(" ") if isinstance(one, str) else one for one in model.get("merges", []))
+    merges: Any = list(map(tuple, pairs))
+    is_llama, prefix = kind == "LlamaTokenizer", config.get("add_prefix_space")
     built: Any = Tokenizer(
         models.BPE(vocab=model["vocab"], merges=merges, fuse_unk=is_llama, byte_fallback=is_llama)
     )
-    prefix = config.get("add_prefix_space")
     if is_llama:
         prefix = prefix is None or prefix
         scheme = "never" if not prefix else "always" if config.get("legacy", False) else "first"
@@ -158,9 +152,8 @@ def _built(kind: str, source: dict[str, Any], fast: Any, config: dict[str, Any],
             replacement="▁", prepend_scheme=scheme, split=False
         )
         parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-        built.decoder = decoders.Sequence(
-            parts + ([decoders.Strip(content=" ", left=1)] if prefix else [])
-        )
+        strip = [decoders.Strip(content=" ", left=1)] if prefix else []
+        built.decoder = decoders.Sequence(parts + strip)
     else:
         bytes_: Any = pre_tokenizers.ByteLevel(
             add_prefix_space=bool(prefix), use_regex=kind == "GPT2Tokenizer"
@@ -175,17 +168,6 @@ def _built(kind: str, source: dict[str, Any], fast: Any, config: dict[str, Any],
     return built
 
 
-def _check_cleanup(config: dict[str, Any], source: dict[str, Any], directory: Path) -> None:
-    """Refuses cleanup of blanks in decoded text where transformers would do it."""
-    forced = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
-    is_bpe = source.get("model", {}).get("type") == "BPE"
-    if config.get("clean_up_tokenization_spaces") and (not is_bpe or config.get(forced)):
-        raise UserError(
-            f"{directory / 'tokenizer_config.json'} sets clean_up_tokenization_spaces, which takes"
-            " blanks out of decoded text and is not supported: set it to false"
-        )
-
-
 def _add_tokens(
     fast: Any,
     kind: str,
@@ -198,47 +180,41 @@ def _add_tokens(
     listed = config.get("added_tokens_decoder")
     if listed is None:
         config = config | read_json(directory / "special_tokens_map.json")
-    named = DEFAULTS.get(kind, {}) | {
-        name: value for name, value in config.items() if name.endswith("_token")
-    }
+    given = DEFAULTS.get(kind, {}) | {n: v for n, v in config.items() if n.endswith("_token")}
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
     if isinstance(extra, dict):
-        named, extra = named | extra, []
-    named = {
-        name: token
-        for name, value in named.items()
-        if (token := _token(value, special=True)) is not None
+        given, extra = given | extra, []
+    tokens_of = {
+        name: _token(given[name], special=True) for name in (*NAMED, *given) if name in given
     }
-    named = {name: named[name] for name in (*NAMED, *named) if name in named}
-    extra = [token for value in extra if (token := _token(value, special=True)) is not None]
-    specials = {token.content for token in (*named.values(), *extra)}
+    named = {name: token for name, token in tokens_of.items() if token is not None}
+    further = [_token(value, special=True) for value in extra]
+    special = [token for token in (*named.values(), *further) if token is not None]
+    specials = {token.content for token in special}
 
     if listed is None:
-        legacy = read_json(directory / "added_tokens.json")
         by_id = {
             id: {"content": text, "special": text in specials, "normalized": text not in specials}
-            for text, id in legacy.items()
+            for text, id in read_json(directory / "added_tokens.json").items()
         }
         by_id |= {token["id"]: token for token in source.get("added_tokens", [])}
     else:
         by_id = {int(id): value for id, value in listed.items()}
     texts = {token.content for token in named.values()}
-    tokens = {
-        value["content"]: _token(value, special=value["content"] in texts)
-        for _, value in sorted(by_id.items())
-    }
-    there = {token.content for token in fast.get_added_tokens_decoder().values()}
-    for token in (*named.values(), *extra):
-        if token.content not in there:
+    tokens = {}
+    for _, value in sorted(by_id.items()):
+        tokens[value["content"]] = _token(value, special=value["content"] in texts)
+    present = {token.content for token in fast.get_added_tokens_decoder().values()}
+    for token in special:
+        if token.content not in present:
             tokens.setdefault(token.content, token)
     if kind == "Qwen2Tokenizer":
         tokens |= {text: _token(text, special=True) for text in tokens if text in specials}
 
-    rows, vocab = (
-        model.get("vocab_size") or (model.get("text_config") or {}).get("vocab_size"),
-        fast.get_vocab(),
-    )
-    size, kept = max(vocab.values(), default=-1) + 1, []
+    # tokens beyond the rows of the model's embedding stay out
+    rows = model.get("vocab_size") or (model.get("text_config") or {}).get("vocab_size")
+    vocab, kept = fast.get_vocab(), []
+    size = max(vocab.values(), default=-1) + 1
     for text, token in tokens.items():
         is_new = text not in vocab
         if not is_new or rows is None or size < rows:
@@ -256,9 +232,6 @@ def _token(value: Any, special: bool) -> Any:
         return AddedToken(value, special=special)
     if not isinstance(value, dict) or not isinstance(value.get("content"), str):
         return None
-    flags = {
-        name: value[name]
-        for name in ("single_word", "lstrip", "rstrip", "normalized")
-        if name in value
-    }
+    names = ("single_word", "lstrip", "rstrip", "normalized")
+    flags = {name: value[name] for name in names if name in value}
     return AddedToken(value["content"], **flags, special=special or value.get("special", False))

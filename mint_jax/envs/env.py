@@ -44,10 +44,10 @@ class Environment(Protocol):
 
 # config name -> "module:factory"; imported when used, since some need an extra
 REGISTRY: dict[str, Any] = {
-    "digit_sum": "mint_jax.envs.digits:digit_sum",
-    "larger_of_two": "mint_jax.envs.digits:larger_of_two",
-    "copy_word": "mint_jax.envs.words:copy_word",
-    "bracket_word": "mint_jax.envs.words:bracket_word",
+    "digit_sum": "mint_jax.envs.small:digit_sum",
+    "larger_of_two": "mint_jax.envs.small:larger_of_two",
+    "copy_word": "mint_jax.envs.small:copy_word",
+    "bracket_word": "mint_jax.envs.small:bracket_word",
     "jsonl": "mint_jax.envs.questions:questions",
     "reasoning_gym": "mint_jax.envs.gym:reasoning_gym_task",
 }
@@ -94,14 +94,16 @@ def check_options(name: str, **options: Any) -> Any:
             " environment"
         )
     try:
-        inspect.signature(factory).bind(**options)
-    except TypeError as error:
-        raise UserError(
-            f"environment {name!r} does not take these options ({error}): set what"
-            f" {_signature(factory)} names"
-        ) from None
+        signature = inspect.signature(factory)
     except ValueError:  # a builtin without a signature
-        pass
+        return factory
+    try:
+        signature.bind(**options)
+    except TypeError as error:
+        takes = f"{getattr(factory, '__name__', factory)}{signature}"
+        raise UserError(
+            f"environment {name!r} does not take these options ({error}): set what {takes} names"
+        ) from None
     return factory
 
 
@@ -114,7 +116,7 @@ def make(name: str, **options: Any) -> Environment:
     """
     factory = check_options(name, **options)
     try:
-        environment: Any = factory(**options)
+        environment = factory(**options)
     except UserError:
         raise
     except Exception as error:
@@ -122,7 +124,7 @@ def make(name: str, **options: Any) -> Environment:
             f"environment {name!r} raised {type(error).__name__}: {error}: fix"
             f" it\n{own_traceback(error)}"
         ) from None
-    _check(name, environment)
+    _check(f"environment {name!r}", environment)
     return environment
 
 
@@ -134,33 +136,24 @@ def _factory(name: str) -> Any:
     module, _, factory = target.partition(":")
     if not module or not factory.isidentifier():
         raise choice("environment", name, [*REGISTRY, "module:factory"])
+    failed = f"environment {name!r} could not be imported"
     try:
         found = importlib.import_module(module)
     except Exception as error:
-        if (
-            isinstance(error, ModuleNotFoundError)
-            and error.name
-            and f"{module}.".startswith(f"{error.name}.")
-        ):
+        missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
+        if missing and f"{module}.".startswith(f"{missing}."):
             raise UserError(
-                f"environment {name!r} could not be imported ({error}): check the module path; the"
-                " config's folder, the current folder and installed packages are searched"
+                f"{failed} ({error}): check the module path; the config's folder, the current"
+                " folder and installed packages are searched"
             ) from None
         raise UserError(
-            f"environment {name!r} could not be imported ({type(error).__name__}: {error}): fix"
-            f" it, or install what it needs\n{own_traceback(error)}"
+            f"{failed} ({type(error).__name__}: {error}): fix it, or install what it"
+            f" needs\n{own_traceback(error)}"
         ) from None
     if not hasattr(found, factory):
-        have = (
-            ", ".join(
-                n for n in vars(found) if not n.startswith("_") and callable(getattr(found, n))
-            )
-            or "nothing to call"
-        )
-        raise UserError(
-            f"environment {name!r} could not be imported ({module} has no {factory!r}): it has"
-            f" {have}"
-        )
+        public = [n for n, one in vars(found).items() if n[0] != "_" and callable(one)]
+        have = ", ".join(public) or "nothing to call"
+        raise UserError(f"{failed} ({module} has no {factory!r}): it has {have}")
     return getattr(found, factory)
 
 
@@ -168,53 +161,42 @@ def _check(name: str, environment: Any) -> None:
     """Raises ``UserError`` if an object is not an environment."""
     if inspect.iscoroutine(environment):
         environment.close()
-        raise UserError(f"environment {name!r} is made by an async function: use a plain function")
-    expected = (
-        "expected an environment: an object with train, held_out and reward, such as"
-        " envs.env.ListEnvironment"
-    )
+        raise UserError(f"{name} is made by an async function: use a plain function")
     for part in ("train", "held_out", "reward"):
         if not hasattr(environment, part):
             raise UserError(
-                f"environment {name!r} is {_shown(environment)}, which has no {part}; {expected}"
+                f"{name} is {_shown(environment)}, which has no {part}; expected an environment:"
+                " an object with train, held_out and reward, such as envs.env.ListEnvironment"
             )
     for split in ("train", "held_out"):
         examples = getattr(environment, split)
-        if isinstance(examples, str | dict) or not (
-            hasattr(examples, "__len__") and hasattr(examples, "__getitem__")
-        ):
+        is_list = hasattr(examples, "__len__") and hasattr(examples, "__getitem__")
+        if isinstance(examples, str | dict) or not is_list:
             raise UserError(
-                f"{split} of environment {name!r} is {_shown(examples)}; expected a list of"
-                " envs.env.Example"
+                f"{split} of {name} is {_shown(examples)}; expected a list of envs.env.Example"
             )
         if not len(examples):
             raise UserError(
-                f"environment {name!r} has no {split} examples: its dataset is empty, check its"
-                " path and sizes"
+                f"{name} has no {split} examples: its dataset is empty, check its path and sizes"
             )
         if not isinstance(examples[0], Example):
             raise UserError(
-                f"{split}[0] of environment {name!r} is {_shown(examples[0])}; expected an"
-                " envs.env.Example"
+                f"{split}[0] of {name} is {_shown(examples[0])}; expected an envs.env.Example"
             )
     if not callable(environment.reward):
         raise UserError(
-            f"reward of environment {name!r} is {_shown(environment.reward)}; expected a function"
-            " of (completion, example)"
+            f"reward of {name} is {_shown(environment.reward)}; expected a function of"
+            " (completion, example)"
         )
     if inspect.iscoroutinefunction(environment.reward):
         raise UserError(
-            f"reward of environment {name!r} is async; rewards run in threads, several at once:"
-            " use a plain function"
+            f"reward of {name} is async; rewards run in threads, several at once: use a plain"
+            " function"
         )
 
 
 def _shown(value: Any) -> str:
     return f"{value!r:.80} ({type(value).__name__})"
-
-
-def _signature(factory: Any) -> str:
-    return f"{getattr(factory, '__name__', factory)}{inspect.signature(factory)}"
 
 
 @dataclasses.dataclass(frozen=True)

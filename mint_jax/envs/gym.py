@@ -14,24 +14,12 @@ def reasoning_gym_task(
     instruction: str = "Reply with the answer only.",
     **options: Any,
 ) -> ListEnvironment:
-    """Builds a ``reasoning_gym`` dataset as an environment.
-
-    Args:
-        task: name of the task, such as ``chain_sum``.
-        size, held_out: number of training and held-out items. Their seeds differ, and held-out
-            questions are removed from training.
-        options: passed to ``reasoning_gym.create_dataset``.
-
-    Raises:
-        UserError: the package is missing, or it does not know the task or an option.
+    """Builds the ``reasoning_gym`` dataset of a task, such as ``chain_sum``, with further options
+    of ``reasoning_gym.create_dataset``. Raises ``UserError``: the package does not know the task or
+    an option.
     """
-    try:
-        import reasoning_gym
-    except ImportError:
-        raise UserError(
-            "environment 'reasoning_gym' needs the package reasoning-gym: pip install"
-            " 'mint-jax[data]'"
-        ) from None
+    import reasoning_gym
+
     try:
         train = reasoning_gym.create_dataset(task, size=size, seed=seed, **options)
         test = reasoning_gym.create_dataset(task, size=held_out, seed=seed + 1_000_003, **options)
@@ -44,11 +32,9 @@ def reasoning_gym_task(
         messages = ({"role": "user", "content": f"{item['question']}\n{instruction}".strip()},)
         return Example(messages, str(item["answer"]), item)
 
-    held_out_rows = [example(item) for item in test]
     questions = {item["question"] for item in test}
-    rows = [example(item) for item in train if item["question"] not in questions]
     return ListEnvironment(
-        rows,
-        held_out_rows,
+        [example(item) for item in train if item["question"] not in questions],
+        [example(item) for item in test],
         lambda completion, e: float(train.score_answer(completion.strip(), e.data)),
     )

@@ -1,6 +1,4 @@
-"""Questions with answers from a JSONL or parquet file, in the form of GSM8K: ``question`` and
-``answer``.
-"""
+"""Questions with answers from a data file, in the form of GSM8K."""
 
 import re
 
@@ -9,30 +7,6 @@ from mint_jax.envs.env import Example, ListEnvironment
 from mint_jax.errors import UserError
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
-
-
-def final_answer(text: str) -> str:
-    """Returns the text after ``####`` (GSM8K's mark), or the whole text, without commas inside
-    numbers.
-    """
-    return re.sub(r"(?<=\d),(?=\d)", "", text.rsplit("####", 1)[-1].strip())
-
-
-def last_number(text: str) -> str | None:
-    """Returns the last number of a text, without commas or trailing zeros."""
-    found = _NUMBER.findall(text)
-    return (
-        re.sub(r"(\.\d*?)0+$", r"\1", found[-1].replace(",", "")).removesuffix(".")
-        if found
-        else None
-    )
-
-
-def _score(completion: str, example: Example) -> float:
-    """Returns 1 if the last number is the answer, or the text is an answer without a number."""
-    if not _NUMBER.fullmatch(example.answer):
-        return float(completion.strip() == example.answer)
-    return float(last_number(completion) == last_number(example.answer))
 
 
 def questions(
@@ -54,6 +28,9 @@ def questions(
         UserError: a file or a column is missing.
     """
 
+    def examples(path: str) -> list[Example]:
+        return [example(row, where) for where, row in numbered_rows(path)]
+
     def example(row: dict, where: str) -> Example:
         for column in (question, answer):
             if row.get(column) is None:
@@ -61,17 +38,27 @@ def questions(
                     f"{where} has no column {column!r}; it has {', '.join(row)}: set env.question"
                     " and env.answer"
                 )
-        asked = row[question]
-        messages = (
-            tuple(asked)
-            if isinstance(asked, list)
-            else ({"role": "user", "content": f"{asked}\n{instruction}".strip()},)
-        )
-        return Example(messages, final_answer(str(row[answer])))
+        messages = row[question]
+        if not isinstance(messages, list):
+            messages = [{"role": "user", "content": f"{messages}\n{instruction}".strip()}]
+        final = str(row[answer]).rsplit("####", 1)[-1].strip()  # GSM8K's mark
+        return Example(tuple(messages), re.sub(r"(?<=\d),(?=\d)", "", final))
 
-    rows = [example(row, where) for where, row in numbered_rows(path)]
+    rows = examples(path)
     if isinstance(held_out, str):
-        return ListEnvironment(
-            rows, [example(row, where) for where, row in numbered_rows(held_out)], _score
-        )
+        return ListEnvironment(rows, examples(held_out), _score)
     return ListEnvironment(rows[held_out:], rows[:held_out], _score)
+
+
+def _score(completion: str, example: Example) -> float:
+    """Returns 1 if the last number is the answer, or the text is an answer without a number."""
+    if not _NUMBER.fullmatch(example.answer):
+        return float(completion.strip() == example.answer)
+    return float(_last_number(completion) == _last_number(example.answer))
+
+
+def _last_number(text: str) -> str | None:
+    """Returns the last number of a text, without commas or trailing zeros."""
+    if not (found := _NUMBER.findall(text)):
+        return None
+    return re.sub(r"(\.\d*?)0+$", r"\1", found[-1].replace(",", "")).removesuffix(".")

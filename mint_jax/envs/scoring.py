@@ -2,8 +2,7 @@
 ones.
 
 Python cannot end a thread from outside. Rewards therefore run in daemon threads, each call
-registers itself, and the waiting thread inspects the calls: it reports slow ones, and after a
-timeout it raises.
+registers itself, and the waiting thread reports slow calls and raises after a timeout.
 """
 
 import dataclasses
@@ -42,18 +41,14 @@ _running: dict[int, _Call] = {}  # by thread
 
 
 def score(who: str, env: Environment, completion: str, example: Example) -> float:
-    """Returns the reward of one completion.
-
-    Args:
-        who: policy that sampled it, for errors.
+    """Returns the reward of a completion that the policy ``who`` sampled.
 
     Raises:
         UserError: the reward function raised, with its traceback, or returned something else than a
             finite number.
     """
-    call = _running[threading.get_ident()] = _Call(
-        who, completion, example.messages, time.monotonic()
-    )
+    thread = threading.get_ident()
+    call = _running[thread] = _Call(who, completion, example.messages, time.monotonic())
     try:
         value: Any = env.reward(completion, example)
     except Exception as error:
@@ -62,22 +57,18 @@ def score(who: str, env: Environment, completion: str, example: Example) -> floa
             f" resume\n{own_traceback(error)}"
         ) from None
     finally:
-        _running.pop(threading.get_ident(), None)
+        _running.pop(thread, None)
     if inspect.iscoroutine(value):
         value.close()
         raise UserError(
             f"the reward function is async, {call}: rewards run in threads, use a plain function"
         )
-    if (
-        isinstance(value, str | bool)
-        or type(value).__name__ == "bool"
-        or not hasattr(value, "__float__")
-        or getattr(value, "ndim", 0)
-    ):
-        shown = f"{value!r:.80} ({type(value).__name__})"
+    kind = type(value).__name__
+    is_number = hasattr(value, "__float__") and not getattr(value, "ndim", 0)
+    if not is_number or isinstance(value, str) or kind == "bool":
         raise UserError(
-            f"the reward function returned {shown}; expected a number, such as float(...) of it;"
-            f" {call}: fix it and resume"
+            f"the reward function returned {value!r:.80} ({kind}); expected a number, such as"
+            f" float(...) of it; {call}: fix it and resume"
         )
     if not math.isfinite(value := float(value)):
         raise UserError(
@@ -88,16 +79,9 @@ def score(who: str, env: Environment, completion: str, example: Example) -> floa
 
 
 def check_timeout(timeout_s: float) -> None:
-    """Checks a timeout.
-
-    Raises:
-        UserError: the value is not a finite number of seconds >= 0.
-    """
-    if (
-        isinstance(timeout_s, bool)
-        or not isinstance(timeout_s, int | float)
-        or not 0 <= timeout_s < math.inf
-    ):
+    """Raises ``UserError`` unless a timeout is a finite number of seconds >= 0."""
+    is_number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
+    if not is_number or not 0 <= timeout_s < math.inf:
         raise UserError(
             f"reward_timeout is {timeout_s!r}; expected the seconds that a completion's reward may"
             " take, or 0 for no limit"
@@ -121,19 +105,17 @@ class Watch:
         self._waited, self._due = 0.0, SHOWN_S
 
     def look(self, waited_s: float, waiting: int) -> None:
-        """Inspects running rewards; call it every second of a wait.
-
-        Args:
-            waited_s: seconds since the wait began.
-            waiting: number of policies whose rewards are missing.
+        """Inspects running rewards; call it every second of a wait, with the seconds since it began
+        and the number of policies whose rewards are missing.
 
         Raises:
             UserError: a reward exceeded the timeout; names policy, prompt and completion.
         """
-        now, calls = time.monotonic(), sorted(_running.values(), key=lambda call: call.began)
-        if self.timeout_s and calls and now - calls[0].began > self.timeout_s:
+        longest = min([*_running.values()], key=lambda call: call.began, default=None)
+        took_s = 0.0 if longest is None else time.monotonic() - longest.began
+        if self.timeout_s and took_s > self.timeout_s:
             raise UserError(
-                f"a reward has taken {now - calls[0].began:.0f} s, {calls[0]}; reward_timeout is"
+                f"a reward has taken {took_s:.0f} s, {longest}; reward_timeout is"
                 f" {self.timeout_s:g} s: fix the reward function, or raise reward_timeout (0"
                 " disables it), and resume"
             )
@@ -142,34 +124,26 @@ class Watch:
         self._waited = waited_s
         if waited_s >= self._due:
             self._due = 2 * waited_s
-            longest = (
-                f"; the longest runs for {now - calls[0].began:.0f} s: {calls[0]}" if calls else ""
-            )
-            text = (
-                f"waiting for rewards for {waited_s:.0f} s: {waiting} to come, {len(calls)}"
-                f" completions at work{longest}"
-            )
+            text = f"waiting for rewards for {waited_s:.0f} s: {waiting} to come,"
+            text += f" {len(_running)} completions at work"
+            if longest is not None:
+                text += f"; the longest runs for {took_s:.0f} s: {longest}"
             print(text, file=self._out or sys.stderr, flush=True)
 
     def over(self, call: Callable[[], T]) -> T:
         """Runs ``call``, which computes rewards, in a thread under this watch and returns its
-        result.
+        result. The thread does not keep the process alive.
         """
-        future, began = in_thread(call), time.monotonic()
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(call())
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, name="reward", daemon=True).start()
+        began = time.monotonic()
         while not wait([future], LOOK_S).done:
             self.look(time.monotonic() - began, 1)
         return future.result()
-
-
-def in_thread(call: Callable[[], T]) -> "Future[T]":
-    """Runs a function in a thread that does not keep the process alive."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="reward", daemon=True).start()
-    return future

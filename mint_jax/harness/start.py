@@ -69,7 +69,7 @@ def encode(base: Base, prompt: Any) -> list[int]:
     tokenizer = base.need_tokenizer()
     if isinstance(prompt, str):
         return tokenizer.encode(prompt)
-    return tokenizer.encode_chat(chat.messages_of(prompt, "prompt", "an example"))
+    return tokenizer.encode_chat(chat.messages_of(prompt, "prompt of an example"))
 
 
 def cache_bytes(cache_gib: float) -> int | None:

@@ -59,9 +59,8 @@ def test_exactly_the_assistants_turns_are_learned(tokenizer, theirs):
         messages += [
             m for user, reply in pairs for m in (turn("user", user), turn("assistant", reply))
         ]
-        marked = chat.conversation(
-            tokenizer, messages + ([turn("user", last)] if last is not None else [])
-        )
+        asked = messages + ([turn("user", last)] if last is not None else [])
+        marked = chat.supervised_row(tokenizer, {"messages": asked}, "row")
         found = runs(tokenizer, marked)
         # a last turn that nobody answers is left out
         rendered = theirs.apply_chat_template(messages, tokenize=False)
@@ -114,7 +113,8 @@ def test_what_is_sampled_is_what_is_learned(pair, rng):
     for _ in range(60):
         said, reply = rng.choice(WORDS, 2).tolist()
         prompt = mine.encode_chat([turn("user", said)])
-        marked = chat.conversation(mine, [turn("user", said), turn("assistant", reply)])
+        row = {"messages": [turn("user", said), turn("assistant", reply)]}
+        marked = chat.supervised_row(mine, row, "row")
         if marked.tokens[: len(prompt)] == prompt:
             consistent += 1
             last = len(marked.learn) - marked.learn[::-1].index(True)
@@ -174,7 +174,7 @@ def test_replies_that_the_template_marks_are_learned(tmp_path, rng, template, ki
         wanted = theirs.apply_chat_template(
             messages, return_assistant_tokens_mask=True, return_dict=True
         )
-        marked = chat.conversation(mine, messages)
+        marked = chat.supervised_row(mine, {"messages": messages}, "row")
         assert marked.tokens == wanted["input_ids"]
         assert marked.learn == [bool(x) for x in wanted["assistant_masks"]]
         assert mine.render(messages) == theirs.apply_chat_template(messages, tokenize=False)
@@ -253,7 +253,7 @@ def test_prompts_to_sample_are_those_that_are_learned(tooled):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"text": "a b", "tools": [TOOL]}, "row 5 has tools and plain text"),
+        ({"text": "a b", "tools": [TOOL]}, "row 5: there are tools and plain text"),
         (
             {"messages": [turn("user", "q"), turn("assistant", "a")], "tools": "add"},
             "row 5: tools has 'add'; expected a list, or its JSON",
@@ -298,7 +298,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer, tmp_path, 
     (tmp_path / "chat_template.jinja").write_text(template)
     messages = [turn(role, f"{role} {i}") for i in range(2) for role in ("user", "assistant")]
     with pytest.raises(UserError, match="line 3: the chat template rewrites earlier turns"):
-        chat.conversation(Tokenizer(tmp_path), messages, "line 3")
+        chat.supervised_row(Tokenizer(tmp_path), {"messages": messages}, "line 3")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,96 @@
+"""Tasks of one digit or one word, with completions of a line. A model of 135M parameters solves
+them half of the time or less, so learning starts at once.
+"""
+
+import itertools
+import random
+import re
+from collections.abc import Callable
+
+from mint_jax.envs.env import Example, ListEnvironment
+
+HELD_OUT = 0.3  # of all examples
+_TEXT = """
+apple bridge candle desert engine forest garden hammer island jacket kettle ladder mirror needle orange pencil quarry
+ribbon silver tunnel window anchor basket castle dragon feather guitar harbor insect jungle kitten lemon market napkin
+ocean pepper rabbit saddle ticket violin walnut yellow button circle dinner escape finger golden helmet indigo jewel
+knight letter monkey number office planet quiver rocket summer turtle valley winter camera doctor flower ginger hollow
+marble noodle parrot puzzle school shadow spider sugar table thunder tiger tomato travel velvet village whistle wizard
+"""  # noqa: E501
+_WORDS = _TEXT.split()
+
+
+def digit_sum(seed: int = 0) -> ListEnvironment:
+    """Builds the task ``1 + 1 = 2`` and then a sum of two digits; the rest of the line must be the
+    bare number.
+    """
+    pairs = itertools.product(range(10), repeat=2)
+    return _split([Example(f"1 + 1 = 2\n{a} + {b} =", str(a + b)) for a, b in pairs], _number, seed)
+
+
+def larger_of_two(seed: int = 0) -> ListEnvironment:
+    """Builds the task of the larger of two digits, after one example; the rest of the line must be
+    the bare number.
+    """
+    pairs = itertools.permutations(range(10), 2)
+    examples = [Example(f"2 or 9: 9\n{a} or {b}:", str(max(a, b))) for a, b in pairs]
+    return _split(examples, _number, seed)
+
+
+def copy_word(seed: int = 0) -> ListEnvironment:
+    """Builds a chat task with one example; the reply must be the word and nothing else."""
+    opening = (
+        {"role": "system", "content": "Repeat the word."},
+        {"role": "user", "content": "cat"},
+        {"role": "assistant", "content": "cat"},
+    )
+    asked = [(*opening, {"role": "user", "content": word}) for word in _WORDS]
+    return _split([Example(*pair) for pair in zip(asked, _WORDS)], _word, seed)
+
+
+def bracket_word(seed: int = 0) -> ListEnvironment:
+    """Builds a completion task with two examples; the rest of the line must be the word in
+    brackets.
+    """
+    asked = [f"cat -> [cat]\nfish -> [fish]\n{word} ->" for word in _WORDS]
+    return _split([Example(*pair) for pair in zip(asked, _WORDS)], _brackets, seed)
+
+
+def _split(
+    examples: list[Example], score: Callable[[str, Example], float], seed: int
+) -> ListEnvironment:
+    random.Random(seed).shuffle(examples)
+    count = round(len(examples) * HELD_OUT)
+    return ListEnvironment(examples[count:], examples[:count], score)
+
+
+def _number(completion: str, example: Example) -> float:
+    """Returns 1 for the number alone, 0.2 for text in which it is the only number, 0.1 if it is one
+    of several.
+    """
+    text = completion.strip()
+    if text == example.answer:
+        return 1.0
+    numbers = re.findall(r"\d+", text)
+    if numbers == [example.answer]:
+        return 0.2
+    return 0.1 if example.answer in numbers else 0.0
+
+
+def _word(completion: str, example: Example) -> float:
+    """Returns 1 for exactly the answer, 0.5 up to case and a final full stop, 0.1 for text that
+    contains it.
+    """
+    text, answer = completion.strip(), example.answer
+    if text == answer:
+        return 1.0
+    if text.rstrip(".").lower() == answer.lower():
+        return 0.5
+    return 0.1 if answer.lower() in text.lower() else 0.0
+
+
+def _brackets(completion: str, example: Example) -> float:
+    text, answer = completion.strip(), example.answer
+    if text == f"[{answer}]":
+        return 1.0
+    return 0.1 * (answer in text) + 0.1 * text.startswith("[") + 0.1 * text.endswith("]")
