@@ -1,12 +1,10 @@
 """Garbage collection: revisions beyond retention, payloads that nothing refers to, packs without
-payloads, abandoned packs.
+payloads, abandoned packs; and compaction.
 
 Readers and writers may run meanwhile. A payload's row goes only in a transaction that has locked it
-and then saw that nothing refers to it; an exporter that relied on it stores the bytes again. A
-pack's file goes a grace period after its last payload, for readers that resolved before. A pack
-without a row is first entered as swept, so that its writer can no longer commit it. Compaction
-copies payloads of small or mostly dead packs into large ones and moves their places in one
-transaction.
+and then saw that nothing refers to it. A pack's file goes a grace period after its last payload,
+for readers that resolved before. A pack without a row is first entered as swept, so that its writer
+can no longer commit it.
 """
 
 import collections
@@ -47,12 +45,10 @@ class Report:
 
     Attributes:
         revisions: as ``policy@number``.
-        payloads: objects that nothing refers to, and their ``payload_bytes``.
-        packs: files removed, and their ``pack_bytes``; ``abandoned`` of them were never committed.
+        abandoned: packs that were never committed.
         leftovers: other files of killed writers.
-        waiting: packs in their grace period, and their ``waiting_bytes``.
-        leases: expired leases.
-        moved: payloads that compaction moved, and their ``moved_bytes``.
+        waiting: packs in their grace period.
+        moved: payloads that compaction moved.
     """
 
     dry_run: bool
@@ -68,6 +64,11 @@ class Report:
     leases: int = 0
     moved: int = 0
     moved_bytes: int = 0
+
+    def free(self, lengths: Sequence[int]) -> None:
+        """Counts payloads of these lengths as freed."""
+        self.payloads += len(lengths)
+        self.payload_bytes += sum(lengths)
 
 
 def collect(
@@ -103,16 +104,12 @@ def collect(
     _sweep_dead(catalog, author, grace_s, report)
     _sweep_abandoned(catalog, author, grace_s, report)
     report.leftovers = len(catalog.store.sweep(grace_s, dry_run))
-    if compact:
-        _compact(catalog, author, report)
-    return report
+    return _compact(catalog, author, report) if compact else report
 
 
 def compact(catalog: Handle, *, dry_run: bool = False, **signed: Unpack[Signed]) -> Report:
     """Joins small and mostly dead packs; ``gc`` removes the old files after its grace period."""
-    report = Report(dry_run)
-    _compact(catalog, catalog.author(**signed), report)
-    return report
+    return _compact(catalog, catalog.author(**signed), Report(dry_run))
 
 
 def stats(catalog: Handle) -> dict[str, int]:
@@ -139,9 +136,8 @@ def _count_rows(connection: sa.Connection, author: Author, report: Report) -> No
     report.leases = connection.scalar(expired) or 0
     leaving: list[Expendable] = []
     for some in chunks(_candidates(connection), 100):
-        owners = _policies(connection, some, lock=False)
-        leaving += _expendable(connection, author, owners)
-    report.revisions = [f"{one.policy}@{one.number}" for one in leaving]
+        leaving += _expendable(connection, author, _policies(connection, some))
+    report.revisions = [one.name for one in leaving]
     # a payload goes with the last of its revisions
     leaving_by_digest = collections.Counter(one.digest for one in leaving)
     free = set(_unreferenced(connection, author))
@@ -153,9 +149,7 @@ def _count_rows(connection: sa.Connection, author: Author, report: Report) -> No
         free |= set(connection.scalars(query.where(_is_free(author))))
     for some in chunks(list(free)):
         query = sa.select(payloads.c.length).where(payloads.c.digest.in_(some))
-        lengths = list(connection.scalars(query))
-        report.payloads += len(lengths)
-        report.payload_bytes += sum(lengths)
+        report.free(list(connection.scalars(query)))
 
 
 def _remove_rows(database: Database, author: Author, report: Report) -> None:
@@ -163,21 +157,19 @@ def _remove_rows(database: Database, author: Author, report: Report) -> None:
     report.leases = write(lambda c: leases.remove_expired(c, author))
     for some in chunks(read(_candidates), 100):
         removed = write(lambda c, some=some: _remove_revisions(c, author, some))
-        report.revisions += [f"{one.policy}@{one.number}" for one in removed]
+        report.revisions += [one.name for one in removed]
     for some in chunks(read(lambda c: _unreferenced(c, author))):
-        lengths = write(lambda c, some=some: _remove_payloads(c, author, some))
-        report.payloads += len(lengths)
-        report.payload_bytes += sum(lengths)
+        report.free(write(lambda c, some=some: _remove_payloads(c, author, some)))
     write(lambda c: _retire_packs(c, author))
 
 
 @dataclasses.dataclass(frozen=True)
 class Expendable:
-    """A revision that may be removed."""
+    """A revision that may be removed; ``name`` is ``policy@number``."""
 
     id: int
     policy_id: int
-    policy: str
+    name: str
     number: int
     digest: bytes
 
@@ -213,13 +205,13 @@ def _expendable(
         newer[owner.id] += row.state == "live"
         start = owner.session_owner is not None and owner.session_revision == row.number
         if (beyond or row.state == "retired") and not row.protected and not start:
-            full = full_name(owner.tenant, owner.name)
-            found.append(Expendable(row.id, owner.id, full, row.number, row.digest))
+            name = f"{full_name(owner.tenant, owner.name)}@{row.number}"
+            found.append(Expendable(row.id, owner.id, name, row.number, row.digest))
     return found
 
 
 def _policies(
-    connection: sa.Connection, policy_ids: Sequence[int], lock: bool
+    connection: sa.Connection, policy_ids: Sequence[int], lock=False
 ) -> dict[int, sa.Row]:
     """Returns the rows of these policies by id, locked if ``lock``."""
     query = sa.select(policies).where(policies.c.id.in_(policy_ids)).order_by(policies.c.id)
@@ -323,10 +315,8 @@ def _sweep_abandoned(catalog: Handle, author: Author, grace_s: float, report: Re
 
 def _sweep(catalog: Handle, author: Author, strays: list[PackInfo]) -> list[PackInfo]:
     """Enters packs as swept and removes them, but for those committed meanwhile."""
-    rows = [
-        {"name": pack.name, "bytes": pack.bytes, "state": "swept", "changed_at": author.now}
-        for pack in strays
-    ]
+    about = {"state": "swept", "changed_at": author.now}
+    rows = [{"name": pack.name, "bytes": pack.bytes, **about} for pack in strays]
 
     def enter(connection: sa.Connection) -> set[str]:
         insert_new(connection, packs, rows)
@@ -337,7 +327,7 @@ def _sweep(catalog: Handle, author: Author, strays: list[PackInfo]) -> list[Pack
     for pack in strays:
         catalog.store.delete(pack.name)
     details = {"packs": [pack.name for pack in strays]}
-    catalog.database.write(lambda c: audit.log(c, author, "sweep abandoned packs", details=details))
+    catalog.database.write(lambda c: audit.log(c, author, "sweep abandoned packs", None, details))
     return strays
 
 
@@ -347,7 +337,7 @@ def _committed(connection: sa.Connection, names: Sequence[str]) -> set[str]:
     return set(connection.scalars(query))
 
 
-def _compact(catalog: Handle, author: Author, report: Report) -> None:
+def _compact(catalog: Handle, author: Author, report: Report) -> Report:
     store = catalog.store
     for batch in _batches(catalog.database.read(_joinable)):
         rows = [
@@ -364,6 +354,7 @@ def _compact(catalog: Handle, author: Author, report: Report) -> None:
             moved = catalog.database.write(lambda c, moves=moves: _move(c, author, moves))
         report.moved += len(moved)
         report.moved_bytes += sum(moved)
+    return report
 
 
 def _joinable(connection: sa.Connection) -> list[sa.Row]:
@@ -432,10 +423,6 @@ def _move(
             connection.execute(update, values)
         moved += [row.length for row, _ in still]
     _retire_packs(connection, author)
-    details = {
-        "from": sorted({row.pack for row, _ in moves}),
-        "to": sorted(ids),
-        "payloads": len(moved),
-    }
-    audit.log(connection, author, "compact", details=details)
+    details: dict = {"from": sorted({row.pack for row, _ in moves}), "to": sorted(ids)}
+    audit.log(connection, author, "compact", details=details | {"payloads": len(moved)})
     return moved

@@ -1,16 +1,11 @@
 """The header of a safetensors file, written aligned and read strictly.
 
-A safetensors file is a u64 N, N bytes of JSON and the tensors' bytes without a gap. The safetensors
-package aligns to 8 bytes only, copies every tensor it reads, and reports little about a damaged
-file. So the header is handled here, with ``mint_jax.safetensors_header``; the tests compare every
-file with the package.
+The safetensors package aligns to 8 bytes only, copies every tensor it reads, and reports little
+about a damaged file; the tests compare every file with the package.
 
-Written: the data starts at a multiple of 64 bytes. Tensors cannot have gaps between them, so they
-are ordered by the power of two, up to 64, that divides their size: each array is aligned to the
-power of two that divides its own size. For every factor of a real model this is 64.
-
-Read: any malformed bytes raise ``UserError`` with the fault, before anything larger than the header
-(at most ``MAX_HEADER``) is allocated.
+Written: the data starts at a multiple of 64 bytes, and arrays are ordered by the power of two, up
+to 64, that divides their size, so that each is aligned to it: 64 for every factor of a real model.
+Read: malformed bytes raise ``UserError`` before more than the header is allocated.
 """
 
 import json
@@ -55,10 +50,7 @@ def layout(arrays: Mapping[str, np.ndarray]) -> list[str]:
 
 def write(arrays: Mapping[str, np.ndarray], metadata: dict[str, str]) -> bytes:
     """Returns the header of arrays stored in the order of ``layout``, a multiple of ``ALIGNMENT``
-    long.
-
-    Raises:
-        UserError: a name or a dtype that ``read`` would refuse.
+    long. Raises ``UserError`` for a name or a dtype that ``read`` would refuse.
     """
     fields: dict[str, Any] = {"__metadata__": metadata}
     begin = 0
@@ -66,13 +58,10 @@ def write(arrays: Mapping[str, np.ndarray], metadata: dict[str, str]) -> bytes:
         array = arrays[name]
         if str(array.dtype) not in TAGS:
             raise choice(f"dtype of {name}", str(array.dtype), TAGS)
-        end = begin + array.nbytes
-        fields[name] = {
-            "dtype": TAGS[str(array.dtype)],
-            "shape": list(array.shape),
-            "data_offsets": [begin, end],
-        }
-        begin = end
+        offsets = [begin, begin + array.nbytes]
+        shape = list(array.shape)
+        fields[name] = {"dtype": TAGS[str(array.dtype)], "shape": shape, "data_offsets": offsets}
+        begin = offsets[1]
     _check_names(arrays)
     text = json.dumps(fields, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
@@ -94,9 +83,7 @@ def read(data: np.ndarray) -> tuple[dict[str, str], dict[str, TensorExtent], int
     size = header_size(data[:8].tobytes(), data.size, MAX_HEADER, "its header")
     fields = parse_object(data[8 : 8 + size].tobytes(), "its header")
     metadata = fields.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(
-        isinstance(value, str) for value in metadata.values()
-    ):
+    if not isinstance(metadata, dict) or not all(isinstance(x, str) for x in metadata.values()):
         raise UserError("its metadata is not a JSON object of strings")
     tensors = {name: _tensor(name, entry) for name, entry in fields.items()}
     _check_names(tensors)
@@ -117,19 +104,15 @@ def _tensor(name: str, entry: Any) -> TensorExtent:
     if not isinstance(tag, str) or tag not in DTYPES:
         raise UserError(f"{where} has dtype {shown(tag)}; known are {', '.join(DTYPES)}")
     if not _are_sizes(shape) or len(shape) > MAX_DIMS:
-        raise UserError(
-            f"{where} has shape {shown(shape)}; expected at most {MAX_DIMS} sizes that are not"
-            " negative"
-        )
+        raise UserError(f"{where} has shape {shown(shape)}; expected at most {MAX_DIMS} sizes")
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise UserError(f"{where} has offsets {shown(offsets)}; expected [begin, end]")
+    begin, end = offsets
     needed = math.prod(shape) * DTYPES[tag].itemsize  # Python's integers do not overflow
-    if needed != offsets[1] - offsets[0]:
-        raise UserError(
-            f"{where} of shape {shown(shape)} needs {needed} bytes; its offsets give"
-            f" {offsets[1] - offsets[0]}"
-        )
-    return TensorExtent(DTYPES[tag], tuple(shape), offsets[0], offsets[1])
+    if needed != end - begin:
+        given = f"needs {needed} bytes; its offsets give {end - begin}"
+        raise UserError(f"{where} of shape {shown(shape)} {given}")
+    return TensorExtent(DTYPES[tag], tuple(shape), begin, end)
 
 
 def _are_sizes(value: Any) -> bool:
@@ -155,16 +138,13 @@ def _check_extents(tensors: dict[str, TensorExtent], size: int) -> None:
     """Checks that the tensors cover the data exactly: no gap, no overlap, nothing outside."""
     end = 0
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
+        where = f"array {shown(name)}"
         if tensor.end > size:
-            raise UserError(
-                f"array {shown(name)} ends at byte {tensor.end} of {size}: the file is cut off, or"
-                " its header wrong"
-            )
+            raise UserError(f"{where} ends at byte {tensor.end} of {size}: the file is cut off")
         if tensor.begin != end:
             kind = "overlaps the array" if tensor.begin < end else "leaves a gap"
             raise UserError(
-                f"array {shown(name)} begins at byte {tensor.begin}, expected {end}: it {kind}"
-                " before it"
+                f"{where} begins at byte {tensor.begin}, expected {end}: it {kind} before it"
             )
         end = tensor.end
     if end != size:

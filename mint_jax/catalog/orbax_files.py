@@ -12,9 +12,8 @@ Orbax 0.12 refuses ``s3://`` paths for arrays; ``gs://`` was not tried.
 
 import json
 import math
-import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,13 +35,9 @@ def is_revision(names: set[str]) -> bool:
 
 
 def write(directory: str | Path, data: Buffer, about: Mapping[str, Any]) -> None:
-    """Writes a packed object as a checkpoint, atomically.
-
-    Args:
-        about: more fields of the JSON item, such as policy and number.
-
-    Raises:
-        UserError: the directory exists, or cannot be written.
+    """Writes a packed object as a checkpoint, atomically. ``about`` are more fields of the JSON
+    item, such as policy and number. Raises ``UserError`` if the directory exists, or cannot be
+    written.
     """
     import orbax.checkpoint as ocp  # takes seconds, which a listing need not wait for
 
@@ -80,10 +75,13 @@ def read(directory: Path, max_bytes: int) -> bytes:
     import jax
     import orbax.checkpoint as ocp
 
-    for path in _files(directory):
-        if not stat.S_ISREG(path.lstat().st_mode):
+    for path in directory.rglob("*"):
+        if not (stat.S_ISREG(mode := path.lstat().st_mode) or stat.S_ISDIR(mode)):
             raise UserError(f"{path.relative_to(directory)} is no regular file")
-    recorded = _revision(directory)
+    path = directory / REVISION / "metadata"
+    if path.stat().st_size > MAX_JSON:
+        raise UserError(f"its item {REVISION!r} has more than {MAX_JSON:,} bytes")
+    recorded = parse_object(path.read_bytes(), f"the item {REVISION!r}")
     schema = Schema.from_json(json.dumps(recorded.get("schema")))
     try:
         # cast: Orbax declares its own class for paths
@@ -109,32 +107,15 @@ def read(directory: Path, max_bytes: int) -> bytes:
         raise UserError(
             f"its factors cannot be read ({_first_line(error)}): the checkpoint is damaged"
         ) from None
-    data = pack(_nested(adapter), schema)
+    # restored trees are not plain dicts
+    flat = {path: np.asarray(leaf) for path, leaf in nested.leaves_with_path(adapter)}
+    data = pack(nested.nest(flat), schema)
     if recorded.get("digest") not in (None, digest_of(data)):
         digests = digest_of(data)[:12], str(recorded["digest"])[:12]
         raise UserError(
             f"its factors have digest {digests[0]}, it says {digests[1]}: the checkpoint is damaged"
         )
     return data
-
-
-def _files(directory: Path) -> Iterator[Path]:
-    for folder, folders, files in os.walk(directory):
-        yield from (Path(folder) / name for name in files)
-        yield from (path for name in folders if (path := Path(folder) / name).is_symlink())
-
-
-def _revision(directory: Path) -> dict[str, Any]:
-    path = directory / REVISION / "metadata"
-    if path.stat().st_size > MAX_JSON:
-        raise UserError(f"its item {REVISION!r} has more than {MAX_JSON:,} bytes")
-    return parse_object(path.read_bytes(), f"the item {REVISION!r}")
-
-
-def _nested(adapter: Any) -> Any:
-    """Converts the restored tree to plain dicts."""
-    flat = {path: np.asarray(leaf) for path, leaf in nested.leaves_with_path(adapter)}
-    return nested.nest(flat)
 
 
 def _first_line(error: Exception) -> str:

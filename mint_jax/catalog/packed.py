@@ -1,10 +1,8 @@
 """The packed object: one adapter revision as bytes.
 
-It is a valid safetensors file (see ``header``): the factors, one contiguous array per projection
-and A/B in the layout of ``lora.tree``, and one metadata entry ``schema`` with base, rank, scale
-rule, targets, layout and dtype. Its BLAKE3 hash (see ``mint_jax.digest``) is the revision's digest:
-it covers factors, schema and base, and every load can verify it. The same adapter always has the
-same bytes. ``lora.peft`` converts to and from PEFT's per-expert tensors.
+A safetensors file (see ``header``) of the factors, one contiguous array per projection and A/B in
+the layout of ``lora.tree``, with one metadata entry ``schema``. Its BLAKE3 hash is the revision's
+digest: it covers factors, schema and base. The same adapter always has the same bytes.
 """
 
 import dataclasses
@@ -20,7 +18,7 @@ from mint_jax.catalog import header
 from mint_jax.digest import blake3_of
 from mint_jax.errors import UserError
 from mint_jax.lora.config import MAX_RANK, AdapterConfig
-from mint_jax.safetensors_header import parse_json
+from mint_jax.safetensors_header import parse_object
 
 FORMAT = "mint-adapter/2"
 # A [L, R, D] and B [L, R, F]; routed experts [L, E, R, D] and [L, E, R, F]
@@ -37,7 +35,6 @@ class Schema:
 
     Attributes:
         base: fingerprint of the base.
-        config: rank, alpha, targets, scale rule.
         dtype: of the stored factors: float32, float16 or bfloat16.
     """
 
@@ -67,37 +64,35 @@ class Schema:
         Raises:
             UserError: another format, a field missing, unknown or out of its range.
         """
-        fields = parse_json(text, "the schema")
-        if not isinstance(fields, dict):
-            raise UserError("the schema is not a JSON object")
+        fields = parse_object(text, "the schema")
         if fields.get("format") != FORMAT:
             raise UserError(
                 f"its format is {str(fields.get('format'))[:40]!r}; this version reads {FORMAT!r}"
             )
         scales = {rule: rslora for rslora, rule in SCALES.items()}
-        names = {"format", "base", "rank", "alpha", "scale", "targets", "layout", "dtype"}
-        if strange := sorted(fields.keys() ^ names):
+        checks = {
+            "format": (lambda _: True, FORMAT),
+            "base": (_is_text, "a fingerprint"),
+            "rank": (lambda x: header.is_size(x) and 1 <= x <= MAX_RANK, f"1 to {MAX_RANK}"),
+            "alpha": (lambda x: type(x) is float and math.isfinite(x), "a finite number"),
+            "scale": (lambda x: x in list(scales), " or ".join(scales)),
+            "targets": (_are_texts, "a list of names"),
+            "layout": (lambda x: x == LAYOUT, LAYOUT),
+            "dtype": (lambda x: x in list(header.TAGS), " or ".join(header.TAGS)),
+        }
+        if strange := sorted(fields.keys() ^ checks):
             raise UserError(
                 f"the schema {'has' if strange[0] in fields else 'lacks'} {ascii(strange[0])[:60]};"
-                f" expected {', '.join(sorted(names))}"
+                f" expected {', '.join(sorted(checks))}"
             )
-        base, rank, alpha, targets = (fields[k] for k in ("base", "rank", "alpha", "targets"))
-        checks = [
-            ("base", _is_text(base), "a fingerprint"),
-            ("rank", header.is_size(rank) and 1 <= rank <= MAX_RANK, f"1 to {MAX_RANK}"),
-            ("alpha", type(alpha) is float and math.isfinite(alpha), "a finite number"),
-            ("scale", fields["scale"] in list(scales), " or ".join(scales)),
-            ("targets", _are_texts(targets), "a list of names"),
-            ("layout", fields["layout"] == LAYOUT, LAYOUT),
-            ("dtype", fields["dtype"] in list(header.TAGS), " or ".join(header.TAGS)),
-        ]
-        for name, good, expected in checks:
-            if not good:
-                raise UserError(
-                    f"the schema's {name} is {ascii(fields[name])[:60]}; expected {expected}"
-                )
-        config = AdapterConfig(rank, alpha, tuple(targets), scales[fields["scale"]])
-        return cls(base, config, fields["dtype"])
+        for name, (is_good, expected) in checks.items():
+            if not is_good(fields[name]):
+                found = ascii(fields[name])[:60]
+                raise UserError(f"the schema's {name} is {found}; expected {expected}")
+        config = AdapterConfig(
+            fields["rank"], fields["alpha"], tuple(fields["targets"]), scales[fields["scale"]]
+        )
+        return cls(fields["base"], config, fields["dtype"])
 
 
 def _is_text(value: object) -> bool:
@@ -109,10 +104,8 @@ def _are_texts(value: Any) -> bool:
 
 
 def pack(adapter: Any, schema: Schema) -> bytes:
-    """Packs one policy's factors, deterministically.
-
-    Raises:
-        UserError: a schema or an array name that ``unpack`` would refuse.
+    """Packs one policy's factors, deterministically. Raises ``UserError`` for a schema or an array
+    name that ``unpack`` would refuse.
     """
     text = schema.to_json()
     Schema.from_json(text)
@@ -121,10 +114,8 @@ def pack(adapter: Any, schema: Schema) -> bytes:
         path: np.asarray(leaf, dtype=dtype, order="C")
         for path, leaf in nested.leaves_with_path(adapter)
     }
-    head = header.write(arrays, {"schema": text})
-    return b"".join(
-        [head, *(arrays[path].reshape(-1).view(np.uint8).data for path in header.layout(arrays))]
-    )
+    parts = [arrays[path].reshape(-1).view(np.uint8).data for path in header.layout(arrays)]
+    return b"".join([header.write(arrays, {"schema": text}), *parts])
 
 
 def unpack(data: Buffer) -> tuple[Any, Schema]:
@@ -175,9 +166,7 @@ def as_bytes(data: Buffer) -> np.ndarray:
     """Returns a read-only uint8 view of a contiguous buffer."""
     if isinstance(data, np.ndarray):
         if not data.flags.c_contiguous:
-            raise ValueError(
-                f"an array of strides {data.strides} is not one run of bytes: copy it first"
-            )
+            raise ValueError(f"an array of strides {data.strides} is not one run of bytes")
         view = np.asarray(data).reshape(-1).view(np.uint8).view()
     else:
         view = np.frombuffer(data, np.uint8)

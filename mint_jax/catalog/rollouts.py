@@ -1,7 +1,7 @@
 """The rollout object: samples of one policy in one step, with the revision that drew each token.
 
 A safetensors file without padding: prompts, tokens, log-probabilities and rewards are concatenated;
-their lengths are arrays too, and each token has an index into a list of digests.
+each token has an index into a list of digests.
 """
 
 import dataclasses
@@ -51,10 +51,8 @@ class Rollouts:
 
 
 def pack_rollouts(rollouts: Rollouts) -> bytes:
-    """Returns the object's bytes, deterministically.
-
-    Raises:
-        ValueError: a token without a log-probability or a revision.
+    """Returns the object's bytes, deterministically. Raises ``ValueError`` for a token without a
+    log-probability or a revision.
     """
     rows, logprobs, drawn = (
         [row for group in groups for row in group]
@@ -80,11 +78,7 @@ def pack_rollouts(rollouts: Rollouts) -> bytes:
 
 
 def unpack_rollouts(data: Buffer) -> Rollouts:
-    """Reads the bytes of ``pack_rollouts``.
-
-    Raises:
-        UserError: they are something else, or of another version.
-    """
+    """Reads the bytes of ``pack_rollouts``; raises ``UserError`` for others."""
     raw = as_bytes(data).tobytes()
     try:
         arrays = safetensors.numpy.load(raw)
@@ -92,9 +86,7 @@ def unpack_rollouts(data: Buffer) -> Rollouts:
         metadata = parse_object(raw[8 : 8 + size], "its header")["__metadata__"]
         batch = parse_object(metadata["rollouts"], "its description")
         if batch["format"] != FORMAT:
-            raise UserError(
-                f"rollouts of format {str(batch['format'])[:40]!r}; this version reads {FORMAT!r}"
-            )
+            raise ValueError(f"format {str(batch['format'])[:40]!r}, expected {FORMAT!r}")
         lengths = arrays["lengths"]
         wrong = any(arrays[name].dtype != dtype for name, dtype in _DTYPES.items())
         if wrong or (lengths < 0).any():
@@ -120,8 +112,6 @@ def unpack_rollouts(data: Buffer) -> Rollouts:
             rows([batch["revisions"][i] for i in arrays["revision"].tolist()]),
             arrays["rewards"],
         )
-    except UserError:
-        raise
     except (safetensors.SafetensorError, KeyError, IndexError, TypeError, ValueError) as error:
         raise UserError(
             f"not a rollout object ({str(error)[:100]}): read one that Catalog.rollouts lists"

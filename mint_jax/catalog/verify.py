@@ -26,8 +26,6 @@ class Finding:
 
     Attributes:
         kind: ``payload`` or ``database``.
-        what: the damage, in words.
-        digest: digest of the damaged payload.
         revisions: ``policy@number`` of every revision it concerns.
     """
 
@@ -65,16 +63,15 @@ def _check_database(catalog: Handle) -> Iterator[Finding]:
     database = catalog.database
     for line in database.damage():
         yield Finding("database", f"{'SQLite' if database.sqlite else 'PostgreSQL'} says: {line}")
-    if database.sqlite:
+    if not database.sqlite:
+        return
+    try:
         pragma = "PRAGMA foreign_key_check"
-        try:
-            broken = database.read(lambda c: c.exec_driver_sql(pragma).fetchall())
-        except DatabaseFailed as error:
-            yield Finding("database", str(error))
-            return
-        for table, row_id, parent, _ in broken:
+        for table, row_id, parent, _ in database.read(lambda c: list(c.exec_driver_sql(pragma))):
             what = f"row {row_id} of {table} refers to a missing row of {parent}"
             yield Finding("database", what)
+    except DatabaseFailed as error:
+        yield Finding("database", str(error))
 
 
 def _all_payloads(catalog: Handle) -> Iterator[tuple[str, Place]]:

@@ -16,34 +16,23 @@ from mint_jax.catalog.cli.output import Result, progress
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import unpack
 from mint_jax.catalog.records import names
-from mint_jax.catalog.records.aliases import Alias
 from mint_jax.catalog.records.lookup import Resolved, Revision
 from mint_jax.catalog.records.policies import PolicyRecord
 from mint_jax.catalog.rollouts import unpack_rollouts
 from mint_jax.errors import UserError
 from mint_jax.files import write_file
 
-Run = Callable[[argparse.Namespace, Any], Result]
+Args = argparse.Namespace
+Run = Callable[[Args, Any], Result]
 Argument = tuple[tuple[str, ...], dict[str, Any]]  # arguments of ``add_argument``
-
-
-@dataclasses.dataclass(frozen=True)
-class Command:
-    """A command: its function, its line of help, and its arguments."""
-
-    run: Run
-    help: str
-    arguments: tuple[Argument, ...]
-
-
-COMMANDS: dict[str, Command] = {}
+COMMANDS: dict[str, tuple[Run, str, tuple[Argument, ...]]] = {}  # function, help, arguments
 
 
 def command(name: str, help: str, *arguments: Argument) -> Callable[[Run], Run]:
     """Registers a function as a command."""
 
     def register(run: Run) -> Run:
-        COMMANDS[name] = Command(run, help, arguments)
+        COMMANDS[name] = run, help, arguments
         return run
 
     return register
@@ -62,9 +51,13 @@ def path(text: str) -> str:
 
 def count(text: str, least: int = 1) -> int:
     """Parses a whole number."""
-    if not (text.isascii() and text.isdecimal() and len(text) < 19 and int(text) >= least):
+    if not (_is_number(text) and int(text) >= least):
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number above {least - 1}")
     return int(text)
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) < 19
 
 
 def _count_or_all(text: str) -> int | None:
@@ -100,52 +93,9 @@ BASE = (
     arg("--fingerprint", metavar="HEX", help="of the base, if --base has only its config.json"),
 )
 _LIMIT = arg("--limit", type=count, default=100, metavar="N", help="at most N (default 100)")
+_SHOWN = arg("--limit", type=count, default=20, metavar="N", help="at most N rows (default 20)")
 _ALIAS = arg("--alias", default="serving", help="default serving")
-
-
-def _after(last: str) -> Argument:
-    return arg("--after", metavar="LAST", help=f"continue after this {last}")
-
-
-@command(
-    "ls",
-    "list policies, or the revisions of one",
-    arg("policy", nargs="?"),
-    arg("--tenant", help="only this tenant's policies"),
-    arg("--state", choices=("active", "retired", "deleted")),
-    arg(
-        "--tag",
-        action="append",
-        default=[],
-        type=_tag,
-        metavar="KEY=VALUE",
-        help="only policies with this tag (repeated: with all)",
-    ),
-    arg("--match", metavar="TEXT", help="only policies whose name contains TEXT"),
-    _LIMIT,
-    _after("policy, or revision number"),
-)
-def _ls(args: argparse.Namespace, catalog: Catalog) -> Result:
-    if args.policy is not None:
-        if args.tenant or args.state or args.match or args.tag:
-            raise UserError(
-                "ls of one policy lists all its revisions: leave --tenant, --state, --tag and"
-                " --match out"
-            )
-        found = catalog.revisions(args.policy, _number(args.after), args.limit)
-        last = found[-1].number if len(found) == args.limit else None
-        return _page({"revisions": found}, last)
-    page = catalog.policies(
-        args.tenant, args.after, args.limit, args.state, args.match or "", dict(args.tag)
-    )
-    aliases, tags = catalog.aliases_of(page), catalog.tags_of(page)
-    data = [
-        _policy_data(one) | {"aliases": aliases[one.policy], "tags": tags[one.policy]}
-        for one in page
-    ]
-    return _page({"policies": data}, page[-1].policy if len(page) == args.limit else None)
-
-
+_AFTER = arg("--after", metavar="LAST", help="continue after the last policy, number or id")
 _COLUMNS = {
     "policies": "policy state revisions aliases base parent session_owner tags touched_at",
     "revisions": "number step digest bytes state pinned origin created_at",
@@ -161,76 +111,89 @@ def _shown(data: dict[str, Any], note: str = "", code: int = 0) -> Result:
     return Result(data, _COLUMNS, note, code)
 
 
-def _page(data: dict[str, Any], last: str | int | None) -> Result:
+def _page(data: dict[str, Any], args: Args, last: Callable[[Any], Any]) -> Result:
     """A page; ``next`` is the argument of ``--after`` for the next one, null at the end."""
-    more = "" if last is None else f"There may be more: --after {last}"
-    return _shown(data | {"next": None if last is None else str(last)}, more)
+    [found] = data.values()
+    following = str(last(found[-1])) if len(found) == args.limit else None
+    more = "" if following is None else f"There may be more: --after {following}"
+    return _shown(data | {"next": following}, more)
 
 
-def _number(after: str | None) -> int:
-    if after is None:
-        return 0
-    if not (after.isascii() and after.isdecimal() and len(after) < 19):
-        raise UserError(f"--after is {after[:40]!r}; the page before ended with a number")
-    return int(after)
+def _after(args: Args) -> int:
+    if args.after is not None and not _is_number(args.after):
+        raise UserError(f"--after is {args.after[:40]!r}; the page before ended with a number")
+    return int(args.after or 0)
+
+
+_KEY_VALUE = {"metavar": "KEY=VALUE", "type": _tag}
+
+
+@command(
+    "ls",
+    "list policies, or the revisions of one",
+    arg("policy", nargs="?"),
+    arg("--tenant", help="only this tenant's policies"),
+    arg("--state", choices=("active", "retired", "deleted")),
+    arg("--tag", action="append", default=[], help="only with this tag; repeatable", **_KEY_VALUE),
+    arg("--match", metavar="TEXT", default="", help="only policies whose name contains TEXT"),
+    _LIMIT,
+    _AFTER,
+)
+def _ls(args: Args, catalog: Catalog) -> Result:
+    if args.policy is not None:
+        if args.tenant or args.state or args.match or args.tag:
+            raise UserError(
+                "ls of one policy lists all its revisions: leave --tenant, --state, --tag and"
+                " --match out"
+            )
+        found = catalog.revisions(args.policy, _after(args), args.limit)
+        return _page({"revisions": found}, args, lambda one: one.number)
+    tagged = dict(args.tag)
+    page = catalog.policies(args.tenant, args.after, args.limit, args.state, args.match, tagged)
+    aliases, tags = catalog.aliases_of(page), catalog.tags_of(page)
+    data = [
+        _policy_data(one) | {"aliases": aliases[one.policy], "tags": tags[one.policy]}
+        for one in page
+    ]
+    return _page({"policies": data}, args, lambda one: one["policy"])
 
 
 def _policy_data(record: PolicyRecord) -> dict[str, Any]:
     """Returns a policy for JSON, with its full name and its schema as an object."""
-    fields = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
-    return {"policy": record.policy} | fields | {"schema": json.loads(record.schema)}
+    fields = dataclasses.asdict(record) | {"schema": json.loads(record.schema)}
+    return {"policy": record.policy} | fields
 
 
-@command(
-    "show",
-    "show a policy or a revision",
-    arg("name", help=f"policy, {REVISION}"),
-    arg(
-        "--limit",
-        type=count,
-        default=20,
-        metavar="N",
-        help="at most N revisions and evaluations (default 20)",
-    ),
-)
-def _show(args: argparse.Namespace, catalog: Catalog) -> Result:
-    if "@" in args.name or names.is_digest(args.name):
-        return _show_revision(catalog, _find_revision(catalog, args.name), args.limit)
-    record = catalog.policy(args.name)
-    revisions = catalog.revisions(args.name, max(0, record.revisions - args.limit), args.limit)
-    return _shown(
-        {
-            "policy": _policy_data(record),
-            "tags": catalog.tags(args.name),
-            "aliases": catalog.aliases(args.name),
-            "revisions": revisions,
-            "evaluations": catalog.evaluations(args.name, args.limit),
-        }
-    )
+@command("show", "show a policy or a revision", arg("name", help=f"policy, {REVISION}"), _SHOWN)
+def _show(args: Args, catalog: Catalog) -> Result:
+    name, limit = args.name, args.limit
+    if "@" in name or names.is_digest(name):
+        revision = _find_revision(catalog, name)
+        policy, named = revision.policy, f"{revision.policy}@{revision.number}"
+        aliases = [one for one in catalog.aliases(policy) if one.number == revision.number]
+        data: dict[str, Any] = {"revision": revision}
+        scored = revision.digest
+    else:
+        policy = named = scored = name
+        aliases, data = catalog.aliases(name), {}
+    record = catalog.policy(policy)
+    data |= {"policy": _policy_data(record), "tags": catalog.tags(named), "aliases": aliases}
+    if named == policy:
+        data["revisions"] = catalog.revisions(name, max(0, record.revisions - limit), limit)
+    return _shown(data | {"evaluations": catalog.evaluations(scored, limit)})
 
 
 def _find_revision(catalog: Catalog, name: str) -> Revision:
     """Returns a revision by ``policy@…`` (retired ones too) or digest."""
     policy, at, which = name.partition("@")
-    if not at:
-        found = catalog.resolve(name)
-        return catalog.revision(found.policy, found.number)
-    return catalog.revision(
-        policy, int(which) if names.is_number(which) else names.clean_alias(which)
-    )
+    if at:
+        return catalog.revision(policy, _which(which))
+    found = catalog.resolve(name)
+    return catalog.revision(found.policy, found.number)
 
 
-def _show_revision(catalog: Catalog, revision: Revision, limit: int) -> Result:
-    aliases = [one for one in catalog.aliases(revision.policy) if one.number == revision.number]
-    return _shown(
-        {
-            "revision": revision,
-            "policy": _policy_data(catalog.policy(revision.policy)),
-            "tags": catalog.tags(f"{revision.policy}@{revision.number}"),
-            "aliases": aliases,
-            "evaluations": catalog.evaluations(revision.digest, limit),
-        }
-    )
+def _which(text: str) -> int | str:
+    return int(text) if names.is_number(text) else text
 
 
 @command(
@@ -238,22 +201,15 @@ def _show_revision(catalog: Catalog, revision: Revision, limit: int) -> Result:
     "list all changes, of one policy, or the moves of one alias",
     arg("name", nargs="?", metavar="POLICY[@ALIAS]"),
     _LIMIT,
-    _after("entry's id"),
+    _AFTER,
 )
-def _audit(args: argparse.Namespace, catalog: Catalog) -> Result:
-    options = {"after": _number(args.after), "limit": args.limit}
+def _audit(args: Args, catalog: Catalog) -> Result:
     policy, at, alias = (args.name or "").partition("@")
-    if at:
-        entries = catalog.audit(policy, alias=alias, **options)
-        named = [one.name for one in catalog.aliases(policy)]
-        if not entries and args.after is None and alias not in named:
-            raise UserError(
-                f"policy {policy!r} never had an alias {alias!r}: show lists its aliases"
-            )
-    else:
-        entries = catalog.audit(policy or None, **options)
-    last = entries[-1].id if len(entries) == args.limit else None
-    return _page({"entries": entries}, last)
+    moved = alias if at else None
+    entries = catalog.audit(policy or None, alias=moved, after=_after(args), limit=args.limit)
+    if at and not entries and alias not in [one.name for one in catalog.aliases(policy)]:
+        raise UserError(f"policy {policy!r} never had an alias {alias!r}: show lists its aliases")
+    return _page({"entries": entries}, args, lambda one: one.id)
 
 
 @command(
@@ -264,7 +220,7 @@ def _audit(args: argparse.Namespace, catalog: Catalog) -> Result:
     arg("--step", type=NATURAL, metavar="N", help="to show (default: the newest)"),
     _LIMIT,
 )
-def _rollouts(args: argparse.Namespace, catalog: Catalog) -> Result:
+def _rollouts(args: Args, catalog: Catalog) -> Result:
     found = catalog.rollouts(args.policy, args.limit)
     if args.action == "list":
         return _shown({"rollouts": found})
@@ -292,16 +248,17 @@ def _rollouts(args: argparse.Namespace, catalog: Catalog) -> Result:
     "read everything, or one revision, and list what is damaged",
     arg("name", nargs="?", help=REVISION),
 )
-def _verify(args: argparse.Namespace, catalog: Catalog) -> Result:
-    checked = [0, 0]
+def _verify(args: Args, catalog: Catalog) -> Result:
     if args.name is not None:
-        checked = [1, catalog.resolve(args.name).place.length]
+        checked = (1, catalog.resolve(args.name).place.length)
         findings = list(catalog.verify(args.name))
     else:
+        checked = (0, 0)
         with progress("verify: payloads", catalog.stats()["payloads"]) as advance:
 
             def at(payloads: int, bytes: int) -> None:
-                checked[:] = payloads, bytes
+                nonlocal checked
+                checked = payloads, bytes
                 advance(payloads)
 
             findings = list(catalog.verify(progress=at))
@@ -317,7 +274,7 @@ def _verify(args: argparse.Namespace, catalog: Catalog) -> Result:
     _ALIAS,
     *SIGNED,
 )
-def _promote(args: argparse.Namespace, catalog: Catalog) -> Result:
+def _promote(args: Args, catalog: Catalog) -> Result:
     policy, at, which = args.policy.partition("@")
     if at and args.revision is not None:
         raise UserError(f"two revisions are given, {which!r} and {args.revision!r}: name one")
@@ -326,31 +283,24 @@ def _promote(args: argparse.Namespace, catalog: Catalog) -> Result:
         raise UserError(
             f"no revision is given for {args.alias!r}: write {policy}@NUMBER, an alias or a digest"
         )
-    return _moved(catalog.promote(policy, _which(revision), args.alias, by=args.by, why=args.why))
+    moved = catalog.promote(policy, _which(revision), args.alias, by=args.by, why=args.why)
+    return _shown({"alias": moved})
 
 
 @command(
     "rollback",
     "point an alias back at its revision before",
     arg("policy"),
-    arg("--to", metavar="REVISION", help="an earlier revision of the alias"),
+    arg("--to", type=_which, metavar="REVISION", help="an earlier revision of the alias"),
     _ALIAS,
     *SIGNED,
 )
-def _rollback(args: argparse.Namespace, catalog: Catalog) -> Result:
-    to = None if args.to is None else _which(args.to)
-    return _moved(catalog.rollback(args.policy, args.alias, to=to, by=args.by, why=args.why))
+def _rollback(args: Args, catalog: Catalog) -> Result:
+    moved = catalog.rollback(args.policy, args.alias, to=args.to, by=args.by, why=args.why)
+    return _shown({"alias": moved})
 
 
-def _which(text: str) -> int | str:
-    return int(text) if names.is_number(text) else text
-
-
-def _moved(alias: Alias) -> Result:
-    return _shown({"alias": alias})
-
-
-def _set(args: argparse.Namespace, catalog: Catalog, method: str, done: str) -> Result:
+def _set(args: Args, catalog: Catalog, method: str, done: str) -> Result:
     """Runs a method of the catalog on a policy or a revision; pins are of revisions only."""
     policy, at, which = args.name.partition("@")
     if "pin" in method and not at:
@@ -377,23 +327,23 @@ for _name, _done, _help, _subject in (
     "tag",
     "label a policy or a revision",
     arg("name", help=EITHER),
-    arg("tags", nargs="*", type=_tag, metavar="KEY=VALUE"),
+    arg("tags", nargs="*", **_KEY_VALUE),
     arg("--remove", action="append", default=[], metavar="KEY", help="may be repeated"),
     *SIGNED,
 )
-def _set_tags(args: argparse.Namespace, catalog: Catalog) -> Result:
+def _set_tags(args: Args, catalog: Catalog) -> Result:
     changes: dict[str, str | None] = dict(args.tags)
     if both := changes.keys() & set(args.remove):
-        raise UserError(f"tag {sorted(both)[0]!r} is to be set and removed: choose one")
-    if not (changes or args.remove):
-        raise UserError(f"no tags of {args.name} are given: write KEY=VALUE, or --remove KEY")
+        raise UserError(f"tag {min(both)!r} is to be set and removed: choose one")
     changes |= dict.fromkeys(args.remove)
+    if not changes:
+        raise UserError(f"no tags of {args.name} are given: write KEY=VALUE, or --remove KEY")
     now = catalog.tag(args.name, changes, by=args.by, why=args.why)
     return _shown({"name": args.name, "tags": now})
 
 
 @command("delete", "remove a retired policy; gc then frees its bytes", arg("policy"), *SIGNED)
-def _delete(args: argparse.Namespace, catalog: Catalog) -> Result:
+def _delete(args: Args, catalog: Catalog) -> Result:
     catalog.delete(args.policy, by=args.by, why=args.why)
     note = "gc frees the bytes that nothing else refers to"
     return _shown({"policy": args.policy, "is": "deleted"}, note)
@@ -406,34 +356,26 @@ def _delete(args: argparse.Namespace, catalog: Catalog) -> Result:
     arg("count", type=_count_or_all, metavar="N", help="a number, or all"),
     *SIGNED,
 )
-def _keep_last(args: argparse.Namespace, catalog: Catalog) -> Result:
+def _keep_last(args: Args, catalog: Catalog) -> Result:
     catalog.keep_last(args.policy, args.count, by=args.by, why=args.why)
     note = "gc also keeps what aliases, pins, leases and branches name"
     return _shown({"policy": args.policy, "keep_last": args.count}, note)
+
+
+_GRACE = "seconds for writers and readers (default 3600)"
 
 
 @command(
     "gc",
     "remove what retention gives up and nothing refers to",
     arg("--dry-run", action="store_true", help="only report"),
-    arg("--no-compact", action="store_true", help="do not join small packs"),
-    arg(
-        "--grace",
-        type=_seconds,
-        default=3600.0,
-        metavar="SECONDS",
-        help="time for writers and readers (default 3600)",
-    ),
+    arg("--no-compact", dest="compact", action="store_false", help="do not join small packs"),
+    arg("--grace", dest="grace_s", type=_seconds, default=3600.0, metavar="SECONDS", help=_GRACE),
     *SIGNED,
 )
-def _gc(args: argparse.Namespace, catalog: Catalog) -> Result:
-    report = catalog.gc(
-        dry_run=args.dry_run,
-        compact=not args.no_compact,
-        grace_s=args.grace,
-        by=args.by,
-        why=args.why,
-    )
+def _gc(args: Args, catalog: Catalog) -> Result:
+    options = ("dry_run", "compact", "grace_s", "by", "why")
+    report = catalog.gc(**{name: getattr(args, name) for name in options})
     note = "would be removed" if report.dry_run else "removed"
     return Result(report, {}, f"{len(report.revisions)} revisions {note}")
 
@@ -443,46 +385,38 @@ def _gc(args: argparse.Namespace, catalog: Catalog) -> Result:
     "write a revision to files",
     arg("name", help=REVISION),
     arg("directory", nargs="?", type=path, help="a new directory"),
-    arg(
-        "--format",
-        choices=("peft", "orbax"),
-        default="peft",
-        help="of the directory (default peft)",
-    ),
-    arg(
-        "--base-name",
-        metavar="NAME",
-        help="the base's name in a PEFT directory: a hub name, or a directory",
-    ),
-    arg(
-        "--packed",
-        type=path,
-        metavar="FILE",
-        help="write the packed object, one safetensors file, instead of a directory",
-    ),
+    arg("--format", choices=("peft", "orbax"), default="peft", help="of the directory"),
+    arg("--base-name", metavar="NAME", help="the base in a PEFT directory: hub name, or directory"),
+    arg("--packed", type=path, metavar="FILE", help="write one safetensors file instead"),
     *BASE,
 )
-def _export(args: argparse.Namespace, catalog: Catalog) -> Result:
+def _export(args: Args, catalog: Catalog) -> Result:
     if (args.directory is None) == (args.packed is None):
         raise UserError("give either a new directory, or --packed FILE")
     found = catalog.resolve(args.name)
     data = catalog.load(found.digest)
     written = {"policy": found.policy, "number": found.number, "digest": found.digest}
-    if args.packed is not None:
-        _write_new(Path(args.packed), data.data)
-        written["packed"] = args.packed
-    else:
-        if args.format == "orbax":
+    try:
+        if args.packed is not None:
+            if Path(args.packed).exists():
+                raise UserError(f"output {args.packed} exists: choose a new file, or remove it")
+            write_file(Path(args.packed), data.tobytes(), replace=False)
+            return _shown(written | {"packed": args.packed})
+        if args.format == "peft":
+            written["base_name"] = _write_peft(args, found, data)
+        else:
             from mint_jax.catalog import orbax_files  # imports Orbax, which takes seconds
 
             orbax_files.write(args.directory, data, written)
-        else:
-            written["base_name"] = _write_peft(args, found, data)
-        written["directory"] = args.directory
-    return _shown(written)
+    except OSError as error:
+        raise UserError(
+            f"output {args.packed or args.directory} cannot be written"
+            f" ({error.strerror or error}): choose another place"
+        ) from None
+    return _shown(written | {"directory": args.directory})
 
 
-def _write_peft(args: argparse.Namespace, found: Resolved, data: np.ndarray) -> str:
+def _write_peft(args: Args, found: Resolved, data: np.ndarray) -> str:
     """Writes a PEFT directory; returns the base's name in it."""
     if args.base is None:
         raise UserError(
@@ -503,23 +437,5 @@ def _write_peft(args: argparse.Namespace, found: Resolved, data: np.ndarray) -> 
         )
     tree.check_fits(adapter, schema.config, base.specs, args.name, finite=False)
     name, is_moe = args.base_name or public_name(args.base), hf.is_moe_type(base.cfg)
-    try:
-        peft.write_peft(args.directory, adapter, schema.config, base.tables[0], name, is_moe)
-    except OSError as error:
-        raise _unwritable(args.directory, error) from None
+    peft.write_peft(args.directory, adapter, schema.config, base.tables[0], name, is_moe)
     return name
-
-
-def _write_new(target: Path, data: memoryview) -> None:
-    if target.exists():
-        raise UserError(f"output {target} exists: choose a new file, or remove it")
-    try:
-        write_file(target, bytes(data), replace=False)
-    except OSError as error:
-        raise _unwritable(target, error) from None
-
-
-def _unwritable(target: str | Path, error: OSError) -> UserError:
-    return UserError(
-        f"output {target} cannot be written ({error.strerror or error}): choose another place"
-    )

@@ -5,7 +5,6 @@ already, by digest, are skipped, so the same command continues a stopped import.
 cannot be imported is reported with its reason; the others are imported.
 """
 
-import argparse
 import collections
 import dataclasses
 import os
@@ -14,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from mint_jax.catalog.cli.commands import BASE, NATURAL, SIGNED, arg, command, count, path
+from mint_jax.catalog.cli.commands import BASE, NATURAL, SIGNED, Args, arg, command, count, path
 from mint_jax.catalog.cli.output import Result, progress
 from mint_jax.catalog.cli.sources import ImportRefusal, Source, find
 from mint_jax.catalog.lifecycle import Catalog
@@ -36,9 +35,12 @@ class Ready:
     """An adapter read and packed."""
 
     source: Source
-    policy: str
-    data: bytes
+    export: Export
     digest: str
+
+    def refused(self, error: UserError) -> ImportRefusal:
+        """The report of its refusal."""
+        return ImportRefusal(str(self.source.path), str(error))
 
 
 @dataclasses.dataclass
@@ -51,48 +53,31 @@ class Tally:
     bytes: int = 0
     refused: list[ImportRefusal] = dataclasses.field(default_factory=list)
 
-    def add(self, one: Ready) -> None:
-        """Counts an imported adapter."""
-        self.imported += 1
-        self.bytes += len(one.data)
+    def add(self, *some: Ready) -> None:
+        """Counts imported adapters."""
+        self.imported += len(some)
+        self.bytes += sum(len(one.export.data) for one in some)
 
-    def refuse(self, source: Source, reason: object) -> None:
-        """Counts a refused source."""
-        self.refused.append(ImportRefusal(str(source.path), str(reason)))
+
+_TEMPLATE = "policies' names; {name} and {parent} are of the path"
 
 
 @command(
     "import",
     "import PEFT directories, Orbax checkpoints, packed files",
     arg("paths", nargs="+", type=path, metavar="PATH", help="one of them, or a folder of them"),
-    arg(
-        "--policy",
-        default="{name}",
-        metavar="TEMPLATE",
-        help="policies' names; {name} and {parent} are of the path",
-    ),
+    arg("--policy", default="{name}", metavar="TEMPLATE", help=_TEMPLATE),
     arg("--tenant", help="tenant of the policies"),
     arg("--step", type=NATURAL, default=0, metavar="N", help="number of optimizer steps done"),
-    arg(
-        "--dtype",
-        choices=("keep", "float32", "bfloat16", "float16"),
-        default="keep",
-        help="of the factors of PEFT files",
-    ),
+    arg("--dtype", choices=("keep", "float32", "bfloat16", "float16"), default="keep"),
     arg("--force", action="store_true", help="accept NaN and infinite weights"),
     arg("--follow-links", action="store_true", help="follow links that leave the given folder"),
-    arg(
-        "--max-bytes",
-        type=count,
-        default=4 << 30,
-        metavar="N",
-        help="refuse larger files (default 4 GiB)",
-    ),
+    arg("--max-bytes", type=count, default=4 << 30, metavar="N", help="of a file (default 4 GiB)"),
     arg("--dry-run", action="store_true", help="read and check, write nothing"),
     *BASE,
     *SIGNED,
 )
-def _import(args: argparse.Namespace, catalog: Catalog | None) -> Result:
+def _import(args: Args, catalog: Catalog | None) -> Result:
     """Imports all sources."""
     sources, refused = find(args.paths, args.follow_links)
     if not sources and not refused:
@@ -100,12 +85,12 @@ def _import(args: argparse.Namespace, catalog: Catalog | None) -> Result:
             f"{', '.join(args.paths)}: there is no PEFT directory, no safetensors file, and no"
             " Orbax checkpoint of a revision"
         )
-    if args.base is None and (count := sum(source.peft for source in sources)):
+    if args.base is None and (needing := sum(source.peft for source in sources)):
         raise UserError(
-            f"{count} PEFT directories need the base that they were trained on: give --base"
+            f"{needing} PEFT directories need the base that they were trained on: give --base"
         )
     tally, total = Tally(args.dry_run, refused=refused), len(sources) + len(refused)
-    planned = _plan(sources, args.policy, args.tenant, tally)
+    planned = _plan(sources, args, tally)
     try:
         with progress("check" if args.dry_run else "import", total) as advance:
             for batch in _batches(_read(planned, args), tally):
@@ -122,25 +107,21 @@ def _import(args: argparse.Namespace, catalog: Catalog | None) -> Result:
 def _batches(found: Iterator[Ready | ImportRefusal], tally: Tally) -> Iterator[Sequence[Ready]]:
     """Splits adapters into transactions of bounded number and bytes; counts refusals."""
     batch: list[Ready] = []
-    size_held = 0
+    size = 0
     for one in found:
         if isinstance(one, ImportRefusal):
             tally.refused.append(one)
-        else:
-            batch.append(one)
-            size_held += len(one.data)
-        if len(batch) >= BATCH or size_held >= BATCH_BYTES:
+            continue
+        batch.append(one)
+        size += len(one.export.data)
+        if len(batch) >= BATCH or size >= BATCH_BYTES:
             yield batch
-            batch, size_held = [], 0
+            batch, size = [], 0
     yield batch
 
 
-def policy_name(template: str, place: Path, tenant: str | None) -> str:
-    """Returns the policy of a source, by the template.
-
-    Raises:
-        UserError: an unknown field, or a name that is not allowed.
-    """
+def _policy_name(template: str, place: Path, tenant: str | None) -> str:
+    """Returns the policy of a source. Raises ``UserError`` for an unknown field or a bad name."""
     place = place.absolute()
     stem = place.stem if place.suffix == ".safetensors" else place.name
     fields = {"name": stem, "parent": place.parent.name}
@@ -157,17 +138,15 @@ def policy_name(template: str, place: Path, tenant: str | None) -> str:
     return full_name(*names.parse_policy(name, tenant))
 
 
-def _plan(
-    sources: Sequence[Source], template: str, tenant: str | None, tally: Tally
-) -> list[tuple[Source, str]]:
+def _plan(sources: Sequence[Source], args: Args, tally: Tally) -> list[tuple[Source, str]]:
     """Pairs sources with policies, refusing a second source of a policy."""
     # a wrong template is one error, not thousands
-    policy_name(template, Path("/parent/name"), tenant)
+    _policy_name(args.policy, Path("/parent/name"), args.tenant)
     taken: dict[str, Path] = {}
     planned = []
     for source in sources:
         try:
-            policy = policy_name(template, source.path, tenant)
+            policy = _policy_name(args.policy, source.path, args.tenant)
             if (first := taken.setdefault(policy, source.path)) != source.path:
                 raise UserError(
                     f"policy {policy!r} is already that of {first}: choose another --policy, such"
@@ -175,13 +154,11 @@ def _plan(
                 )
             planned.append((source, policy))
         except UserError as error:
-            tally.refuse(source, error)
+            tally.refused.append(ImportRefusal(str(source.path), str(error)))
     return planned
 
 
-def _read(
-    planned: Sequence[tuple[Source, str]], args: argparse.Namespace
-) -> Iterator[Ready | ImportRefusal]:
+def _read(planned: Sequence[tuple[Source, str]], args: Args) -> Iterator[Ready | ImportRefusal]:
     """Reads sources in order, several at once; the number read ahead bounds the memory."""
     from mint_jax.catalog.cli.peft_files import packed_object
     from mint_jax.models.outline import outline
@@ -193,18 +170,17 @@ def _read(
     def read(source: Source, policy: str) -> Ready | ImportRefusal:
         try:
             data = packed_object(source, base, args.dtype, args.force, args.max_bytes)
-            return Ready(source, policy, data, digest_of(data))
+            origin = f"import of {source.path}".encode("utf-8", "backslashreplace").decode()
+            export = Export(policy, data, args.step, origin=origin[:4000], force=args.force)
+            return Ready(source, export, digest_of(data))
         except UserError as error:
-            return ImportRefusal(str(source.path), str(error))
+            reason = str(error)
         except OSError as error:
-            return ImportRefusal(
-                str(source.path),
-                f"{error.filename or source.path} cannot be read ({error.strerror or error})",
-            )
+            place = error.filename or source.path
+            reason = f"{place} cannot be read ({error.strerror or error})"
         except Exception as error:  # one malformed file must not keep thousands of others out
-            return ImportRefusal(
-                str(source.path), f"it cannot be read ({type(error).__name__}: {str(error)[:300]})"
-            )
+            reason = f"it cannot be read ({type(error).__name__}: {str(error)[:300]})"
+        return ImportRefusal(str(source.path), reason)
 
     with ThreadPoolExecutor(READERS, "reader") as pool:
         under_way: collections.deque[Future] = collections.deque()
@@ -220,11 +196,9 @@ def _read(
                 future.cancel()
 
 
-def _commit(
-    batch: Sequence[Ready], args: argparse.Namespace, catalog: Catalog | None, tally: Tally
-) -> None:
+def _commit(batch: Sequence[Ready], args: Args, catalog: Catalog | None, tally: Tally) -> None:
     """Makes revisions of the adapters that are not in the catalog yet."""
-    pairs = [(one.policy, one.digest) for one in batch]
+    pairs = [(one.export.policy, one.digest) for one in batch]
     present = [False] * len(batch) if catalog is None else catalog.holds(pairs)
     tally.present += sum(present)
     new = [one for one, there in zip(batch, present) if not there]
@@ -235,43 +209,33 @@ def _commit(
     for one in new:
         try:
             if catalog is not None:
-                _check(one, catalog, args)
+                _check(one, catalog)
             tally.add(one)
         except UserError as error:
-            tally.refuse(one.source, error)
+            tally.refused.append(one.refused(error))
 
 
-def _as_export(one: Ready, args: argparse.Namespace) -> Export:
-    origin = f"import of {one.source.path}".encode("utf-8", "backslashreplace").decode()
-    return Export(one.policy, one.data, args.step, origin=origin[:4000], force=args.force)
-
-
-def _check(one: Ready, catalog: Catalog, args: argparse.Namespace) -> None:
+def _check(one: Ready, catalog: Catalog) -> None:
     """Raises ``UserError`` if an export to an existing policy would be refused."""
     try:
-        record = catalog.policy(one.policy)
+        record = catalog.policy(one.export.policy)
     except UserError:  # a new one
         return
     check_active(record)
-    key = names.parse_policy(one.policy)
-    exports.check_schema(exports.prepare(*key, _as_export(one, args)), record.schema)
+    exports.check_schema(exports.prepare(one.export), record.schema)
 
 
-def _export(
-    some: Sequence[Ready], args: argparse.Namespace, catalog: Catalog, tally: Tally
-) -> None:
-    """Exports in one transaction."""
+def _export(some: Sequence[Ready], args: Args, catalog: Catalog, tally: Tally) -> None:
+    """Exports in one transaction; of a refused one, each alone."""
     try:
-        items = [_as_export(one, args) for one in some]
+        items = [one.export for one in some]
         catalog.export_many(items, create=True, by=args.by, why=args.why)
+        tally.add(*some)
     except (StorageFailed, DatabaseFailed):
         raise
     except UserError as error:
         if len(some) == 1:
-            tally.refuse(some[0].source, error)
+            tally.refused.append(some[0].refused(error))
             return
         for one in some:
             _export([one], args, catalog, tally)
-        return
-    for one in some:
-        tally.add(one)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mint_jax.catalog.cli import importing  # noqa: F401 - registers ``import``
-from mint_jax.catalog.cli.commands import COMMANDS, Command, path
+from mint_jax.catalog.cli.commands import COMMANDS, path
 from mint_jax.catalog.cli.output import Result, plain, show
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.errors import UserError
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args.catalog:
         parser.error("--catalog is missing: give a folder, sqlite:///path or postgresql://…")
     try:
-        result = _run(args, COMMANDS[args.command])
+        result = _run(args)
         show(result, args.json)
         sys.stdout.flush()
         return result.code
@@ -45,17 +45,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _run(args: argparse.Namespace, command: Command) -> Result:
+def _run(args: argparse.Namespace) -> Result:
     """Runs a command on its catalog; import creates the catalog, except in a dry run."""
+    run, _, _ = COMMANDS[args.command]
     if not _exists(args.catalog):
         if args.command != "import":
             raise UserError(
                 f"there is no catalog at {args.catalog}: check --catalog, or make one with import"
             )
         if args.dry_run:
-            return command.run(args, None)
+            return run(args, None)
     with Catalog.open(args.catalog, args.payloads) as catalog:
-        return command.run(args, catalog)
+        return run(args, catalog)
 
 
 def _exists(place: str) -> bool:
@@ -75,10 +76,9 @@ def _parser() -> argparse.ArgumentParser:
     about = "Policies, their revisions and aliases."
     parser = argparse.ArgumentParser("python -m mint_jax.catalog", None, about, parents=[common])
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for name, command in COMMANDS.items():
-        help = command.help
+    for name, (_, help, arguments) in COMMANDS.items():
         made = commands.add_parser(name, help=help, description=help, parents=[common])
         made.set_defaults(command=name)
-        for flags, options in command.arguments:
+        for flags, options in arguments:
             made.add_argument(*flags, **options)
     return parser

@@ -48,10 +48,9 @@ def show(result: Result, as_json: bool) -> None:
         return
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names are unicode, terminals not always
-    # Piped, a table is as wide as its content: nothing is cut off or wrapped.
-    console = Console(
-        file=sys.stdout, width=None if sys.stdout.isatty() else 10_000, highlight=False
-    )
+    # piped, a table is as wide as its content: nothing is cut off or wrapped
+    width = None if sys.stdout.isatty() else 10_000
+    console = Console(file=sys.stdout, width=width, highlight=False)
     values = {key: value for key, value in data.items() if _is_value(value)}
     if any(value is not None for value in values.values()):
         console.print(_facts("", values))
@@ -67,16 +66,12 @@ def show(result: Result, as_json: bool) -> None:
 def ready(value: Any) -> Any:
     """Converts a value for JSON: records to objects, numbers that JSON lacks to null."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {
-            field.name: ready(getattr(value, field.name)) for field in dataclasses.fields(value)
-        }
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, dict):
         return {str(key): ready(child) for key, child in value.items()}
     if isinstance(value, list | tuple):
         return [ready(child) for child in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _is_value(value: Any) -> bool:
@@ -101,10 +96,8 @@ def _table(title: str, rows: Sequence[Any], columns: Sequence[str]) -> Table:
     columns = columns or list(rows[0])
     for name in columns:
         numeric = all(isinstance(row[name], int | float | None) for row in rows)
-        is_number = numeric and not name.endswith("_at") and name != "at"
-        made.add_column(
-            Text(_head(name)), justify="right" if is_number else "left", overflow="fold"
-        )
+        justify = "right" if numeric and not _is_time(name) else "left"
+        made.add_column(Text(_head(name)), justify=justify, overflow="fold")
     for row in rows:
         row = row | {name: row[name][:12] for name in DIGESTS if row.get(name)}
         made.add_row(*(Text(_cell(name, row[name])) for name in columns))
@@ -115,8 +108,12 @@ def _head(name: str) -> str:
     return name.removesuffix("_at").replace("_", " ")
 
 
+def _is_time(name: str) -> bool:
+    return name.endswith(("_at", "_expires")) or name == "at"
+
+
 def _cell(name: str, value: Any) -> str:
-    if value is not None and (name.endswith(("_at", "_expires")) or name == "at"):
+    if value is not None and _is_time(name):
         return _when(value)
     if isinstance(value, dict):
         return ", ".join(f"{plain(key)}={_cell('', each)}" for key, each in value.items())
@@ -156,11 +153,8 @@ def _when(seconds: float) -> str:
 @contextlib.contextmanager
 def progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
     """Shows progress on stderr; yields a function of the number done."""
-    columns = (
-        TextColumn("{task.description}"),
-        MofNCompleteColumn(separator=" of "),
-        TimeRemainingColumn(),
-    )
+    done_of = MofNCompleteColumn(separator=" of ")
+    columns = (TextColumn("{task.description}"), done_of, TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as shown:
         task = shown.add_task(title, total=total)
         yield lambda done: shown.update(task, completed=done)

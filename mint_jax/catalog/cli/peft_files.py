@@ -125,24 +125,21 @@ def _check_config(config: dict[str, Any]) -> int:
         raise UserError(f"{CONFIG}: rank_pattern and alpha_pattern must be objects")
     for pattern in [*ranks, *alphas]:
         _check_pattern(pattern)
-    for name, rank in [
-        ("r", config.get("r", DEFAULT_RANK)),
-        *((f"rank_pattern of {pattern[:60]!r}", rank) for pattern, rank in ranks.items()),
-    ]:
+    all_ranks = [("r", config.get("r", DEFAULT_RANK)), *ranks.items()]
+    for name, rank in all_ranks:
         if type(rank) is not int or not 1 <= rank <= MAX_RANK:
-            raise UserError(f"{CONFIG}: {name} is {ascii(rank)[:60]}; expected 1 to {MAX_RANK}")
-    for name, alpha in [
-        ("lora_alpha", config.get("lora_alpha", DEFAULT_ALPHA)),
-        *(("alpha_pattern", alpha) for alpha in alphas.values()),
-    ]:
+            raise UserError(
+                f"{CONFIG}: {name[:60]} is {ascii(rank)[:60]}; expected 1 to {MAX_RANK}"
+            )
+    for name, alpha in [("lora_alpha", config.get("lora_alpha", DEFAULT_ALPHA)), *alphas.items()]:
         if type(alpha) not in (int, float) or abs(alpha) > 1e9 or not math.isfinite(alpha):
-            raise UserError(f"{CONFIG}: {name} is {ascii(alpha)[:60]}; expected a number")
+            raise UserError(f"{CONFIG}: {name[:60]} is {ascii(alpha)[:60]}; expected a number")
     parameters = config.get("target_parameters") or []
     if not isinstance(parameters, list) or not all(isinstance(one, str) for one in parameters):
         raise UserError(f"{CONFIG}: target_parameters is not a list of names")
     if len(str(config.get("peft_version"))) > 100:
         raise UserError(f"{CONFIG}: peft_version is not a version")
-    return max([config.get("r", DEFAULT_RANK), *ranks.values()])
+    return max(rank for _, rank in all_ranks)
 
 
 def _check_pattern(pattern: str) -> None:

@@ -115,7 +115,7 @@ def _walk(top: Path, follow_links: bool) -> Iterator[Source | ImportRefusal]:
         below = []
         for entry in entries:
             path = folder / entry.name
-            if _is_dir(entry):
+            if path.is_dir():  # False for a link in a circle
                 real = Path(os.path.realpath(path))
                 if root is not None and not _inside(path, root):
                     yield ImportRefusal(str(path), f"it is {_OUTSIDE}: see --follow-links")
@@ -126,13 +126,6 @@ def _walk(top: Path, follow_links: bool) -> Iterator[Source | ImportRefusal]:
             elif not peft:
                 yield from _file(path, root)
         waiting += reversed(below)
-
-
-def _is_dir(entry: os.DirEntry) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:  # a link in a circle
-        return False
 
 
 def _file(path: Path, root: Path | None) -> Iterator[Source | ImportRefusal]:

@@ -10,7 +10,7 @@ import dataclasses
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 import sqlalchemy as sa
@@ -59,25 +59,16 @@ class Export:
     sampling: Mapping[str, Any] | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Prepared:
-    """An export, checked as far as possible without the database."""
+class Prepared(NamedTuple):
+    """An export, checked as far as possible without the database; ``key`` is tenant and name."""
 
-    tenant: str
-    name: str
+    key: tuple[str, str]
+    export: Export
     digest: bytes
     length: int
     schema: str
-    step: int
-    session: Session | None
-    origin: str
     finite: bool
     sampling: str | None
-
-    @property
-    def key(self) -> tuple[str, str]:
-        """Tenant and name of the policy."""
-        return self.tenant, self.name
 
 
 def export(
@@ -113,8 +104,8 @@ def export_many(
     if not items:
         return []
     author = catalog.author(**signed)
-    prepared = [prepare(*names.parse_policy(item.policy), item) for item in items]
-    objects = {ready.digest: item.data for ready, item in zip(prepared, items)}
+    prepared = [prepare(item) for item in items]
+    objects = {ready.digest: ready.export.data for ready in prepared}
     return store_and_commit(
         catalog.database,
         catalog.store,
@@ -142,17 +133,10 @@ def branch(
         row = lock(connection, *parent, active=True)
         start = find_in(connection, row, found.number, live=True)
         made = policies.insert_one(connection, author, key, row.json, keep_last)
-        first = Prepared(
-            *key,
-            digest=start.digest,
-            length=start.length,
-            schema=found.schema,
-            step=start.step,
-            session=None,
-            origin=f"branch of {found.policy}@{found.number}",
-            finite=found.finite,
-            sampling=start.sampling,
-        )
+        origin = f"branch of {found.policy}@{found.number}"
+        item = Export(name, b"", start.step, origin=origin)
+        about = start.digest, start.length, found.schema, found.finite, start.sampling
+        first = Prepared(key, item, *about)
         commit(connection, author, [first], {}, create=False)
         update = policy_table.update().where(policy_table.c.id == made.id)
         connection.execute(update.values(parent_revision=start.id))
@@ -161,18 +145,23 @@ def branch(
     return catalog.database.write(body)
 
 
-def prepare(tenant: str, name: str, export: Export) -> Prepared:
+def prepare(item: Export) -> Prepared:
     """Checks the bytes and computes their digest.
 
     Raises:
         UserError: not a packed adapter, or NaN or infinite weights without ``force``.
     """
-    full = full_name(tenant, name)
-    step = whole(f"step of an export of {full!r}", export.step)
-    data = as_bytes(export.data)
+    key = names.parse_policy(item.policy)
+    full = full_name(*key)
+    item = dataclasses.replace(
+        item,
+        step=whole(f"step of an export of {full!r}", item.step),
+        origin=note("origin", item.origin),
+    )
+    data = as_bytes(item.data)
     schema = schema_text(data)
     finite = is_finite(data, schema)
-    if not finite and not export.force:
+    if not finite and not item.force:
         leaves = nested.leaves_with_path(unpack(data)[0])
         path = next(path for path, leaf in leaves if not all_finite(leaf))
         raise UserError(
@@ -180,20 +169,10 @@ def prepare(tenant: str, name: str, export: Export) -> Prepared:
             " has diverged, export an earlier step, or this one with force"
         )
     sampling = None
-    if export.sampling is not None:
-        sampling = json.dumps(dict(export.sampling), sort_keys=True, allow_nan=False)
-    return Prepared(
-        tenant,
-        name,
-        digest=bytes.fromhex(digest_of(data)),
-        length=data.size,
-        schema=schema,
-        step=step,
-        session=export.session,
-        origin=note("origin", export.origin),
-        finite=finite,
-        sampling=sampling,
-    )
+    if item.sampling is not None:
+        sampling = json.dumps(dict(item.sampling), sort_keys=True, allow_nan=False)
+    digest = bytes.fromhex(digest_of(data))
+    return Prepared(key, item, digest, data.size, schema, finite, sampling)
 
 
 def is_finite(data: np.ndarray, schema: str) -> bool:
@@ -210,44 +189,44 @@ def commit(
     create: bool,
 ) -> list[Revision]:
     """Writes payloads, revisions, ``latest`` and the audit log; see ``store_and_commit``."""
-    ids = policies.schema_ids(connection, {export.schema for export in exports})
+    ids = policies.schema_ids(connection, {one.schema for one in exports})
     owners = _lock_policies(connection, author, exports, create)
-    for export in exports:
-        policy = owners[export.key]
-        sessions.check_writer(policy, export.session)
-        if ids[export.schema] != policy.schema_id:
-            check_schema(export, policy.json)
-    needed: dict[bytes, int | None] = {export.digest: ids[export.schema] for export in exports}
-    finite = {export.digest: export.finite for export in exports}
+    for one in exports:
+        policy = owners[one.key]
+        sessions.check_writer(policy, one.export.session)
+        if ids[one.schema] != policy.schema_id:
+            check_schema(one, policy.json)
+    needed: dict[bytes, int | None] = {one.digest: ids[one.schema] for one in exports}
+    finite = {one.digest: one.finite for one in exports}
     add_payloads(connection, author, needed, places, finite)
-    old = {owners[export.key].id for export in exports if owners[export.key].last_number}
+    old = {owners[one.key].id for one in exports if owners[one.key].last_number}
     had = _find_same(connection, old, exports)
     new: dict[tuple[int, int, bytes], dict[str, Any]] = {}
     chosen = []  # for each export, its policy and the key of its revision
-    for export in exports:
-        policy = owners[export.key]
-        key = (policy.id, export.step, export.digest)
+    for one in exports:
+        policy = owners[one.key]
+        key = (policy.id, one.export.step, one.digest)
         chosen.append((policy, key))
         if key not in had and key not in new:
             policy.last_number += 1
             new[key] = {
                 "policy_id": policy.id,
                 "number": policy.last_number,
-                "step": export.step,
-                "digest": export.digest,
-                "origin": export.origin,
+                "step": one.export.step,
+                "digest": one.digest,
+                "origin": one.export.origin,
                 "pinned": False,
                 "state": "live",
                 "created_at": max(author.now, policy.touched_at),
-                "sampling": export.sampling,
+                "sampling": one.sampling,
             }
     if new:
         insert = revisions.insert().returning(revisions.c.id, sort_by_parameter_order=True)
         for key, number in zip(new, connection.scalars(insert, list(new.values()))):
             had[key] = SimpleNamespace(id=number, **new[key])
     _advance_latest(connection, author, [(policy, had[key]) for policy, key in chosen])
-    for export, (_, key) in zip(exports, chosen):
-        had[key].length = export.length
+    for one, (_, key) in zip(exports, chosen):
+        had[key].length = one.length
     return [as_revision(had[key], policy) for policy, key in chosen]
 
 

@@ -1,8 +1,8 @@
 """Names of policies, tenants, aliases and revisions: keys of the database, never parts of a path.
 
-A revision is named ``policy@alias``, ``policy@12`` (its number), ``policy`` (short for
-``policy@latest``), each also as ``tenant/policy…``, or by its digest or a prefix of it. To keep
-names unambiguous, a policy's name is not 8 or more hex digits, and an alias is not a number.
+A revision is named ``policy@alias``, ``policy@12`` (its number), ``policy`` (its ``latest``), each
+also as ``tenant/policy…``, or by its digest or a prefix of it. So a policy's name is not 8 or more
+hex digits, and an alias is not a number.
 """
 
 import dataclasses
@@ -40,12 +40,12 @@ def clean(what: str, text: str) -> str:
     if not isinstance(text, str):
         raise UserError(f"{what} is {type(text).__name__}; a name is text")
     # composing shortens a text, at most to a quarter
-    composed = unicodedata.normalize("NFC", text) if len(text) <= 4 * LONGEST else text
-    if not 0 < len(composed) <= LONGEST:
+    if len(text) <= 4 * LONGEST:
+        text = unicodedata.normalize("NFC", text)
+    if not 0 < len(text) <= LONGEST:
         raise UserError(
-            f"{what} {_short(text)} has {len(composed)} characters; names have 1 to {LONGEST}"
+            f"{what} {_short(text)} has {len(text)} characters; names have 1 to {LONGEST}"
         )
-    text = composed
     for char in text:
         category = unicodedata.category(char)
         if char in "/@" or category[0] == "C" or category in ("Zl", "Zp"):
@@ -120,7 +120,7 @@ def digest_range(prefix: str) -> tuple[bytes, bytes]:
 
 def note(what: str, text: str, longest: int = 4000) -> str:
     """Returns free text such as a reason or an owner, if the database can store it."""
-    if not isinstance(text, str) or len(text) > longest or "\0" in text or not _encodes(text):
+    if not isinstance(text, str) or len(text) > longest or re.search("[\0\ud800-\udfff]", text):
         raise UserError(
             f"{what} {_short(str(text))} must be text of at most {longest} characters without NUL"
         )
@@ -129,11 +129,8 @@ def note(what: str, text: str, longest: int = 4000) -> str:
 
 def whole(what: str, value: int, least: int = 0, most: int = 2**62) -> int:
     """Returns an integer in a range."""
-    if (
-        isinstance(value, bool)
-        or not hasattr(value, "__index__")
-        or not least <= int(value) <= most
-    ):
+    integral = hasattr(value, "__index__") and not isinstance(value, bool)
+    if not integral or not least <= int(value) <= most:
         raise UserError(f"{what} is {str(value)[:60]}; expected an integer from {least} to {most}")
     return int(value)
 
@@ -148,14 +145,6 @@ def duration(what: str, seconds: float) -> float:
 def full_name(tenant: str, name: str) -> str:
     """Returns ``name`` for the default tenant, ``tenant/name`` for others."""
     return name if tenant == DEFAULT_TENANT else f"{tenant}/{name}"
-
-
-def _encodes(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _short(text: str) -> str:

@@ -44,20 +44,17 @@ def store_and_commit(
         commit: writes rows; raises ``Vanished`` for payloads that are neither in the database nor
             in ``places``.
     """
-    stored_before = database.read(lambda c: known(c, list(objects)))
+    stored = set(database.read(lambda c: known(c, list(objects))))
     places: dict[bytes, Place] = {}
     for _ in range(ATTEMPTS):
-        missing = [
-            digest for digest in objects if digest not in stored_before and digest not in places
-        ]
-        if missing:
-            stored = store.put([objects[digest] for digest in missing])
-            places.update(zip(missing, stored))
+        if missing := [digest for digest in objects if digest not in stored]:
+            places.update(zip(missing, store.put([objects[digest] for digest in missing])))
+            stored.update(missing)
         try:
             result = database.write(lambda c: commit(c, places))
         except Vanished as gone:
+            stored -= gone.digests
             for digest in gone.digests:
-                stored_before.pop(digest, None)
                 places.pop(digest, None)
             continue
         _delete_unused(database, store, {place.pack for place in places.values()})
@@ -146,17 +143,11 @@ def enter_packs(
     connection: sa.Connection, author: Author, places: Sequence[Place]
 ) -> dict[str, int]:
     """Adds rows of new packs; returns ids by name, without packs swept as abandoned meanwhile."""
-    rows = [
-        {
-            "name": name,
-            "bytes": Name.parse(name).size,
-            "state": "live",
-            "changed_at": author.now,
-        }
-        for name in sorted({place.pack for place in places})
-    ]
+    about = {"state": "live", "changed_at": author.now}
+    names = sorted({place.pack for place in places})
+    rows = [{"name": name, "bytes": Name.parse(name).size, **about} for name in names]
     insert_new(connection, packs, rows)
-    query = sa.select(packs).where(packs.c.name.in_([row["name"] for row in rows]))
+    query = sa.select(packs).where(packs.c.name.in_(names))
     found = connection.execute(query.with_for_update(read=True))
     return {pack.name: pack.id for pack in found if pack.state == "live"}
 

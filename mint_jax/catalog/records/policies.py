@@ -189,15 +189,13 @@ def delete(catalog: Handle, policy: str, **signed: Unpack[Signed]) -> None:
         leased = sa.select(revisions.c.number, leases.c.owner).join_from(
             revisions, leases, leases.c.digest == revisions.c.digest
         )
+        leased = leased.where(own, leases.c.expires_at > author.now)
         reasons = [
             f"{full}@{number} is the parent of {full_name(tenant, name)!r}"
             for number, tenant, name in connection.execute(children.where(own)).tuples()
-        ] + [
-            f"{full}@{number} is leased by {owner!r}"
-            for number, owner in connection.execute(
-                leased.where(own, leases.c.expires_at > author.now)
-            ).tuples()
         ]
+        for number, owner in connection.execute(leased).tuples():
+            reasons.append(f"{full}@{number} is leased by {owner!r}")
         if reasons:
             raise UserError(f"revision {min(reasons)}: policy {full!r} cannot be deleted yet")
         query = sa.select(revisions.c.number, revisions.c.digest).where(own)
@@ -297,14 +295,15 @@ def records(connection: sa.Connection, rows: list[sa.Row]) -> list[PolicyRecord]
         query = query.join(policies, revisions.c.policy_id == policies.c.id)
         for found in connection.execute(query.where(revisions.c.id.in_(chunk))):
             parents[found.id] = f"{full_name(found.tenant, found.name)}@{found.number}"
-    made = []
-    for row in rows:
-        values = {name: row._mapping[name] for name in _COLUMNS}
-        parent = parents.get(row.parent_revision)
-        made.append(
-            PolicyRecord(**values, schema=row.json, parent=parent, revisions=row.last_number)
+    return [
+        PolicyRecord(
+            **{name: row._mapping[name] for name in _COLUMNS},
+            schema=row.json,
+            parent=parents.get(row.parent_revision),
+            revisions=row.last_number,
         )
-    return made
+        for row in rows
+    ]
 
 
 _COLUMNS = {field.name for field in dataclasses.fields(PolicyRecord)} & set(policies.c.keys())

@@ -114,8 +114,7 @@ revisions = sa.Table(
     _column("pinned", sa.Boolean),
     _column("state", sa.String),  # live | retired
     _column("created_at", _Time),
-    # JSON: sampling of training rollouts; null: none, or unknown
-    sa.Column("sampling", sa.Text),
+    sa.Column("sampling", sa.Text),  # JSON, of training rollouts; null: none, or unknown
     sa.UniqueConstraint("policy_id", "number"),
     sa.Index("revisions_digest", "digest", "policy_id"),
 )
@@ -134,8 +133,7 @@ tags = sa.Table(
     "tags",
     metadata,
     _policy(primary_key=True, autoincrement=False),
-    # revision number; 0: the policy itself
-    sa.Column("number", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("number", sa.Integer, primary_key=True, autoincrement=False),  # 0: the policy itself
     sa.Column("key", _Name, primary_key=True),
     _column("value", _Name),
     sa.Index("tags_key", "key", "value"),

@@ -64,13 +64,11 @@ def checkpoint(
     Args:
         keep: number of newest checkpoints whose records stay; None keeps all.
     """
+    if keep is not None:
+        whole("keep", keep, 1)
 
     def body(connection: sa.Connection, author: Author, row: sa.Row) -> TrainingCheckpoint:
         check_writer(row, session)
-        if keep is not None and whole("keep", keep) < 1:
-            raise UserError(
-                f"keep is {keep}; expected the number of checkpoints whose records stay, at least 1"
-            )
         values = {
             "policy_id": row.id,
             "step": whole("step", step),
@@ -119,10 +117,8 @@ def rollout(
         add_payloads(connection, author, {digest: None}, places)
         check_writer(row, session)
         if not math.isfinite(mean_reward):
-            raise UserError(
-                f"mean_reward of a rollout of {full_name(*key)!r} is {mean_reward}: give a finite"
-                " number"
-            )
+            full = full_name(*key)
+            raise UserError(f"mean_reward of {full!r} is {mean_reward}: give a finite number")
         values = {
             "policy_id": row.id,
             "step": whole("step", step),

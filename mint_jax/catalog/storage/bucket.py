@@ -46,43 +46,31 @@ class Bucket:
         self.url = url.rstrip("/")
         self._timeout = timeout
         self._endpoint = ""
-        spec: dict[str, Any] = {"path": f"{path}/" if path else ""}
+        spec: dict[str, Any] = {"path": f"{path}/" if path else "", "bucket": bucket}
         if scheme == "memory":
             spec = {"driver": "memory", "path": f"{bucket}/{spec['path']}"}
         elif scheme == "gs":
-            spec |= {
-                "driver": "gcs",
-                "bucket": bucket,
-                "context": {"gcs_request_retries": _retries(timeout)},
-            }
+            spec |= {"driver": "gcs", "context": {"gcs_request_retries": _retries(timeout)}}
         else:
-            spec |= {
-                "driver": "s3",
-                "bucket": bucket,
-                "context": {"s3_request_retries": _retries(timeout)},
-                **self._s3_options(),
-            }
+            spec |= {"driver": "s3", "context": {"s3_request_retries": _retries(timeout)}}
+            spec |= self._s3_options()
+        context = _MEMORY if scheme == "memory" else None
         try:
-            self._store = ts.KvStore.open(
-                spec, context=_MEMORY if scheme == "memory" else None
-            ).result(timeout)
+            self._store = ts.KvStore.open(spec, context=context).result(timeout)
         except (ValueError, TimeoutError) as error:
             raise self._explain(error, "open") from None
 
     def _s3_options(self) -> dict[str, Any]:
         options: dict[str, Any] = {}
-        region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
-        self._endpoint = (
-            os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
-        )
+        given = os.environ.get
+        region = given("AWS_REGION") or given("AWS_DEFAULT_REGION")
+        self._endpoint = given("AWS_ENDPOINT_URL_S3") or given("AWS_ENDPOINT_URL") or ""
         if self._endpoint:
             options["endpoint"] = self._endpoint.rstrip("/")
-            # other servers ignore it, but the signature needs one
-            region = region or "us-east-1"
+            region = region or "us-east-1"  # other servers ignore it, but the signature needs one
         if region:
             options["aws_region"] = region
-        # otherwise every opening warns about missing ~/.aws files
-        if os.environ.get("AWS_ACCESS_KEY_ID"):
+        if given("AWS_ACCESS_KEY_ID"):  # else every opening warns about missing ~/.aws files
             options["aws_credentials"] = {"type": "environment"}
         return options
 
@@ -156,19 +144,27 @@ class Bucket:
             )
         if isinstance(error, TimeoutError):
             text = f"no answer within {self._timeout:g} s"
-            remedy = "check that the storage is up and AWS_ENDPOINT_URL right, or raise the timeout"
-        elif "NoSuchBucket" in text or "bucket does not exist" in text:
-            remedy = "create the bucket, or correct the URL"
-        elif any(sign in text for sign in _REFUSALS):
-            remedy = (
-                "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (gs:"
-                " GOOGLE_APPLICATION_CREDENTIALS) to credentials with rights on it"
-            )
-        elif "CURL" in text:
-            remedy = "check the network and AWS_ENDPOINT_URL"
-        else:
-            remedy = "check the URL and the storage's log"
-        return StorageFailed(f"cannot {doing} {where} ({text}): {remedy}")
+        remedies = (remedy for signs, remedy in _REMEDIES if any(sign in text for sign in signs))
+        return StorageFailed(
+            f"cannot {doing} {where} ({text}): {next(remedies, 'check the URL and the log')}"
+        )
+
+
+_MEMORY = ts.Context()  # memory://name is the same everywhere in this process
+_REMEDIES = (  # by signs in an error
+    (
+        ("no answer within",),
+        "check that the storage is up and AWS_ENDPOINT_URL right, or raise the timeout",
+    ),
+    (("NoSuchBucket", "bucket does not exist"), "create the bucket, or correct the URL"),
+    (
+        ("PERMISSION_DENIED", "UNAUTHENTICATED", "AccessDenied", "InvalidAccessKeyId")
+        + ("SignatureDoesNotMatch",),
+        "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (gs: GOOGLE_APPLICATION_CREDENTIALS) to"
+        " credentials with rights on it",
+    ),
+    (("CURL",), "check the network and AWS_ENDPOINT_URL"),
+)
 
 
 class _BucketWriter:
@@ -188,21 +184,21 @@ class _BucketWriter:
             taken = self._part - len(self._filling)
             self._filling += view[:taken]
             view = view[taken:]
-            if len(self._under_way) == PARALLEL:
-                self._bucket.wait(self._under_way.pop(0), "write to")
-            self._under_way.append(
-                self._bucket.start(
-                    pack_format.part_key(self._stem, self._parts), bytes(self._filling)
-                )
-            )
+            self._wait(PARALLEL - 1)
+            key = pack_format.part_key(self._stem, self._parts)
+            self._under_way.append(self._bucket.start(key, bytes(self._filling)))
             self._parts += 1
             self._filling.clear()
         self._filling += view
 
+    def _wait(self, remaining: int) -> None:
+        """Waits until at most so many requests are in flight."""
+        while len(self._under_way) > remaining:
+            self._bucket.wait(self._under_way.pop(0), "write to")
+
     def commit(self, size: int) -> Name:
         name = Name(self._stem, size, self._part if self._parts else 0)
-        while self._under_way:
-            self._bucket.wait(self._under_way.pop(0), "write to")
+        self._wait(0)
         # if the last request fails, it may still arrive: the parts stay until gc or a sweep
         self._parts = 0
         self._bucket.wait(self._bucket.start(name.key, bytes(self._filling)), "write to")
@@ -211,20 +207,9 @@ class _BucketWriter:
     def abort(self) -> None:
         # stops at the first failure; a sweep removes the rest
         with contextlib.suppress(UserError):
-            while self._under_way:
-                self._bucket.wait(self._under_way.pop(0), "write to")
+            self._wait(0)
             for i in range(self._parts):
                 self._bucket.delete(pack_format.part_key(self._stem, i))
-
-
-_REFUSALS = (
-    "PERMISSION_DENIED",
-    "UNAUTHENTICATED",
-    "AccessDenied",
-    "InvalidAccessKeyId",
-    "SignatureDoesNotMatch",
-)
-_MEMORY = ts.Context()  # memory://name is the same everywhere in this process
 
 
 def _retries(timeout: float) -> dict[str, Any]:

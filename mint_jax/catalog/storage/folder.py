@@ -23,6 +23,7 @@ from mint_jax.catalog.storage.pack_format import (
     StorageFailed,
 )
 from mint_jax.errors import UserError
+from mint_jax.files import sync_folder
 
 
 class Folder:
@@ -48,7 +49,7 @@ class Folder:
                 # another process may have made it and not yet synced it
                 if not folder.is_dir() or inside:
                     folder.mkdir(exist_ok=True)
-                    _sync(folder.parent)
+                    sync_folder(folder.parent)
             self._made.add(relative)
         return path
 
@@ -122,19 +123,20 @@ class Folder:
                 " folder"
             ) from None
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                remedy = "free disk space, run gc, or choose a larger disk"
-            elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-                remedy = (
-                    "the folder is read-only for this user; change its rights or choose another"
-                )
-            elif error.errno in (errno.EMFILE, errno.ENFILE):
-                remedy = "raise the limit of open files (ulimit -n)"
-            else:
-                remedy = "check the disk"
+            remedies = (remedy for codes, remedy in _REMEDIES.items() if error.errno in codes)
             raise StorageFailed(
-                f"cannot {doing} payloads in {self.url} ({error.strerror or error}): {remedy}"
+                f"cannot {doing} payloads in {self.url} ({error.strerror or error}):"
+                f" {next(remedies, 'check the disk')}"
             ) from None
+
+
+_REMEDIES = {
+    (errno.ENOSPC, errno.EDQUOT): "free disk space, run gc, or choose a larger disk",
+    (errno.EROFS, errno.EACCES, errno.EPERM): (
+        "the folder is read-only for this user; change its rights or choose another"
+    ),
+    (errno.EMFILE, errno.ENFILE): "raise the limit of open files (ulimit -n)",
+}
 
 
 class _FileWriter:
@@ -160,7 +162,7 @@ class _FileWriter:
             place = self._folder.root / name.key
             self._folder.make(name.key.rpartition("/")[0])
             os.rename(self._path, place)
-            _sync(place.parent)
+            sync_folder(place.parent)
         return name
 
     def abort(self) -> None:
@@ -169,14 +171,6 @@ class _FileWriter:
             self._file.close()
         with contextlib.suppress(OSError):  # a sweep removes it later
             self._path.unlink(missing_ok=True)
-
-
-def _sync(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _aligned(size: int) -> np.ndarray:

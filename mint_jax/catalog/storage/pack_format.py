@@ -5,9 +5,8 @@ An object starts at a multiple of 64 bytes, one of 1 MiB or more at a multiple o
 can be mapped alone. The database records where each object lies and its digest.
 
 The name of a pack, ``<32 hex>-<bytes>`` or ``<32 hex>-<bytes>-<part bytes>``, records when its
-writing started (the first 12 digits: milliseconds since 1970 by the writer's clock), its length,
-and whether its bytes are in one object or in parts. Stores without appending, such as S3, get a
-long pack as equal parts; the last part, written last, has the pack's name.
+writing started (12 digits: milliseconds since 1970 by the writer's clock) and its length. Stores
+without appending, such as S3, get a long pack as equal parts; the last one has the pack's name.
 """
 
 import re
@@ -70,7 +69,7 @@ class Name(NamedTuple):
     @property
     def key(self) -> str:
         """Key of the object with the pack's name."""
-        return f"packs/{shard(self.stem)}/{self}.pack"
+        return f"packs/{self.stem[-1]}/{self}.pack"
 
     @property
     def parts(self) -> list[str]:
@@ -78,14 +77,13 @@ class Name(NamedTuple):
         count = (self.size - 1) // self.part if self.part else 0
         return [part_key(self.stem, i) for i in range(count)]
 
-    def pieces(self, begin: int, end: int) -> Iterator[tuple[str, int, int]]:
-        """Yields ``(key, begin, end)`` of the objects with bytes ``[begin, end)`` of the pack."""
+    def pieces(self, begin: int, end: int) -> Iterator["Piece"]:
+        """Yields the pieces of objects that hold bytes ``[begin, end)`` of the pack."""
         part = self.part or self.size
-        last = (self.size - 1) // part
         while begin < end:
             i = begin // part
             stop = min(end, (i + 1) * part)
-            key = self.key if i == last else part_key(self.stem, i)
+            key = self.key if i == (self.size - 1) // part else part_key(self.stem, i)
             yield key, begin - i * part, stop - i * part
             begin = stop
 
@@ -131,14 +129,9 @@ def started_at(stem: str) -> float:
     return int(stem[:12], 16) / 1000
 
 
-def shard(stem: str) -> str:
-    """Returns one of 16 folders."""
-    return stem[-1]
-
-
 def part_key(stem: str, index: int) -> str:
     """Returns the key of a part."""
-    return f"parts/{shard(stem)}/{stem}/{index:06d}"
+    return f"parts/{stem[-1]}/{stem}/{index:06d}"
 
 
 def stem_of(key: str) -> str | None:

@@ -2,12 +2,8 @@
 
 A pack (see ``pack_format``) exists whole or not at all: in a folder it is staged, synced and
 renamed; in a bucket its last object commits it. Leftovers of a killed writer are never listed as a
-pack, and ``sweep`` removes them.
-
-Packs are not Orbax checkpoints: ``configs/bench/revision_stores.py`` measures both, and
-TensorStore's zarr3 and OCDBT. TensorStore's file driver commits in a folder as fast as ``folder``
-(both 8 ms, two syncs), but takes the whole value in one piece and copies it: 100 MiB more for 100
-MiB.
+pack, and ``sweep`` removes them. ``configs/bench/revision_stores.py`` compares packs with Orbax and
+TensorStore; its file driver copies the whole value, which costs 100 MiB more for 100 MiB.
 """
 
 import os
@@ -43,8 +39,6 @@ class PackInfo(NamedTuple):
     """A pack as listed.
 
     Attributes:
-        name: unique, never used again.
-        bytes: of the whole pack.
         mtime: when it was written, or in a bucket when its writing started, in seconds since 1970.
     """
 
@@ -67,13 +61,8 @@ class PayloadStore:
         self.url = self._storage.url
 
     def put(self, objects: Iterable[Buffer]) -> list[Place]:
-        """Stores objects in one new pack; on return all are durable, after an error none is stored.
-
-        Args:
-            objects: bytes-like, read one by one, so a generator need not hold them all.
-
-        Returns:
-            One place per object, in order.
+        """Stores objects, read one by one, in one new pack; returns their places. All are durable
+        on return, none is stored after an error.
 
         Raises:
             UserError: the storage is full, refuses or does not answer.
@@ -154,21 +143,17 @@ class PayloadStore:
 
         Args:
             older_s: minimum age in seconds. Less than the default only while no process writes.
-            dry_run: remove nothing.
 
         Returns:
             Keys removed, or that would be.
         """
         found = list(self._storage.list("staging/"))
         for digit in "0123456789abcdef":
-            parts = list(self._storage.list(f"parts/{digit}"))
-            whole = (
-                {pack_format.stem_of(key) for key in self._storage.list(f"packs/{digit}")}
-                if parts
-                else set()
-            )
-            # packs are listed after parts: these were not committed in between
-            found += [key for key in parts if pack_format.stem_of(key) not in whole]
+            if parts := list(self._storage.list(f"parts/{digit}")):
+                # packs are listed after parts: these were not committed in between
+                packs = self._storage.list(f"packs/{digit}")
+                whole = {pack_format.stem_of(key) for key in packs}
+                found += [key for key in parts if pack_format.stem_of(key) not in whole]
         limit = time.time() - older_s
         left = [key for key in found if (self._storage.modified(key) or limit + 1) <= limit]
         for key in [] if dry_run else left:

@@ -280,6 +280,7 @@ class Fuse:
         sa.event.listen(catalog.database.engine, "before_cursor_execute", self._statement)
         for name in ("commit", "rollback"):
             sa.event.listen(catalog.database.engine, name, lambda *_: self.burn())
+        folder.sync_folder = self.before(folder.sync_folder)
         folder.os = _Module(
             os, {name: self.before(getattr(os, name)) for name in ("fsync", "rename")}
         )  # type: ignore[assignment]
