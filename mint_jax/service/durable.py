@@ -30,7 +30,15 @@ from mint_jax.service.costs import BASE, Costs, Kind, Payer
 from mint_jax.service.fairness import Counters
 from mint_jax.service.futures import Category, Done, Failed, Futures, TrainingRequest
 from mint_jax.service.server_db import ServerDatabase
-from mint_jax.service.training_calls import Call, Create, ForwardBackward, Load, Optim, Save
+from mint_jax.service.training_calls import (
+    Call,
+    Create,
+    ForwardBackward,
+    Load,
+    Optim,
+    Refused,
+    Save,
+)
 from mint_jax.train import blocks, host_state
 from mint_jax.train.blocks import TrainRequest
 from mint_jax.train.config import OptimizerConfig
@@ -125,7 +133,6 @@ class Durable:
     refused and accepted ones continue.
 
     Args:
-        folder: of ``states`` and ``loads``.
         live: the policies; only ``slice`` touches them.
         wake: called, from any thread, when ``slice`` has something new to do.
         gap_s, idle_gap_s: seconds of a slice, unless the shortest is longer, while rows decode and
@@ -140,7 +147,6 @@ class Durable:
             when the policy was forgotten.
 
     Attributes:
-        counters: service of each tenant, sampling included.
         gaps: seconds that decoding rows waited for slices.
         restored: policies that a snapshot restored.
         failed: reason why no request is accepted any more.
@@ -392,21 +398,22 @@ class Durable:
             one.end()
             return
         try:
-            one.call = call = codec.decode(one.request.call, body)
-            if isinstance(call, ForwardBackward):
-                blocks.check(call.data, self.live.base.cfg, self.live.declared)
-                one.work = TrainRequest(one.policy, call.data, call.loss, call.backward)
-            elif isinstance(call, Optim):
-                one.work = call.numbers
-            elif isinstance(call, Save):
-                if one.request.is_again:  # it was written before
+            one.call = codec.decode(one.request.call, body)
+            match one.call:
+                case ForwardBackward(data, loss, backward):
+                    blocks.check(data, self.live.base.cfg, self.live.declared)
+                    one.work = TrainRequest(one.policy, data, loss, backward)
+                case Optim(numbers):
+                    one.work = numbers
+                case Save() if one.request.is_again:  # it was written before
                     one.end({})
-                else:
+                case Save() as call:
                     one.work = functools.partial(self._save, one, call)
-            elif isinstance(call, Create | Load):
-                self._in_background(one, functools.partial(self._begin, one, one.request, call))
-            else:
-                raise UserError(call.reason)
+                case Create() | Load() as call:
+                    begin = functools.partial(self._begin, one, one.request, call)
+                    self._in_background(one, begin)
+                case Refused(reason):
+                    raise UserError(reason)
         except (UserError, OSError) as error:
             one.end(error=error)
 

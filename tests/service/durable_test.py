@@ -2,6 +2,7 @@
 moment and continues.
 """
 
+import contextlib
 import threading
 import time
 import types
@@ -43,15 +44,10 @@ class FakeTrainer:
 
     def __init__(self, policies):
         self.policies, self.log = set(policies), []
+        self.can_start, self.can_move, self.brought = lambda work: True, lambda: True, dict
 
     def __contains__(self, name):
         return name in self.policies
-
-    def can_start(self, work):
-        return True
-
-    def can_move(self):
-        return True
 
     def step(self, works, bound_s=None):
         shape = self.declared[0] if bound_s is not None and bound_s < 0.02 else self.declared[1]
@@ -63,16 +59,13 @@ class FakeTrainer:
         blocks.collect(places, np.zeros((*shape[:3], 1)), {"loss": np.ones(shape.blocks)})
         return Step(shape, made, shape.size * 1e-3)
 
-    def brought(self):
-        return {}
-
     def read_state(self, name):
         raise UserError("the checkpoint does not exist")
 
     def optim(self, updates):
-        for name, numbers in updates.items():
-            self.log.append(("optim", name, numbers.learning_rate))
-        return {name: {"learning_rate": numbers.learning_rate} for name, numbers in updates.items()}
+        rates = {name: numbers.learning_rate for name, numbers in updates.items()}
+        self.log += [("optim", name, rate) for name, rate in rates.items()]
+        return {name: {"learning_rate": rate} for name, rate in rates.items()}
 
 
 def datum(n, mark=1.0):
@@ -100,11 +93,12 @@ class Served:
                 self.woken.clear()
 
     def end(self):
-        self.stopped = True
-        if self.thread.ident:
-            self.thread.join()
-        self.durable.close()
-        self.database.close()
+        if not self.stopped:
+            self.stopped = True
+            if self.thread.ident:
+                self.thread.join()
+            self.durable.close()
+            self.database.close()
 
     def send(self, model, call):
         """Submits a policy's next call; returns its id."""
@@ -132,40 +126,32 @@ class Served:
 
 @pytest.fixture
 def fake(memory):
-    """``fake("ab")``: two policies that nothing computes; turns are taken by hand."""
-    made = []
+    """``fake("ab")``: two policies that nothing computes; the test takes the turns."""
+    with contextlib.ExitStack() as opened:
 
-    def make(policies, folder="fake", **options):
-        made.append(Served(FakeTrainer(policies), memory / folder, **options))
-        return made[-1]
+        def make(policies, folder="fake"):
+            served = Served(FakeTrainer(policies), memory / folder)
+            opened.callback(served.end)
+            return served
 
-    yield make
-    for served in made:
-        served.end()
+        yield make
 
 
 @pytest.fixture
 def server_of(tiny_base, tmp_path):
-    made = []
+    """``server_of(folder)`` runs turns over a real trainer."""
+    with contextlib.ExitStack() as opened:
 
-    def make(folder="one", **options):
-        live = Trainer(
-            tiny_base(),
-            slots={8: 2},
-            shapes=SHAPES,
-            host_bytes=20_000,
-            folder=tmp_path / folder / "spilled",
-        )
-        made.append(Served(live, tmp_path / folder, **options).run())
-        return made[-1]
+        def make(folder="one", slots=2, **options):
+            spilled = tmp_path / folder / "spilled"
+            live = Trainer(
+                tiny_base(), slots={8: slots}, shapes=SHAPES, host_bytes=20_000, folder=spilled
+            )
+            served = Served(live, tmp_path / folder, **options).run()
+            opened.callback(served.end)
+            return served
 
-    yield make
-    for served in made:
-        if not served.stopped:
-            served.end()
-
-
-# queues
+        yield make
 
 
 OPERATIONS = st.lists(
@@ -275,54 +261,42 @@ def test_a_mistake_fails_only_its_own_request(rng, server_of):
         Durable(server.durable.states.parent, server.live, server.database, every=0)
 
 
-def test_a_policy_whose_state_cannot_be_read_back_fails_alone(rng, tiny_base, tmp_path):
+def test_a_policy_whose_state_cannot_be_read_back_fails_alone(rng, server_of):
     """Other policies train, and so does this one with another state."""
-    live = Trainer(
-        tiny_base(), slots={8: 1}, shapes=SHAPES, host_bytes=0, folder=tmp_path / "spilled"
-    )
-    states = {
-        name: random_state(rng, live.base, config) for name, config in list(CONFIGS.items())[:2]
-    }
+    served = server_of(slots=1)
+    states = {name: random_state(rng, served.live.base, CONFIGS[name]) for name in "ab"}
     for name, state in states.items():
-        live.join(name, state)
-    lost, other = states
-    path = live._members[lost].off_device.path
-    data = bytearray(path.read_bytes())
+        served.durable.do(name, lambda live, n=name, s=state: live.join(n, s)).result(DEADLINE_S)
+    lost = served.live._members["a"].off_device.path
+    data = bytearray(lost.read_bytes())
     data[-3] ^= 1
-    path.write_bytes(data)
-    served = Served(live, tmp_path)
+    lost.write_bytes(data)
 
     def send(name):
         loss = coefs("cross_entropy")
         calls = [ForwardBackward(random_data(rng, "cross_entropy"), loss) for _ in range(2)]
         return [served.send(name, call) for call in (*calls, Optim(random_optimizer(rng)))]
 
-    failed, done = send(lost), send(other)
-    served.run()
+    failed, done = send("a"), send("b")
     for id in failed:
-        with pytest.raises(UserError, match=rf"state of policy '{lost}' cannot be read .*: load a"):
+        with pytest.raises(UserError, match=r"state of policy 'a' cannot be read .*: load a"):
             served.get(id)
     assert served.get(done[-1])["skipped"] == 0
-    served.durable.do(lost, lambda live: live.replace(lost, states[lost]))
-    assert served.get(send(lost)[-1])["skipped"] == 0
-    served.end()
-
-
-# restarts
+    served.durable.do("a", lambda live: live.replace("a", states["a"]))
+    assert served.get(send("a")[-1])["skipped"] == 0
 
 
 def plan_of(rng, config, rounds):
     """Returns the calls of one policy, with pending gradients at the end."""
+
+    def data(kind, backward=True):
+        return ForwardBackward(random_data(rng, kind), coefs(kind), backward)
+
     made = [Create(config, int(rng.integers(1 << 30)))]
     for _ in range(rounds):
-        made += [
-            ForwardBackward(random_data(rng, "cross_entropy"), coefs("cross_entropy"))
-            for _ in range(int(rng.integers(1, 3)))
-        ]
-        made.append(ForwardBackward(random_data(rng, "ppo"), coefs("ppo"), backward=False))
-        made.append(Optim(random_optimizer(rng)))
-    made.append(ForwardBackward(random_data(rng, "cross_entropy"), coefs("cross_entropy")))
-    return made
+        made += [data("cross_entropy") for _ in range(int(rng.integers(1, 3)))]
+        made += [data("ppo", backward=False), Optim(random_optimizer(rng))]
+    return [*made, data("cross_entropy")]
 
 
 @pytest.mark.parametrize("every", [1, 3, 1000])

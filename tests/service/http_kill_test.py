@@ -20,8 +20,8 @@ from tests.service.http_tenants import TENANTS, Tenant, serve_all
 
 KILLS = int(os.environ.get("MINT_TEST_KILLS", "3"))
 OPTIONS = {"snapshot_every": 3, "snapshot_s": 2.0, "max_rows": 4, "shapes": "((4, 1, 16),)"}
-AWAKE_S = (0.3, 6.0)  # how long a server lives once it serves
-START_S = (0.0, 8.0)  # and how long each fourth one that is killed on its way there
+AWAKE_S = (0.3, 4.0)  # seconds that a server lives once it serves
+START_S = (0.0, 6.0)  # seconds that each third one lives, which is killed on its way there
 
 
 def start(folder: Path, port: int) -> Served:
@@ -62,7 +62,7 @@ async def killed_again_and_again(
     tenants = asyncio.create_task(serve_all(f"http://127.0.0.1:{port}", seed, None, ended))
     try:
         for kill in range(kills):
-            if kill % 4 == 3:
+            if kill % 3 == 1:
                 await asyncio.sleep(choice.uniform(*START_S))
             else:
                 await asyncio.to_thread(served.ready)

@@ -1,12 +1,13 @@
 """kill -9 of a process that submits, runs, delivers and takes snapshots: every id that was given
 out is found again, and every request changes its model's state once, in order.
 
-``python -m tests.service.kill_test FOLDER SEED`` is the process that is killed. It loads the last
-snapshot, replays, and continues; between two of them the test opens the database and compares.
-FOLDER has the database, ``state.json`` with the last snapshot, and ``log``: a line of JSON for each
-answer that a client received, written right after it.
+``python -m tests.service.kill_test FOLDER`` forks a process for each seed that it reads; these are
+killed. Each loads the last snapshot, replays, and continues; between two of them the test opens the
+database and compares. FOLDER has the database, ``state.json`` with the last snapshot, and ``log``:
+a line of JSON for each answer that a client received, written right after it.
 """
 
+import contextlib
 import json
 import os
 import random
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -119,21 +121,27 @@ def work(folder: Path, seed: int) -> None:
 
     for task, name in [*((submit, model) for model in MODELS), (execute, ""), (collect, "")]:
         threading.Thread(target=run, args=(task, name)).start()
-    print("started", flush=True)
+    print(os.getpid(), flush=True)
 
 
-def kill(folder: Path, choice: random.Random) -> None:
-    """Starts a process and kills it at a random moment of its work."""
-    command = [sys.executable, "-m", "tests.service.kill_test", folder, str(choice.getrandbits(30))]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "started\n"
-        time.sleep(choice.uniform(0, 0.15))
-        process.send_signal(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL, log_of(folder)[-1]
+@contextlib.contextmanager
+def killer(folder: Path) -> Iterator[Callable[[random.Random], None]]:
+    """Yields a function that starts a process and kills it at a random moment of its work."""
+    command = [sys.executable, "-m", "tests.service.kill_test", folder]
+    pipes: dict = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": ""}, **pipes) as made:
+        assert made.stdin is not None
+        assert made.stdout is not None
+
+        def kill(choice: random.Random) -> None:
+            print(choice.getrandbits(30), file=made.stdin, flush=True)
+            pid = int(made.stdout.readline())
+            time.sleep(choice.uniform(0, 0.15))
+            os.kill(pid, signal.SIGKILL)
+            assert made.stdout.readline() == f"ended {signal.SIGKILL:d}\n", log_of(folder)[-1]
+
+        yield kill
+        made.stdin.close()
 
 
 def compare(folder: Path) -> int:
@@ -180,11 +188,16 @@ def compare(folder: Path) -> int:
 )
 def test_a_killed_service_loses_no_request_and_runs_none_twice(memory, kills):
     choice = random.Random(int(os.environ["MINT_TEST_SEED"]))
-    for _ in range(kills):
-        kill(memory, choice)
-        given = compare(memory)
+    with killer(memory) as kill:
+        for _ in range(kills):
+            kill(choice)
+            given = compare(memory)
     assert given > 0
 
 
 if __name__ == "__main__":
-    work(Path(sys.argv[1]), int(sys.argv[2]))
+    for line in sys.stdin:
+        if (pid := os.fork()) == 0:
+            work(Path(sys.argv[1]), int(line))
+            threading.Event().wait()
+        print("ended", os.waitpid(pid, 0)[1], flush=True)
