@@ -37,23 +37,15 @@ Spec = Callable[..., jax.ShapeDtypeStruct]
 
 
 class Call(NamedTuple):
-    """One call of an op.
+    """One call of an op."""
 
-    Attributes:
-        op: name of the op in ``pallas_kernels.tuning``.
-        shape: shape from a model.
-        fn: function of ``args``.
-        args: abstract arguments.
-        donated: indices of arguments that are updated in place.
-        numbers: makes the integer arguments, owners of rows and locations, in the order of the
-            leaves of ``args``.
-    """
-
-    op: str
-    shape: Any
-    fn: Callable[..., Any]
-    args: tuple[Any, ...]
-    donated: tuple[int, ...]
+    op: str  # name of the op in `pallas_kernels.tuning`
+    shape: Any  # shape from a model
+    fn: Callable[..., Any]  # function of `args`
+    args: tuple[Any, ...]  # abstract arguments
+    donated: tuple[int, ...]  # indices of arguments that are updated in place
+    # makes the integer arguments, owners of rows and locations, in the order of the leaves of
+    # `args`
     numbers: Callable[[np.random.Generator], tuple[Any, ...]]
 
     @property
@@ -80,9 +72,7 @@ class Call(NamedTuple):
 
 
 def calls(device: Any, platform: str) -> Iterator[Call]:
-    """Yields calls of the ops with a kernel for this platform, ``tpu`` or ``cuda``, on this
-    device.
-    """
+    """Yields calls of the ops with a kernel for ``tpu`` or ``cuda``, on this device."""
     place = SingleDeviceSharding(device)
 
     def spec(*dims: int, dtype: str = "int32") -> jax.ShapeDtypeStruct:

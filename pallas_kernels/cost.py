@@ -1,22 +1,9 @@
-"""Lower bounds on the cost of a call from its shapes and, if given, the factors of its rows:
-operations, bytes, passes.
+"""Lower bounds on the cost of a call from its shapes and, if given, the factors of its rows.
 
 Bytes count what any implementation must move: each row read once, each result written once (and
-read, if added to), every distinct factor and every distinct expert's matrix once. Only factors
-named by rows count, not the whole stacks. A multiply-add is two operations. Passes count weight
-tiles of a TPU's matrix unit, 128 or 256 wide, which cost the same whether a matmul fills them or
-not; an adapter of rank 16 fills 16 columns.
-
-The adapters' part has two bounds. As a separate call (``packed_lora`` after the base) the rows move
-once more, and ``Cost.nbytes`` counts. Within the base's matmul rows and results are already there,
-and only ``Cost.weights`` is extra. Relative to the bytes of the base (its rows and its distinct
-experts' matrices) for Qwen3-30B-A3B in bfloat16, with 8 distinct experts per token drawn uniformly,
-gate, up and down, expected: (tokens, adapters, rank) -> within, separate
-
-    64, 64, 16        +11.6 %  +12.4 %
-    1,024, 8, 16      +21.1 %  +33.5 %
-    1,024, 64, 16    +108.6 % +121.1 %
-    1,024, 1,024, 1   +10.5 %  +23.0 %
+read, if added to), every distinct factor and expert's matrix once. A multiply-add is two
+operations. Passes count weight tiles of a TPU's matrix unit, which cost the same whether a matmul
+fills them or not. Within the base's matmul only the factors' bytes are extra, ``Cost.weights``.
 
 Axes: M rows, D in, F out, R rank, W factors, K projections of the same rows, E experts.
 """
@@ -31,17 +18,11 @@ COLUMNS = 128  # columns of a chunk of adapters: eight of rank 16, see ``packed_
 
 
 class Cost(NamedTuple):
-    """Cost of one call.
+    """Cost of one call."""
 
-    Attributes:
-        flops: operations.
-        rows: bytes of rows, results and their gradients.
-        weights: bytes of factors or matrices, and of their gradients.
-    """
-
-    flops: int
-    rows: int
-    weights: int
+    flops: int  # operations
+    rows: int  # bytes of rows, results and their gradients
+    weights: int  # bytes of factors or matrices, and of their gradients
 
     @property
     def nbytes(self) -> int:
@@ -60,15 +41,8 @@ def packed_lora(
     factor: Any = None,
     backward: bool = False,
 ) -> Cost:
-    """Returns the cost of ``packed_lora.packed_lora`` or its gradients; arguments need a shape and
-    a dtype only.
-
-    The backward pass reads x and the results' gradients, adds to the gradient of x, reads each
-    present factor and writes its gradient. Zero gradients of absent factors are not counted.
-
-    Args:
-        x, a, b, onto: ``[M, D]``, ``[W, R, D]``, ``[W, R, F]`` and ``[M, F]`` of each projection.
-        factor: ``[M]``, concrete; None assumes the maximum number of distinct factors.
+    """Returns the cost of ``packed_lora.packed_lora`` or its gradients, of arguments with a shape
+    and a dtype. ``factor [M]``, concrete; None assumes the most distinct ones.
     """
     (M, D), (W, R) = x.shape, a[0].shape[:2]
     if factor is None:
@@ -90,12 +64,8 @@ def packed_lora(
 
 
 def grouped(x: Any, w: Sequence[Any], sizes: Any = None, backward: bool = False) -> Cost:
-    """Returns the cost of the base's grouped matmuls of the same rows; backward is the gradient of
-    the rows only, since the base is frozen.
-
-    Args:
-        x, w: ``[M, D]``, and ``[E, D, F]`` of each projection; results have the dtype of x.
-        sizes: ``[E]`` rows of each expert, concrete; None assumes the maximum number of experts.
+    """Returns the cost of the base's grouped matmuls ``[M, D] [E, D, F]`` of the same rows;
+    backward, of the rows' gradient only. ``sizes [E]``, concrete; None assumes the most experts.
     """
     M, D = x.shape
     if sizes is None:
@@ -119,12 +89,7 @@ def packed_matmul(
     sizes: Any = None,
     factor: Any = None,
 ) -> Cost:
-    """Returns the cost of ``packed_matmul.packed_matmul``: base and adapters, with rows read and
-    results written once.
-
-    Args:
-        x, w, a, b, sizes, factor: as in ``grouped`` and ``packed_lora``.
-    """
+    """Returns the cost of base and adapters in one pass, see ``grouped`` and ``packed_lora``."""
     base = grouped(x, w, sizes)
     lora = packed_lora(
         x,
@@ -137,24 +102,17 @@ def packed_matmul(
 
 
 def passes(d_in: int, d_out: int, unit: int, rows: int = TILE) -> int:
-    """Returns rows times weight tiles of a matmul ``[rows, d_in] [d_in, d_out]`` in a matrix unit
-    ``unit`` wide.
-    """
+    """Returns rows times weight tiles of a matmul ``[rows, d_in] [d_in, d_out]``."""
     return rows * -(-d_in // unit) * -(-d_out // unit)
 
 
 def packed_lora_passes(
     factor: Any, rank: int, d_in: int, d_out: Sequence[int], unit: int, tile: int = TILE
 ) -> int:
-    """Returns the passes of the forward matmuls of all tiles with adapters, in chunks of at most
-    ``COLUMNS`` / R adapters.
+    """Returns the passes of the forward matmuls of all tiles, in chunks of ``COLUMNS`` / R
+    adapters.
 
-    In the first matmul the columns of a chunk's adapters are adjacent for all projections; in the
-    second each projection has its own factors, stacked.
-
-    Args:
-        factor: ``[M]``, concrete, as in ``packed_lora``.
-        unit: width of a chip's matrix unit, 128 (v5e, v5p) or 256 (v6e, TPU7x).
+    ``unit``: width of a chip's matrix unit, 128 (v5e, v5p) or 256 (v6e, TPU7x).
     """
     factor, chunk = np.asarray(factor), 1 << max(0, (COLUMNS // rank).bit_length() - 1)
 

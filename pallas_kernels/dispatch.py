@@ -1,10 +1,9 @@
 """Selection of an op's implementation, with the reasons against the others.
 
 Every op has a table, best first. An implementation that cannot serve raises ``NotImplementedError``
-with the reason before anything is computed, and the next is tried; the last serves everything.
-``auto`` selects by the platform that a program is *lowered for*, inside the program
-(``jax.lax.platform_dependent``), so a program compiled ahead of time for a TPU has the TPU's kernel
-wherever it is compiled.
+with the reason, and the next is tried; the last serves everything. ``auto`` selects by the platform
+that a program is *lowered for*, inside the program (``jax.lax.platform_dependent``), so a program
+compiled ahead of time for a TPU has the TPU's kernel wherever it is compiled.
 """
 
 import collections
@@ -19,18 +18,12 @@ _log = logging.getLogger(__name__)
 
 
 class Fall(NamedTuple):
-    """An implementation that was skipped.
+    """An implementation that was skipped."""
 
-    Attributes:
-        op, implementation: their names.
-        platform: platform of the implementation.
-        reason: reason why it could not serve.
-    """
-
-    op: str
+    op: str  # this and implementation: their names
     implementation: str
-    platform: str | None
-    reason: str
+    platform: str | None  # platform of the implementation
+    reason: str  # reason why it could not serve
 
 
 # Number of times that each was skipped in this process.
@@ -38,26 +31,18 @@ fallen: collections.Counter[Fall] = collections.Counter()
 
 
 class Implementation(NamedTuple):
-    """One way to compute an op.
+    """One way to compute an op."""
 
-    Attributes:
-        name: name for ``implementation=``.
-        platform: platform that it is lowered for; None is any.
-        call: function of the op's arrays, and ``interpret`` for a Pallas kernel.
-        require: function of the same arrays (or their shapes); raises ``NotImplementedError`` with
-            the reason if it cannot serve them.
-    """
-
-    name: str
-    platform: str | None
-    call: Callable[..., Any]
+    name: str  # name for `implementation=`
+    platform: str | None  # platform that it is lowered for; None is any
+    call: Callable[..., Any]  # function of the op's arrays, and `interpret` for a Pallas kernel
+    # function of the same arrays (or their shapes); raises `NotImplementedError` with the reason if
+    # it cannot serve them
     require: Callable[..., None]
 
 
 def platform_here() -> str:
-    """Returns the platform that programs for this process's devices are lowered for, as in
-    ``Implementation``.
-    """
+    """Returns the platform that this process's programs are lowered for."""
     return _platform(jax.default_backend())
 
 
@@ -77,7 +62,7 @@ def named(implementation: str) -> bool:
 
 
 def anything(*args: Any) -> None:
-    """Accepts everything, as the ``require`` of an implementation."""
+    """Accepts everything."""
 
 
 def explain(table: Sequence[Implementation], *args: Any) -> list[tuple[str, str]]:
@@ -150,15 +135,9 @@ def run(
 
 
 def passed_over(since: collections.Counter[Fall], platform: str) -> list[dict[str, Any]]:
-    """Returns the kernels of one platform that were skipped since ``since``, for reports.
-
-    Args:
-        since: an earlier copy of ``fallen``.
-        platform: as in ``Implementation``, or another one, which has no kernels.
-
-    Returns:
-        For each kernel and reason ``op``, ``implementation``, ``reason`` and ``times``: the number
-        of calls, each traced once per program.
+    """Returns the kernels of one platform that were skipped since ``since``, an earlier copy of
+    ``fallen``: ``op``, ``implementation``, ``reason``, and ``times``, each traced once per
+    program.
     """
     return [
         {

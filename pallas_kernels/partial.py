@@ -17,23 +17,15 @@ MASKED = -1e30
 
 
 class Partial(NamedTuple):
-    """Attention to some of the keys, before division by the sum of weights.
+    """Attention to some of the keys, before division by the sum of weights."""
 
-    Attributes:
-        top: ``[..., 1]`` float32, the largest score.
-        total: ``[..., 1]``, sum of ``exp(score - top)``.
-        value: ``[..., V]``, sum of ``exp(score - top) v``.
-    """
-
-    top: jax.Array
-    total: jax.Array
-    value: jax.Array
+    top: jax.Array  # `[..., 1]` float32, the largest score
+    total: jax.Array  # `[..., 1]`, sum of `exp(score - top)`
+    value: jax.Array  # `[..., V]`, sum of `exp(score - top) v`
 
 
 def partial_softmax(s: jax.Array, weigh: Callable[[jax.Array], jax.Array]) -> Partial:
-    """Attends over the last axis of masked scores ``s``; ``weigh`` sums values with weights of the
-    shape of ``s``.
-    """
+    """Attends over the last axis of masked scores; ``weigh`` sums values with such weights."""
     top = jnp.max(s, axis=-1, keepdims=True)
     p = jnp.exp(s - top)
     return Partial(top, jnp.sum(p, axis=-1, keepdims=True), weigh(p))

@@ -15,9 +15,7 @@ import jax.numpy as jnp
 
 
 def dot(x: jax.Array, y: jax.Array, contract: tuple[int, int], batch: int = 0) -> jax.Array:
-    """Contracts one axis of each, in the dtype of ``x`` and accumulated in float32; the first
-    ``batch`` axes are batch axes.
-    """
+    """Contracts one axis of each, like ``x``, in float32; the first ``batch`` axes are batched."""
     # By default a TPU multiplies float32 as bfloat16.
     exact = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     dims = ((contract[0],), (contract[1],)), (tuple(range(batch)),) * 2

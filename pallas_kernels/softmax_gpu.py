@@ -15,17 +15,11 @@ from pallas_kernels.triton import Span, dot
 
 
 class Running(NamedTuple):
-    """Attention to the keys so far, all float32.
+    """Attention to the keys so far, all float32."""
 
-    Attributes:
-        top: ``[Q]``, the largest score; MASKED initially.
-        total: ``[Q]``, sum of ``exp(score - top)``.
-        values: for each piece ``[Q, V]``, sum of ``exp(score - top) v``.
-    """
-
-    top: jax.Array
-    total: jax.Array
-    values: tuple[jax.Array, ...]
+    top: jax.Array  # `[Q]`, the largest score; MASKED initially
+    total: jax.Array  # `[Q]`, sum of `exp(score - top)`
+    values: tuple[jax.Array, ...]  # for each piece `[Q, V]`, sum of `exp(score - top) v`
 
 
 def begin(queries: int, values: Sequence[Span]) -> Running:

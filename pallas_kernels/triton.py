@@ -1,9 +1,7 @@
 """Shared parts of the GPU kernels: blocks of arrays for Triton through Pallas.
 
-Triton's blocks have power-of-two sizes, and its dots sides of at least 16. A block may extend
-beyond its
-array or its rows: what lies there is not read and counts as zeros. This is a select, never a
-product by 0, so non-finite values beyond stay out.
+Triton's blocks have power-of-two sizes, and its dots sides of at least 16. What lies beyond an
+array or its rows is not read and counts as zeros, by a select: non-finite values beyond stay out.
 
 Axes: T rows of a tile.
 """
@@ -24,9 +22,7 @@ SMALL = {8.6, 8.9, 12.0, 12.1}
 
 
 def attached() -> list[float]:
-    """Returns the compute capabilities of the attached GPUs; empty without any, when programs are
-    compiled for unknown others.
-    """
+    """Returns the compute capabilities of the attached GPUs; empty without any."""
     try:
         return [float(device.compute_capability) for device in jax.local_devices(backend="cuda")]
     except RuntimeError:
@@ -34,11 +30,7 @@ def attached() -> list[float]:
 
 
 def require_shared_memory(what: str) -> None:
-    """Raises for kernels that need more than 99 KiB if a GPU has no more.
-
-    Raises:
-        NotImplementedError: such a GPU is attached.
-    """
+    """Raises ``NotImplementedError`` if an attached GPU has no more than 99 KiB."""
     if small := sorted(SMALL.intersection(attached())):
         raise NotImplementedError(
             f"this GPU is of compute capability {small[0]}, whose 99 KiB of shared memory do not"
@@ -52,11 +44,7 @@ def power_of_two(n: int, most: int) -> int:
 
 
 class Span:
-    """``size`` places of an axis from ``start`` on; those before ``stop`` are valid.
-
-    Args:
-        stop: None: all are valid.
-    """
+    """``size`` places of an axis from ``start`` on; those before ``stop``, or all, are valid."""
 
     def __init__(self, start: Any, size: int, stop: Any = None):
         self.at: Any = pl.ds(start, size)
@@ -65,9 +53,7 @@ class Span:
 
     @classmethod
     def of(cls, places: jax.Array, there: jax.Array) -> "Span":
-        """Makes a span of places in any order; invalid ones must be beyond the axis, where the
-        interpreter drops stores.
-        """
+        """Makes a span of places in any order; invalid ones must be beyond the axis."""
         out = cls(0, places.shape[0])
         out.at, out.there = places, there
         return out
@@ -83,9 +69,7 @@ class Span:
 
 
 def unravel(program: jax.Array, *sizes: int) -> list[jax.Array]:
-    """Returns a program's coordinates in a grid whose axes except the first have these sizes; the
-    last varies fastest.
-    """
+    """Returns a program's coordinates in a grid whose axes except the first have these sizes."""
     out = []
     for size in reversed(sizes):
         out.append(rem(program, size))
@@ -99,13 +83,10 @@ def columns(block: Any, size: int, n: int) -> Span:
 
 
 def pieces(n: int, most: int, zero: Any) -> list[Span]:
-    """Splits an axis of ``n`` into adjacent blocks of at most ``most``, so that 192 is 128 and 64
-    instead of 256.
-
-    Args:
-        zero: a 0 that is not constant: from JAX 0.12 on a constant start is rejected if its block
-            extends beyond the array.
+    """Splits an axis of ``n`` into adjacent blocks of at most ``most``, so that 192 is 128 and 64.
+    ``zero`` is a 0 that is not constant.
     """
+    # From JAX 0.12 on a constant start is rejected if its block extends beyond the array.
     out, start = [], 0
     while start < n:
         size = min(most, max(LEAST, 1 << ((n - start).bit_length() - 1)))
@@ -150,9 +131,7 @@ def write(ref: Any, value: jax.Array, *index: Any) -> None:
 
 
 def cost(flops: int, *arrays: jax.Array | jax.ShapeDtypeStruct) -> pl.CostEstimate:
-    """Returns the cost estimate of a kernel that reads or writes these arrays once, see
-    ``aot/flops.py``.
-    """
+    """Returns the cost estimate of a kernel that moves these arrays once, see ``aot/flops.py``."""
     return pl.CostEstimate(
         flops=flops,
         bytes_accessed=sum(x.size * x.dtype.itemsize for x in arrays),
@@ -161,9 +140,8 @@ def cost(flops: int, *arrays: jax.Array | jax.ShapeDtypeStruct) -> pl.CostEstima
 
 
 def dot(x: jax.Array, y: jax.Array, contract: tuple[int, int]) -> jax.Array:
-    """Contracts one axis of each in float32; ``y`` is converted to the dtype of ``x``. Float32 does
-    not use TF32, whose 10 bits are too few.
-    """
+    """Contracts one axis of each in float32; ``y`` is converted to the dtype of ``x``."""
+    # Not TF32, whose 10 bits are too few.
     exact = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     y = y.astype(x.dtype)
     return jax.lax.dot_general(

@@ -1,14 +1,9 @@
 """Measured tile sizes: tables for each op and device, which take precedence over a kernel's own
 rule.
 
-A table is ``<op>/tuned/<device>.json``, named by JAX's device kind: ``{key: {"config": {...},
-...}}``. The key names what a call's speed depends on (platform, dtypes, shapes in powers of two);
-other fields say how the sizes were measured. Tables under ``tuned/<op>`` in the cache
-(``cache.folder``) are this machine's own and take precedence. ``benchmarks/tune_kernels.py``
-writes them.
-
-Sizes are looked up while a program is traced. The target device and sizes under trial are part of
-the key of JAX's caches (``jax.make_user_context``), so that no program gets another's.
+A table is ``<op>/tuned/<device>.json``: ``{key: {"config": {...}, ...}}``, whose key names what a
+call's speed depends on. Tables under ``tuned/<op>`` in the cache are this machine's own and take
+precedence. ``benchmarks/tune_kernels.py`` writes them.
 """
 
 import contextlib
@@ -28,31 +23,20 @@ Sizes = TypeVar("Sizes", bound=tuple)
 
 
 class Choice(NamedTuple):
-    """Sizes that a program was traced with.
+    """Sizes that a program was traced with."""
 
-    Attributes:
-        op, platform, key: identify the call.
-        sizes: from the table or the rule.
-    """
-
-    op: str
+    op: str  # this and platform, key: identify the call
     platform: str
     key: str
-    sizes: Any
+    sizes: Any  # from the table or the rule
 
 
 class _TraceContext(NamedTuple):
-    """Target of tracing.
+    """Target of tracing."""
 
-    Attributes:
-        device: device kind; None: the attached one.
-        op: op whose sizes are overridden.
-        sizes: override of the table's and the rule's sizes.
-    """
-
-    device: str | None = None
-    op: str | None = None
-    sizes: Any = None
+    device: str | None = None  # device kind; None: the attached one
+    op: str | None = None  # op whose sizes are overridden
+    sizes: Any = None  # override of the table's and the rule's sizes
 
 
 _asked = jax.make_user_context(_TraceContext())
@@ -87,9 +71,8 @@ def chosen(op: str, platform: str, key: str, rule: Sizes) -> Sizes:
     """Returns the sizes of a call of an op's kernel.
 
     Args:
-        op: its name, as in ``trying`` and as its folder's, optionally followed by a word:
-            ``packed_lora backward``.
-        platform: platform of the kernel; devices of other platforms have no table of it.
+        op: its folder's name, optionally followed by a word: ``packed_lora backward``.
+        platform: of the kernel; devices of other platforms have no table of it.
         rule: sizes without a table; a ``NamedTuple`` of numbers and of such tuples.
     """
     asked, key = _asked.value, f"{platform} {key}"
@@ -124,11 +107,7 @@ def folders(op: str) -> list[Path]:
 
 
 def table(op: str, device: str) -> dict[str, Any]:
-    """Returns an op's table for a kind of device, ``key -> entry``; empty without measurements.
-
-    Raises:
-        ValueError: an invalid table; names the file.
-    """
+    """Returns an op's table for a kind of device, ``key -> entry``; ``ValueError`` if invalid."""
     return {
         key: entry
         for at in folders(op)
@@ -155,9 +134,7 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def write(op: str, device: str, entries: dict[str, Any], folder: Path) -> Path:
-    """Adds entries to an op's table in ``folder``, replacing those with the same keys; returns the
-    path.
-    """
+    """Adds entries to an op's table in ``folder``, replacing those with the same keys."""
     path = folder / filename(device)
     stored = dict(_read(path))
     stored[op] = stored.get(op, {}) | entries

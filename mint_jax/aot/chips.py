@@ -1,9 +1,8 @@
 """Datasheet peaks of accelerators, and compile-only devices of a named pod.
 
 A target is named by its torus, ``v5p:4x4x8`` (128 TPU v5p chips), or by its cloud name,
-``v5p-256``; ``cuda:h200x8`` is one server of eight GPUs. A target's devices only compile programs;
-no array can be put on them. All rates are datasheet peaks, so estimates that use them are lower
-bounds.
+``v5p-256``; ``cuda:h200x8`` is one server of eight GPUs. Estimates that use datasheet peaks are
+lower bounds.
 """
 
 import dataclasses
@@ -30,22 +29,15 @@ _QUIET = {
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """Datasheet peaks of one chip.
+    """Datasheet peaks of one chip."""
 
-    Attributes:
-        hbm: bytes; the runtime keeps a few percent of them.
-        flops: dense bfloat16 operations per second.
-        hbm_rate: bytes per second.
-        link_rate: bytes per second that leave the chip over all its links together, half the
-            datasheet's bidirectional rate.
-        slices: sizes of its pods, smallest first.
-    """
-
-    hbm: int
-    flops: float
-    hbm_rate: float
+    hbm: int  # bytes; the runtime keeps a few percent of them
+    flops: float  # dense bfloat16 operations per second
+    hbm_rate: float  # bytes per second
+    # bytes per second that leave the chip over all its links together, half the datasheet's
+    # bidirectional rate
     link_rate: float
-    slices: tuple[str, ...]
+    slices: tuple[str, ...]  # sizes of its pods, smallest first
 
 
 _FLAT = ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
@@ -76,32 +68,20 @@ CUDA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A pod: its devices, and the peaks of one device (a chip may show as one device or as two).
+    """A pod: its devices, and the peaks of one device (a chip may show as one device or as two)."""
 
-    Attributes:
-        name: as the user gave it.
-        chips: how many.
-        devices: compile-only devices.
-        hbm, flops, hbm_rate, link_rate: of one device, in the units of ``Chip``.
-        options: of the compiler, where it must not ask a device.
-    """
-
-    name: str
-    chips: int
-    devices: tuple[Any, ...]
-    hbm: int
+    name: str  # as the user gave it
+    chips: int  # how many
+    devices: tuple[Any, ...]  # compile-only devices
+    hbm: int  # this and flops, hbm_rate, link_rate: of one device, in the units of `Chip`
     flops: float
     hbm_rate: float
     link_rate: float
-    options: dict[str, str]
+    options: dict[str, str]  # of the compiler, where it must not ask a device
 
 
 def names(kind: str) -> list[str]:
-    """Returns the targets of one chip kind, smallest first: ``v5p`` -> ``v5p:2x2x1`` and so on.
-
-    Raises:
-        UserError: the kind is unknown.
-    """
+    """Returns the targets of one chip kind, smallest first: ``v5p`` -> ``v5p:2x2x1`` and so on."""
     if kind not in CHIPS:
         raise choice("chip", kind, CHIPS)
     return [
@@ -110,11 +90,8 @@ def names(kind: str) -> list[str]:
 
 
 def canonical(name: str) -> str:
-    """Returns our name of a pod from a cloud name: ``v5p-64`` -> ``v5p:2x4x4``, ``v5litepod-16`` ->
-    ``v5e:4x4``.
-
-    Raises:
-        UserError: the name is unknown; for a known chip, lists its sizes.
+    """Returns our name of a pod from a cloud name, ``v5p-64`` -> ``v5p:2x4x4``; raises
+    ``UserError`` with the known sizes.
     """
     known = [each for kind in CHIPS for each in names(kind)]
     if name in known:
@@ -136,12 +113,7 @@ def canonical(name: str) -> str:
 
 
 def need_compiler(name: str) -> None:
-    """Refuses a pod (or a kind of chip) whose compiler is not installed; it is looked for, not
-    loaded.
-
-    Raises:
-        UserError: with the extra to install.
-    """
+    """Refuses a pod or a kind of chip whose compiler is not installed, without loading it."""
     cuda = name.startswith("cuda:")
     if not any(
         importlib.util.find_spec(module) for module in (CUDA_PLUGINS if cuda else ("libtpu",))
@@ -158,11 +130,7 @@ def _chips(kind: str, name: str) -> int:
 
 
 def target(name: str) -> Target:
-    """The pod of this name, see ``canonical``.
-
-    Raises:
-        UserError: an unknown name, or the compiler of that accelerator is not installed.
-    """
+    """Returns the pod of a name, see ``canonical``; raises ``UserError`` without its compiler."""
     name = canonical(name)
     need_compiler(name)
     kind = next(kind for kind in CHIPS if name in names(kind))

@@ -1,8 +1,7 @@
 """Matrix FLOPs of a function, counted in its jaxpr before compilation and partitioning.
 
-The count covers all devices together. A scan multiplies its body by its length, a while loop counts
-its body once, a conditional counts its most expensive branch. Rematerialisation is included; work
-that partitioning repeats is not.
+A scan multiplies its body by its length, a while loop counts its body once, a conditional its most
+expensive branch. Rematerialisation is included; work that partitioning repeats is not.
 """
 
 import math
@@ -12,11 +11,7 @@ from jax.extend import core
 
 
 def traced_flops(jaxpr: core.Jaxpr, devices: int = 1) -> float:
-    """``2 M N K`` of every matrix product, grouped ones and kernels that state their cost included.
-
-    Args:
-        devices: how many run a ``shard_map`` body; its shapes are those of one.
-    """
+    """Returns ``2 M N K`` of every matrix product; ``devices`` run each ``shard_map`` body."""
     return sum(_equation(eqn, devices) for eqn in jaxpr.eqns)
 
 
@@ -47,7 +42,6 @@ def _equation(eqn: Any, devices: int) -> float:
 
 
 def _open(param: Any) -> Any:
-    """The jaxpr of a parameter that is one."""
     if isinstance(param, core.ClosedJaxpr):
         return param.jaxpr
     return param if isinstance(param, core.Jaxpr) else None

@@ -1,8 +1,8 @@
 """Resources of every GPU kernel on an H200, by the compiler of the CUDA wheels, without a GPU.
 
 ``python -m mint_jax.aot.gpu_kernels`` compiles every kernel in every shape of ``shapes.py`` and
-prints what the wheels' ``ptxas`` reports. Lowering alone misses kernels that Triton refuses and
-kernels that need too much shared memory.
+prints what ``ptxas`` reports: lowering alone misses kernels that Triton refuses, or that need too
+much memory.
 """
 
 import re
@@ -21,17 +21,11 @@ from pallas_kernels.calls import Call, calls
 
 
 class Kernel(NamedTuple):
-    """Report of ``ptxas`` on one kernel.
+    """Report of ``ptxas`` on one kernel."""
 
-    Attributes:
-        name: name of the function.
-        registers: registers of a thread.
-        spilled: bytes that a thread spills.
-    """
-
-    name: str
-    registers: int
-    spilled: int
+    name: str  # name of the function
+    registers: int  # registers of a thread
+    spilled: int  # bytes that a thread spills
 
 
 def kernels(report: str) -> list[Kernel]:

@@ -2,17 +2,10 @@
 counted as often as they run.
 
 ``Compiled.cost_analysis`` counts a loop's body once, however many layers it scans. This module
-walks the text of the optimised, partitioned module (one device's share) from its entry and
-multiplies each loop by its trip count: the compiler's note, or the constant in the loop's
-condition. For a loop whose end depends on data the caller may state the trip count, by the scopes
-in which the loop was traced. Any other loop counts once, and its contents are marked as a minimum.
-The exception is the one loop whose body is a call's step, as in a program that decodes until its
-caller stops it.
+multiplies each loop by its trip count: the compiler's note, the constant in its condition, or the
+caller's statement. Any other loop counts once, and its contents are marked as a minimum.
 
-Bytes of a collective are those that one device sends with the ring algorithm over a group of n: for
-a shard of o bytes, o (n - 1) to all-gather, o (n - 1) / n to reduce-scatter or all-to-all, twice
-that to all-reduce, o to permute. A TPU spreads a collective over fusions that compute meanwhile;
-they share a channel and count once.
+Bytes of a collective are those that one device sends with the ring algorithm over a group of n.
 """
 
 import dataclasses
@@ -63,21 +56,15 @@ class Instruction:
 
 @dataclasses.dataclass
 class Cost:
-    """Work of one device in one call of the program.
+    """Work of one device in one call of the program."""
 
-    Attributes:
-        flops: FLOPs of dots and convolutions, without hand-written kernels.
-        counts, bytes: runs and bytes sent, by collective.
-        kernels: calls of hand-written kernels.
-        unknown_loops: loops counted once because their end depends on data.
-        least: kinds of collectives in such loops; their counts and bytes are minima.
-    """
-
-    flops: float = 0.0
+    flops: float = 0.0  # FLOPs of dots and convolutions, without hand-written kernels
+    # counts, bytes: runs and bytes sent, by collective
     counts: dict[str, float] = dataclasses.field(default_factory=dict)
     bytes: dict[str, float] = dataclasses.field(default_factory=dict)
-    kernels: float = 0.0
-    unknown_loops: int = 0
+    kernels: float = 0.0  # calls of hand-written kernels
+    unknown_loops: int = 0  # loops counted once because their end depends on data
+    # kinds of collectives in such loops; their counts and bytes are minima
     least: frozenset[str] = frozenset()
 
     def add(self, other: "Cost", times: float = 1.0) -> None:
@@ -96,8 +83,7 @@ class Module:
     Args:
         steps: true if the entry's largest loop of unknown length is a call's step.
         trips: trip counts of loops of unknown length, by the names of ``jax.named_scope`` around
-            them, outermost first: ``"teams/runs"`` is a loop of ``runs`` within ``teams``. Scopes
-            that no key names are ignored.
+            them, outermost first: ``"teams/runs"``. Scopes that no key names are ignored.
     """
 
     def __init__(self, text: str, steps: bool = False, trips: Mapping[str, int] | None = None):
@@ -138,7 +124,7 @@ class Module:
             )
 
     def _channels(self) -> dict[str, str]:
-        """Channel of a collective inside fusions -> the one computation that counts it."""
+        # A TPU spreads a collective over fusions that compute meanwhile; they share a channel.
         fused = {
             name
             for body in self.computations.values()
@@ -163,9 +149,7 @@ class Module:
         return total
 
     def _of_instruction(self, i: Instruction, scattered: bool) -> tuple[Cost, float]:
-        """Returns the cost of an instruction and its multiplicity. ``scattered``: an all-reduce
-        keeps only one slice.
-        """
+        """Returns cost and multiplicity. ``scattered``: an all-reduce keeps only one slice."""
         kind = i.op.removesuffix("-start")
         if i.op == "while":
             trips = 1 if i.name == self._step else self._trips(i)
@@ -203,9 +187,7 @@ class Module:
         return Cost(), 0
 
     def _group(self, i: Instruction) -> int:
-        """Returns the number of devices that participate, from ``{{0,1},{2,3}}`` or
-        ``[groups,size]<=[...]``.
-        """
+        """Returns the number of devices in ``{{0,1},{2,3}}`` or ``[groups,size]<=[...]``."""
         if found := re.search(r"replica_groups=\[(\d+),(\d+)\]", i.rest):
             return int(found[2])
         if found := re.search(r"replica_groups=\{\{([\d,]*)\}", i.rest):
@@ -246,9 +228,7 @@ class Module:
         )
 
     def _convolution(self, i: Instruction) -> float:
-        """Returns the FLOPs of a convolution. TPUs compute dots as convolutions; a batch dimension
-        is a dilated window that meets one input position each.
-        """
+        """Returns the FLOPs of a convolution, as TPUs compute dots."""
         labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", i.rest)
         assert labels, i.rest
         lhs, kernel, out = (
@@ -275,9 +255,7 @@ class Module:
 def _window_meetings(
     a: int, k: int, o: int, stride="1", pad="0_0", lhs_dilate="1", rhs_dilate="1", rhs_reversal="0"
 ) -> int:
-    """Counts pairs of an output and a window position that meet an input element, not padding or a
-    hole.
-    """
+    """Counts pairs of output and window positions that meet an input element."""
     at = (
         np.arange(o)[:, None] * int(stride)
         + np.arange(k)[None] * int(rhs_dilate)
@@ -287,9 +265,7 @@ def _window_meetings(
 
 
 def _split_call(text: str) -> tuple[str, str]:
-    """Splits ``a, b), attributes`` into operands and attributes at the closing parenthesis of the
-    call.
-    """
+    """Splits ``a, b), attributes`` at the closing parenthesis of the call."""
     depth = 1
     for k, letter in enumerate(text):
         depth += (letter in "([{") - (letter in ")]}")
@@ -314,9 +290,7 @@ def shape(type_: str) -> tuple[int, ...]:
 
 
 def nbytes(type_: str) -> float:
-    """Returns the bytes of an array type, or of all arrays of a tuple type, without tile
-    padding.
-    """
+    """Returns the bytes of an array type, or of all arrays of a tuple, without tile padding."""
     total = 0.0
     for dtype, dims in _ARRAY.findall(type_):
         bits = _BITS.get(dtype) or int((re.search(r"\d+", dtype) or ["32"])[0])

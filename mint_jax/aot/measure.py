@@ -2,8 +2,7 @@
 rates.
 
 Times are estimated lower bounds: datasheet peaks, all links busy, compute, memory and links
-perfectly overlapped. Memory traffic counts the arguments that a call reads, once, and the new
-outputs, written once.
+perfectly overlapped.
 """
 
 import contextlib
@@ -28,54 +27,39 @@ _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """Resources of a program; bytes and FLOPs are per device and call.
+    """Resources of a program; bytes and FLOPs are per device and call."""
 
-    Attributes:
-        program: its name.
-        hbm: bytes of the device.
-        arguments, temporaries, outputs, aliased: bytes; aliased outputs use donated arguments.
-        total: bytes needed at once.
-        flops: FLOPs of matrix products: the larger of the compiled program's and the traced
-            function's share.
-        flops_traced: FLOPs of the traced function divided by the devices; less than ``flops`` where
-            devices repeat work.
-        hbm_bytes: bytes of read arguments and new outputs.
-        counts, sent: number and bytes of collectives, by kind.
-        kernels: calls of hand-written kernels, whose FLOPs the compiled text does not state.
-        unknown_loops: loops of data-dependent length, counted once; without the step loop of
-            ``decode`` and loops with stated trip counts.
-        least: kinds of collectives inside such loops; their counts and bytes are minima.
-        compute_s, memory_s, links_s: seconds at the datasheet's rates.
-        tokens: tokens of all devices.
-        compile_s: wall seconds.
-        text: the compiled program.
-        refused: the compiler's message if memory did not suffice.
-        stated: true if it states the missing bytes; else ``total`` assumes temporaries of the
-            memory's size.
-    """
-
-    program: str
-    hbm: int
+    program: str  # its name
+    hbm: int  # bytes of the device
+    # arguments, temporaries, outputs, aliased: bytes; aliased outputs use donated arguments
     arguments: int = 0
     temporaries: int = 0
     outputs: int = 0
     aliased: int = 0
-    total: int = 0
+    total: int = 0  # bytes needed at once
+    # FLOPs of matrix products: the larger of the compiled program's and the traced function's share
     flops: float = 0.0
+    # FLOPs of the traced function divided by the devices; less than `flops` where devices repeat
+    # work
     flops_traced: float = 0.0
-    hbm_bytes: float = 0.0
+    hbm_bytes: float = 0.0  # bytes of read arguments and new outputs
+    # counts, sent: number and bytes of collectives, by kind
     counts: dict[str, float] = dataclasses.field(default_factory=dict)
     sent: dict[str, float] = dataclasses.field(default_factory=dict)
-    kernels: int = 0
+    kernels: int = 0  # calls of hand-written kernels, whose FLOPs the compiled text does not state
+    # loops of data-dependent length, counted once; without the step loop of `decode` and loops with
+    # stated trip counts
     unknown_loops: int = 0
+    # kinds of collectives inside such loops; their counts and bytes are minima
     least: frozenset[str] = frozenset()
-    compute_s: float = 0.0
+    compute_s: float = 0.0  # this and memory_s, links_s: seconds at the datasheet's rates
     memory_s: float = 0.0
     links_s: float = 0.0
-    tokens: int = 0
-    compile_s: float = 0.0
-    text: str = ""
-    refused: str = ""
+    tokens: int = 0  # tokens of all devices
+    compile_s: float = 0.0  # wall seconds
+    text: str = ""  # the compiled program
+    refused: str = ""  # the compiler's message if memory did not suffice
+    # true if it states the missing bytes; else `total` assumes temporaries of the memory's size
     stated: bool = True
 
     @property
@@ -111,7 +95,6 @@ class Measured:
         ]
 
     def json(self, margin: float) -> dict[str, Any]:
-        """Returns the fields for the job's report."""
         out: dict[str, Any] = {
             "fits": int(self.fits(margin)),
             "free_hbm_fraction": round(self.free, 4),
@@ -151,19 +134,12 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True)
 class Colocated:
-    """One process that trains and samples over one base: resident bytes, and the most that any
-    program adds.
+    """One process that trains and samples over one base."""
 
-    Attributes:
-        hbm: bytes of the device.
-        arguments: resident bytes per device: one base, training state, sampling adapters, caches
-            and batches.
-        temporaries: temporaries and new outputs of the program that needs most.
-    """
-
-    hbm: int
+    hbm: int  # bytes of the device
+    # resident bytes per device: one base, training state, sampling adapters, caches and batches
     arguments: int
-    temporaries: int
+    temporaries: int  # temporaries and new outputs of the program that needs most
 
     @property
     def total(self) -> int:
@@ -179,7 +155,6 @@ class Colocated:
         return self.free >= margin
 
     def json(self, margin: float) -> dict[str, Any]:
-        """Returns the fields for the job's report."""
         return {
             "bytes": self.total,
             "argument_bytes": self.arguments,
@@ -190,12 +165,10 @@ class Colocated:
 
 
 def colocated(measured: Sequence[Measured], base_bytes: int) -> Colocated:
-    """Returns the memory of ``train``, ``optim``, ``prefill`` and ``decode`` together, one of them
-    running at a time.
-
-    Resident are the arguments of ``train`` and ``decode``, without the second base. The arguments
-    of ``prefill`` are those of ``decode`` except its plan of some kilobytes.
+    """Returns the memory of ``train``, ``optim``, ``prefill`` and ``decode`` over one base, running
+    one at a time.
     """
+    # The arguments of `prefill` are those of `decode` except its plan of some kilobytes.
     by = {m.program: m for m in measured}
     resident = by["train"].arguments + by["decode"].arguments - base_bytes
     added = [m.temporaries + m.outputs - m.aliased for m in measured]
@@ -262,9 +235,7 @@ def measure(program: Program, mesh: Mesh, target: Target) -> Measured:
 
 @contextlib.contextmanager
 def _not_cached() -> Iterator[None]:
-    """Disables the compilation cache: programs for devices that are not attached cannot be read
-    back.
-    """
+    """Disables the compilation cache: programs for absent devices cannot be read back."""
     name = "jax_persistent_cache_min_compile_time_secs"
     before = getattr(jax.config, name)
     jax.config.update(name, math.inf)
@@ -275,6 +246,5 @@ def _not_cached() -> Iterator[None]:
 
 
 def _temporaries(message: str) -> int | None:
-    """Returns the missing bytes of temporaries stated by the compiler, or None."""
     found = re.search(r"([\d.]+)([KMGT])\w*\)? (?:exceeds|of) ", message)
     return int(float(found[1]) * _UNITS[found[2]]) if found else None

@@ -1,9 +1,5 @@
 """Programs of a job on a pod that is not attached: abstract arguments with shardings, and how each
-is compiled.
-
-Nothing here allocates. Parameters, training state, adapters and the page pool are
-``ShapeDtypeStruct`` trees with the layout of the real ones. Sampling plans have the engine's shapes
-without contents.
+is compiled. Nothing here allocates.
 
 Axes: P policies, B rows of a policy, T tokens, M targets of a row, N adapters, Q prompts, G
 rollouts of a prompt, S tokens of a prompt, C new tokens.
@@ -43,29 +39,19 @@ Tree = Any
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """Function with everything its compilation depends on.
+    """Function with everything its compilation depends on."""
 
-    Attributes:
-        name: ``train``, ``optim``, ``prefill`` or ``decode``.
-        fn: function of ``args``.
-        args: abstract arguments, each leaf with its sharding.
-        donated: indices of arguments whose buffers the outputs reuse.
-        out: output shardings; donation requires those of the donated argument.
-        tokens: tokens that one call reads or samples.
-        steps: true if its outermost loop of unknown length takes one step in a measured call.
-        trips: trip counts of loops of data-dependent length, by scope; see ``hlo.Module``.
-        unread: bytes of each device's arguments that a measured call does not read.
-    """
-
-    name: str
-    fn: Callable[..., Any]
-    args: tuple[Any, ...]
-    donated: tuple[int, ...]
-    out: Any
-    tokens: int
+    name: str  # `train`, `optim`, `prefill` or `decode`
+    fn: Callable[..., Any]  # function of `args`
+    args: tuple[Any, ...]  # abstract arguments, each leaf with its sharding
+    donated: tuple[int, ...]  # indices of arguments whose buffers the outputs reuse
+    out: Any  # output shardings; donation requires those of the donated argument
+    tokens: int  # tokens that one call reads or samples
+    # true if its outermost loop of unknown length takes one step in a measured call
     steps: bool = False
+    # trip counts of loops of data-dependent length, by scope; see `hlo.Module`
     trips: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    unread: int = 0
+    unread: int = 0  # bytes of each device's arguments that a measured call does not read
 
     def trace(self, mesh: Mesh) -> Any:
         """Returns the traced function, with its jaxpr and ``lower``."""
@@ -76,14 +62,7 @@ class Program:
 
 
 class Plan:
-    """One base with its adapters on one mesh, as abstract trees.
-
-    Args:
-        cfg: config of the base.
-        mesh: mesh of compile-only or real devices.
-        dtype: dtype of the base, activations and caches; training adapters are float32.
-        adapter: config of every policy's adapter.
-        quantise: storage of the base's matrices, see ``models.quantised``.
+    """One base with its adapters on one mesh, as abstract trees; training adapters are float32.
 
     Raises:
         UserError: the mesh does not divide a dimension of the base or the adapters.
@@ -144,10 +123,7 @@ class Plan:
 
     def sampling(self, shape: RolloutShape) -> tuple[Program, Program]:
         """Returns ``prefill`` of prompt blocks and ``decode`` of all rollouts, with N resident
-        adapters.
-
-        The measured call is one at full length: the prompts' last blocks, and every rollout's last
-        token.
+        adapters, at full length: the prompts' last blocks, and every rollout's last token.
         """
         parts = device.page_parts(self.cfg, self.mesh)
         self._check_rows("rollout.prompts", shape.prompts, parts)
@@ -249,13 +225,10 @@ class Plan:
         return self._split(shape, (None,) * len(shape), dtype)
 
     def _plan(self, plan: Tree) -> Tree:
-        """Returns a plan in the form that the engine passes: whole on every device."""
         return jax.tree.map(lambda x: self._whole(np.shape(x), x.dtype), plan)
 
     def _place(self, tree: Tree) -> Tree:
-        """Returns abstract adapters or training state: factors, and leaves with their path, split
-        like the base; the rest whole.
-        """
+        """Returns abstract adapters or training state, split like the base where it is."""
         whole = NamedSharding(self.mesh, PartitionSpec())
 
         def place(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:

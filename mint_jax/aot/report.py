@@ -71,11 +71,7 @@ def _number(value: float) -> str:
 
 
 def picture(title: Sequence[str], measured: Sequence[Measured], path: Path) -> None:
-    """Draws the bytes of each device against its memory, and the three time terms of each program.
-
-    Args:
-        title: lines, broken where they exceed the picture's width.
-    """
+    """Draws each device's bytes against its memory, and each program's three times."""
     import matplotlib
 
     matplotlib.use("Agg")

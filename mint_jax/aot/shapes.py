@@ -20,9 +20,7 @@ class TrainShape:
 
 @dataclasses.dataclass(frozen=True)
 class RolloutShape:
-    """Shape of a pool that holds all rollouts at full length, and of its ``prefill`` and
-    ``decode``.
-    """
+    """Shape of a pool that holds all rollouts at full length, and of its programs."""
 
     adapters: int = setting("N, number of resident adapters; rows name theirs at run time")
     prompts: int = setting("Q, number of prompts")

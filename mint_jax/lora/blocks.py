@@ -13,29 +13,21 @@ from mint_jax.lora.view import AdapterView, attach_blocks
 
 @dataclasses.dataclass(frozen=True)
 class BlockPlan:
-    """An order of rows in which each block of ``size`` consecutive rows has one adapter.
+    """An order of rows in which each block of ``size`` consecutive rows has one adapter."""
 
-    Attributes:
-        order: indices of the given rows: blocks by bucket and slot, then rows without an adapter;
-            None is padding.
-        slots: slot of each block, by bucket.
-        base_blocks: number of blocks at the end without an adapter.
-    """
-
+    # indices of the given rows: blocks by bucket and slot, then rows without an adapter; None is
+    # padding
     order: list[int | None]
     size: int
-    slots: dict[int, np.ndarray]
-    base_blocks: int
+    slots: dict[int, np.ndarray]  # slot of each block, by bucket
+    base_blocks: int  # number of blocks at the end without an adapter
 
 
 def plan_blocks(adapters: Sequence[Slot | None], row_multiple: int = 1) -> BlockPlan:
-    """Plans a batch of rows that each name an adapter.
+    """Plans a batch of rows that each name an adapter; their number is a multiple of
+    ``row_multiple``.
 
-    Blocks are as large as possible. The number of blocks of each bucket is rounded up, so that
-    batches of changing composition share few compiled shapes.
-
-    Args:
-        row_multiple: the total number of rows is a multiple of this (the data axes of a mesh).
+    The number of blocks of each bucket is rounded up, so that batches share few compiled shapes.
     """
     members: dict[Slot | None, list[int]] = {}
     for row, slot in enumerate(adapters):

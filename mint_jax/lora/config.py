@@ -34,11 +34,7 @@ class AdapterConfig(Settings):
 
 
 def bucket_of(rank: int) -> int:
-    """Returns the rank bucket that holds ``rank``: the next power of two.
-
-    Raises:
-        UserError: a rank below 1 or above ``MAX_RANK``.
-    """
+    """Returns the rank bucket that holds ``rank``: the next power of two, up to ``MAX_RANK``."""
     if not 1 <= rank <= MAX_RANK:
         raise UserError(
             f"rank is {rank}; expected 1 to {MAX_RANK} (a policy without an adapter is the base"

@@ -40,16 +40,11 @@ PLAIN_SINCE = (0, 19, 1)  # first PEFT version without the swap
 
 
 class Pair(NamedTuple):
-    """The factors of one module in PEFT's layout.
+    """The factors of one module in PEFT's layout."""
 
-    Attributes:
-        a, b: ``[R, D]`` and ``[F, R]``.
-        scale: factor of ``b @ a``.
-    """
-
-    a: np.ndarray
+    a: np.ndarray  # this and b: `[R, D]` and `[F, R]`
     b: np.ndarray
-    scale: float
+    scale: float  # factor of `b @ a`
 
 
 Found = dict[str, dict[int, Pair]]  # projection path -> index among its modules -> factors
@@ -58,21 +53,13 @@ Take = Callable[[str], tuple[np.ndarray, np.ndarray] | None]
 
 
 class Fused(NamedTuple):
-    """One fused parameter of one layer.
+    """One fused parameter of one layer."""
 
-    Attributes:
-        name: full name, ``model.layers.0.mlp.experts.down_proj``.
-        paths: projections whose rows it stacks, ``("moe/moe/experts/down",)``.
-        first: index of the layer's first expert in the module list of each path.
-        count: E.
-        d_in, d_out: D, and F of all its projections together.
-    """
-
-    name: str
-    paths: tuple[str, ...]
-    first: int
-    count: int
-    d_in: int
+    name: str  # full name, `model.layers.0.mlp.experts.down_proj`
+    paths: tuple[str, ...]  # projections whose rows it stacks, `("moe/moe/experts/down",)`
+    first: int  # index of the layer's first expert in the module list of each path
+    count: int  # E
+    d_in: int  # this and d_out: D, and F of all its projections together
     d_out: int
 
     def fits(self, a: np.ndarray, b: np.ndarray) -> bool:
@@ -89,9 +76,7 @@ class Fused(NamedTuple):
 def fused_parameters(
     names: Mapping[str, Sequence[str]], projections: Mapping[str, Projection]
 ) -> dict[str, dict[str, Fused]]:
-    """Returns the fused parameters of a base, by module name and then ``gate_up_proj`` or
-    ``down_proj``.
-    """
+    """Returns the fused parameters of a base, by module name and then by ``PARAMETERS``."""
     found: dict[str, dict[str, Fused]] = {}
     packed = (path for path, projection in projections.items() if len(projection.stack) == 2)
     parents = dict.fromkeys(path.rsplit("/", 1)[0] for path in packed)
@@ -112,9 +97,7 @@ def fused_parameters(
 
 
 def is_targeted(name: str, targets: Iterable[str]) -> bool:
-    """Returns True if ``target_parameters`` contains a parameter; PEFT matches the end of its
-    name.
-    """
+    """Returns True if a target names this parameter; PEFT matches the end of its name."""
     return any(f".{name}".endswith(f".{target}") for target in targets)
 
 
@@ -125,16 +108,11 @@ def read_fused(
     version: str | None,
     where: str,
 ) -> Found:
-    """Takes the fused pairs out of a file and splits them by projection and expert.
-
-    Args:
-        fused: see ``fused_parameters``.
-        version: PEFT version that wrote the file, if known.
-        where: name of the file for errors.
+    """Takes the fused pairs out of a file, named ``where``, and splits them by projection and
+    expert.
 
     Raises:
-        UserError: shapes that fit neither parameter, another number of experts or rank, or an old
-            PEFT version.
+        UserError: shapes that fit neither parameter, other experts or rank, or an old PEFT version.
     """
     found: Found = {}
     for experts, parameters in fused.items():
@@ -210,10 +188,8 @@ def target_fields(
 ) -> dict[str, dict[str, float]]:
     """Returns ``rank_pattern`` and ``alpha_pattern`` with which PEFT fuses unpacked factors of one
     rank without changing their scale.
-
-    Parameters that stack n projections get rank n R, so alpha grows by n, or by sqrt(n) with
-    rslora.
     """
+    # Parameters that stack n projections get rank n R, so alpha grows by n, or by sqrt(n).
     ranks, alphas = {}, {}
     for one in fused:
         if (parts := len(one.paths)) > 1:

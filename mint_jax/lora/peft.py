@@ -1,11 +1,10 @@
 """Exact conversion between PEFT adapter directories and adapter trees. Module names are an
 argument.
 
-``lora_A`` is our ``a``, ``lora_B`` is our ``b`` transposed; embeddings use ``lora_embedding_A`` and
-``lora_embedding_B``. A tree has one rank and one scale: a directory with ``rank_pattern`` or
-``alpha_pattern`` is padded to its largest rank, and differing scales are folded into B. Routed
-experts are written expert by expert, which every program reads; they are read in that form or fused
-(``fused.py``).
+``lora_A`` is our ``a``, ``lora_B`` our ``b`` transposed; embeddings use ``lora_embedding_A`` and
+``lora_embedding_B``. A tree has one rank and one scale: others are padded to the largest rank, and
+their scales folded into B. Routed experts are written one by one, which every program reads, and
+read in that form or fused (``fused.py``).
 """
 
 import json
@@ -68,12 +67,7 @@ Names = Mapping[str, Sequence[str]]
 
 
 class BaseNames(dict[str, list[str]]):
-    """``Names`` of a base that can also compare base weights, which some adapter files contain.
-
-    Attributes:
-        holds: returns True if the base's tensor of a name has these values; None if there is no
-            such tensor.
-    """
+    """``Names`` of a base that can also compare base weights, which some adapter files contain."""
 
     def __init__(self, holds: Callable[[str, np.ndarray], bool | None]):
         super().__init__()
@@ -105,13 +99,9 @@ def write_peft(
     PEFT cannot load an adapter of only gate or only up of routed experts, and raises.
 
     Args:
-        names: modules of every projection.
         base_name: name by which other programs open the base.
         moe_type: the base's transformers class has routed experts, even if all its layers are
             dense.
-
-    Raises:
-        UserError: the directory exists and is not empty.
     """
     directory = Path(directory)
     if directory.is_file():
@@ -149,14 +139,12 @@ def write_peft(
 def _targets(
     flat: Mapping[str, Any], config: AdapterConfig, names: Names, moe_type: bool
 ) -> dict[str, Any]:
-    """Returns the config fields that name the adapted modules.
-
-    By default these are the last names of modules, which every program reads. For routed experts
-    PEFT converts them to parameters that stack gate and up at twice the rank. That fails in two
-    ways: the same names no longer adapt dense layers and shared experts, whose factors PEFT drops
-    silently, and with rslora the scale of gate and up grows by sqrt(2). In these cases the
-    parameters are named explicitly. PEFT decides by the model type, even if no layer has experts.
-    """
+    """Returns the config fields that name the adapted modules."""
+    # By default the last names of modules, which every program reads. For routed experts PEFT
+    # converts them to parameters that stack gate and up at twice the rank, by the model type, even
+    # if no layer has experts. That fails in two ways: the same names no longer adapt dense layers
+    # and shared experts, whose factors PEFT drops silently, and with rslora the scale of gate and
+    # up grows by sqrt(2). In these cases the parameters are named explicitly.
     paths = sorted({leaf.rsplit("/", 1)[0] for leaf in flat})
     modules = {path: {module.rsplit(".", 1)[-1] for module in names[path]} for path in paths}
     stacks = {
@@ -192,23 +180,18 @@ def read_peft(
     projections: Mapping[str, Projection],
     finite: bool = True,
 ) -> tuple[Any, AdapterConfig]:
-    """Reads a PEFT adapter.
+    """Reads the factors, float32, and the config of a PEFT adapter.
+
+    Layers that the directory omits are zero, as are dense layers and shared experts with the names
+    of targeted routed ones.
 
     Args:
-        names: modules of every adaptable projection of the base. With ``BaseNames``, base weights
-            in the file (from ``modules_to_save`` or an adapted embedding) are compared with the
-            base's; otherwise they are rejected.
-        projections: those projections.
+        names: modules of every projection. With ``BaseNames``, base weights in the file are
+            compared with the base's; otherwise they are rejected.
         finite: reject NaN and infinite weights.
 
-    Returns:
-        The factors, float32, and their config. Layers that the directory omits are zero, as are
-        dense layers and shared experts with the names of targeted routed ones.
-
     Raises:
-        UserError: not a PEFT LoRA directory, an unsupported feature, a tensor of an unknown
-            projection, a wrong shape, a layer with only some of its experts, NaN weights, or
-            nothing that binds.
+        UserError: not a PEFT LoRA directory, an unsupported feature, or tensors that do not fit.
     """
     directory = Path(directory)
     config = _read_config(directory)
@@ -264,12 +247,7 @@ def read_peft(
 
 
 def _take_base_weights(tensors: dict[str, np.ndarray], base: BaseNames, directory: Path) -> None:
-    """Removes base weights from a file's tensors: PEFT saves them with an adapted embedding, and
-    for modules_to_save.
-
-    Raises:
-        UserError: they differ from the base's, so the adapter would compute something else.
-    """
+    """Removes base weights from a file's tensors; raises ``UserError`` if they differ."""
     for name in list(tensors):
         plain = re.sub(r"\.(base_layer|modules_to_save)\.", ".", name.removeprefix(_PREFIX))
         if ".lora_" in name or (same := base.holds(plain, tensors[name])) is None:
@@ -284,14 +262,10 @@ def _take_base_weights(tensors: dict[str, np.ndarray], base: BaseNames, director
 
 
 def _check_targeted(module: str, config: Mapping[str, Any], directory: Path) -> None:
-    """Raises unless the config's lists target a module that has factors; PEFT would drop the
-    factors.
-
-    Regular expressions are not evaluated, because they come from untrusted files; the tensors show
-    what is adapted.
-    """
+    """Raises unless the config's lists target a module that has factors: PEFT would drop them."""
 
     def named(field: str) -> bool | None:
+        # Regular expressions come from untrusted files and are not evaluated.
         value = config.get(field)
         return is_targeted(module, value) if isinstance(value, list) else None
 

@@ -1,9 +1,8 @@
 """Kernels that add the deltas of rows that name slots to the results of the base.
 
-On TPUs, NVIDIA GPUs and CPUs a kernel (``pallas_kernels.slot_lora``) reads every distinct adapter
-once, in place. For 32 rows of eight adapters gathering for each row reads each adapter four times,
-writes the copies and reads them again. Other dtypes, meshes that split inputs, and CPUs without a
-C++ compiler use the forms of ``view.py``.
+A kernel of ``pallas_kernels.slot_lora`` reads every distinct adapter once, in place. For 32 rows of
+eight adapters, gathering for each row reads each four times, writes the copies and reads them
+again. Other dtypes and meshes, and CPUs without a C++ compiler, use the forms of ``view.py``.
 
 Axes: B rows, T tokens, M rows times tokens, L layers, S slots, W layers times slots, R rank, D in,
 F out.
@@ -40,10 +39,9 @@ def add(
     """Adds one rank bucket's deltas to the results of projections of the same rows.
 
     Args:
-        args: ``x [B, T, D]``, the results ``[B, T, F]``, the ``view.RankBucket`` of each
-            projection, and the layer.
+        args: ``x [B, T, D]``, results ``[B, T, F]``, the ``view.RankBucket`` of each, and the
+            layer.
         ends: logical axes of each projection's D and F.
-        kernel: auto or a name, see ``config.Kernels``.
         plain: form without a kernel, a function of ``args``.
     """
     table = (
@@ -62,9 +60,7 @@ def add(
 
 
 def turn(slots_B: jax.Array, tokens: int, slots: int, kernel: str) -> Turn | None:
-    """Precomputes the GPU kernel's order of rows of ``tokens`` tokens, once for all layers and
-    steps; None where it is not used.
-    """
+    """Precomputes the GPU kernel's order of rows, once for all layers and steps, if it is used."""
     if kernel not in ("auto", "pallas_gpu") or not sharding.one_device():
         return None
     make = functools.partial(slot_lora.pallas_gpu.turn, W=slots)
@@ -79,18 +75,14 @@ def turn(slots_B: jax.Array, tokens: int, slots: int, kernel: str) -> Turn | Non
 
 
 class _Split(NamedTuple):
-    """Split of a projection by the current mesh: logical axes, None where it is not split.
+    """Split of a projection by the current mesh: logical axes, None where it is not split."""
 
-    Attributes:
-        rows, inward, outward: axes of rows, inputs and outputs.
-        swap_in, swap_out: mesh axes that split rows and also inputs, or outputs (``fsdp``). An
-            all-to-all trades a device's whole rows for parts of the rows of all devices along these
-            axes, as the factors are split, and back afterwards.
-    """
-
-    rows: str | None
+    rows: str | None  # this and inward, outward: axes of rows, inputs and outputs
     inward: str | None
     outward: str | None
+    # swap_in, swap_out: mesh axes that split rows and also inputs, or outputs (`fsdp`). An all-to-
+    # all trades a device's whole rows for parts of the rows of all devices along these axes, as the
+    # factors are split, and back afterwards
     swap_in: tuple[str, ...]
     swap_out: tuple[str, ...]
 
@@ -114,11 +106,7 @@ def _require(
     ends: tuple[Ends, ...],
     op: Any,
 ) -> None:
-    """Raises if the kernels of ``op`` cannot serve each device's part of one of the projections.
-
-    Raises:
-        NotImplementedError: with the reason.
-    """
+    """Raises ``NotImplementedError`` if kernels cannot serve each device's part of a projection."""
     mesh: Any = jax.sharding.get_abstract_mesh()
     for y, bucket, end in zip(ys, buckets, ends):
         a, b, split = bucket.factors["a"], bucket.factors["b"], _split(x, y, end)
@@ -198,9 +186,7 @@ def _one_by_kernel(
     rows, inward, outward, swap_in, swap_out = _split(x, y, ends)
 
     def shrunk(x_MD: jax.Array, a: jax.Array, slot_M: jax.Array, first: jax.Array) -> jax.Array:
-        """Returns ``x A^T``, ``[M, R]``. With split inputs only this inner product, R numbers a
-        row, is communicated.
-        """
+        """Returns ``x A^T``, ``[M, R]``; of split inputs only this is communicated."""
         if not swap_in:
             h_MR = op.shrink(x_MD, a, slot_M, first, interpret=interpret)
             over = sharding.mesh_axes(inward, jax.sharding.get_abstract_mesh())

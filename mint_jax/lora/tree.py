@@ -2,11 +2,10 @@
 policies by rank bucket.
 
 One policy's *adapter* is ``{"dense": {"attn": {"q": {"a": [L, R, D], "b": [L, R, F]}}}}`` at its
-true rank. Leaves outside the layers (``embed``, ``unembed``) have L = 1. Routed experts are packed
-as one array ``[L, E, R, D]``. A *stack* holds S slots of one bucket, ``[L, S, R, D]`` or ``[L, S,
-E, R, D]``: the slot axis is always 1. A rank-r policy is in the bucket of the next power of two;
-padded rank rows are zero, get a zero gradient and stay zero. So do projections that a policy does
-not target.
+true rank. Leaves outside the layers have L = 1, routed experts ``[L, E, R, D]``. A *stack* holds S
+slots of one bucket, ``[L, S, R, D]`` or ``[L, S, E, R, D]``. A rank-r policy is in the bucket of
+the next power of two; padded rank rows and projections that it does not target are zero, get a zero
+gradient and stay zero.
 
 Axes: L layers, S slots, E experts, R rank, D in, F out. Hu et al. 2021, arXiv 2106.09685.
 """
@@ -44,9 +43,7 @@ class Slot:
 
 
 def target_paths(base_specs: Any) -> dict[str, list[str]]:
-    """Returns the paths of the projections that each short target name stands for, from the stacked
-    ``ParamSpec`` tree of a base.
-    """
+    """Returns the projection paths of each short target name, from the specs of a base."""
     out: dict[str, list[str]] = {}
     for path, spec in params_lib.leaves_with_path(base_specs):
         if path.endswith("/w"):
@@ -58,25 +55,16 @@ def target_paths(base_specs: Any) -> dict[str, list[str]]:
 
 
 class Projection(NamedTuple):
-    """One adaptable projection of a base.
+    """One adaptable projection of a base."""
 
-    Attributes:
-        stack: ``(L,)``, or ``(L, E)`` for routed experts.
-        axes: logical axes of stack, in and out dimension.
-    """
-
-    stack: tuple[int, ...]
+    stack: tuple[int, ...]  # `(L,)`, or `(L, E)` for routed experts
     d_in: int
     d_out: int
-    axes: tuple[str | None, ...]
+    axes: tuple[str | None, ...]  # logical axes of stack, in and out dimension
 
 
 def projections(base_specs: Any, targets: Iterable[str]) -> dict[str, Projection]:
-    """Returns the projections that ``targets`` names, by path.
-
-    Raises:
-        UserError: a target that the base does not have, or no target.
-    """
+    """Returns the projections that ``targets`` names, by path; raises ``UserError`` if unknown."""
     known = target_paths(base_specs)
     linear = [name for name in known if name not in UNUSUAL]
     wanted = [name for target in targets for name in (linear if target == ALL_LINEAR else [target])]
@@ -91,12 +79,7 @@ def projections(base_specs: Any, targets: Iterable[str]) -> dict[str, Projection
 
 
 def spelled_out(config: AdapterConfig, base_specs: Any) -> AdapterConfig:
-    """Returns the config with its targets listed one by one in the base's order, so that equal sets
-    of targets compare equal.
-
-    Raises:
-        UserError: a target that the base does not have.
-    """
+    """Returns the config with its targets one by one in the base's order, to compare sets."""
     chosen, known = projections(base_specs, config.targets), target_paths(base_specs)
     targets = tuple(name for name, paths in known.items() if not chosen.keys().isdisjoint(paths))
     return dataclasses.replace(config, targets=targets)
@@ -121,9 +104,7 @@ def adapter_specs(base_specs: Any, config: AdapterConfig) -> Any:
 
 
 def stack_specs(base_specs: Any, targets: Iterable[str], rank: int, *slots: int) -> Any:
-    """Returns the factors of a stack of ``slots`` policies as ``ParamSpec`` leaves; in, out, layer
-    and expert axes are sharded as the base's.
-    """
+    """Returns the specs of a stack of ``slots`` policies, sharded as the base's projections."""
     flat = {}
     for path, p in projections(base_specs, targets).items():
         shape = (p.stack[0], *slots, *p.stack[1:], rank)
@@ -136,17 +117,12 @@ def stack_specs(base_specs: Any, targets: Iterable[str], rank: int, *slots: int)
 
 
 def _factor_axes(p: Projection, factor: str, stacked: bool) -> tuple[str | None, ...]:
-    """Returns the logical axes of a factor: the projection's, with slots after layers, and rank."""
     slots = ("slots",) if stacked else ()
     return (p.axes[0], *slots, *p.axes[1:-2], "rank", p.axes[-2] if factor == "a" else p.axes[-1])
 
 
 def constrain(tree: Any, base_specs: Any) -> Any:
-    """Constrains every stacked factor of a tree, and moments and gradients with a factor's path, to
-    the sharding of its projection.
-
-    Does nothing if no mesh is set.
-    """
+    """Constrains stacked factors, and leaves of their paths, to their projection's sharding."""
 
     def pin(keys: Any, leaf: jax.Array) -> jax.Array:
         path = "/".join(key.key for key in keys if isinstance(getattr(key, "key", None), str))
@@ -164,11 +140,10 @@ def init_adapter(base_specs: Any, config: AdapterConfig, seed: int) -> Any:
     """Returns a new adapter with PEFT's initialisation, NumPy arrays: A uniform in ±1/sqrt(D), B
     zero; for ``embed`` A zero, B normal.
 
-    Numbers are drawn on the host (Philox) from the seed and each factor's path, so that new ranks
-    and targets compile nothing: the same seed gives the same adapter in jobs, the Python API and
-    the service, on any mesh and with any other targets.
+    The same seed gives the same adapter through every door, on any mesh and with any other targets.
     """
 
+    # Drawn on the host (Philox) from the seed and each path: new ranks and targets compile nothing.
     def draw(path: str, spec: ParamSpec) -> np.ndarray:
         key = np.array([seed & 0xFFFFFFFFFFFFFFFF, params_lib.path_seed(path)], np.uint64)
         numbers = np.random.Generator(np.random.Philox(key=key))
@@ -184,15 +159,10 @@ def init_adapter(base_specs: Any, config: AdapterConfig, seed: int) -> Any:
 
 @struct.dataclass
 class AdapterStack:
-    """S slots of one rank bucket.
+    """S slots of one rank bucket."""
 
-    Attributes:
-        factors: a tree of ``[L, S, R, D]`` and ``[L, S, R, F]`` float32.
-        scale: ``[S]`` float32.
-    """
-
-    factors: Any
-    scale: jax.Array
+    factors: Any  # a tree of `[L, S, R, D]` and `[L, S, R, F]` float32
+    scale: jax.Array  # `[S]` float32
     rank: int = struct.field(pytree_node=False)
 
     @property
@@ -214,11 +184,7 @@ def empty_stack(base_specs: Any, targets: Iterable[str], rank: int, slots: int) 
 def write_slot(
     stack: AdapterStack, slot: jax.Array | int, adapter: Any, scale: jax.Array | float
 ) -> AdapterStack:
-    """Writes one policy's adapter into a slot; projections that it does not target become zero.
-
-    Raises:
-        ValueError: the adapter has a projection that the stack lacks.
-    """
+    """Writes one policy's adapter into a slot; projections that it does not target become zero."""
     new = dict(params_lib.leaves_with_path(adapter))
     present = dict(params_lib.leaves_with_path(stack.factors))
     if missing := sorted(set(new) - set(present)):
@@ -244,9 +210,7 @@ def write_slot(
 def read_slot(
     stack: AdapterStack, slot: jax.Array | int, rank: int | None = None, targets: Any = None
 ) -> Any:
-    """Returns one slot's adapter at its true rank, restricted to ``targets`` (an adapter's spec
-    tree) if given.
-    """
+    """Returns one slot's adapter at its true rank, restricted to ``targets``, a spec tree."""
     adapter = jax.tree.map(lambda x: x[:, slot, ..., :rank, :], stack.factors)
     if targets is None:
         return adapter
@@ -290,8 +254,8 @@ def check_fits(
     adapter: Any, config: AdapterConfig, base_specs: Any, what: str, finite: bool = True
 ) -> int:
     """Checks that an adapter has the projections, rank and shapes that its config needs on this
-    base; with ``finite`` also that all values are finite. Returns the number of modules that bind,
-    one per projection, layer and expert.
+    base, and is ``finite``. Returns the number of modules that bind, per projection, layer and
+    expert.
 
     Raises:
         UserError: names the first mismatch, or says that nothing binds.
@@ -319,7 +283,7 @@ def check_fits(
 
 
 def check_finite(adapter: Any, what: str) -> None:
-    """Raises ``UserError``, with the tensor's name, if an adapter has NaN or infinite weights."""
+    """Raises ``UserError`` naming the tensor if an adapter has NaN or infinite weights."""
     for path, leaf in params_lib.leaves_with_path(adapter):
         if not all_finite(np.asarray(leaf)):
             raise UserError(

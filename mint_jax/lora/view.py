@@ -1,22 +1,9 @@
 """The view of a batch on the resident adapters: stacks, the slot of each block of rows, the layer.
 
-``attach_blocks`` is for training and scoring: the batch is a sequence of equal blocks of rows, by
-rank bucket, and blocks without an adapter come last. A block's factors are gathered in each layer,
-since all layers' at once would copy every policy (78 MB of the 283 MB of temporaries in a training
-step of eight policies of rank 8 on SmolLM2), and its deltas are one matmul.
-
-``attach_rows`` is for sampling: each row names a slot of any bucket as data, so one program serves
-every mixture. Stacks are read in place, by a kernel (``slot_kernel.py``) or in one of three forms
-selected on the device:
-
-    no row names an adapter      nothing
-    all rows name the same slot  one matmul for blocks of up to 32 rows; the adapter is read once
-    several slots                a matmul for each row, with gathered factors
-
-Time of SmolLM2-135M's linear layers at 32 rows of rank 8, relative to the bare base: one slot 0.99
-by the second form and 1.44 by the third; 22 distinct slots 1.46 by the third. The forms give the
-same bits: CPU matmuls of 2 to 32 rows sum alike, so the third form duplicates each row, and rank 1,
-whose matmuls would be matrix-vector products, is padded with a row of zeros.
+``attach_blocks`` is for training and scoring: equal blocks of rows, by rank bucket, and blocks
+without an adapter last; a block's deltas are one matmul. ``attach_rows`` is for sampling: each row
+names a slot of any bucket as data, so one program serves every mixture, by a kernel or in one of
+the three forms of ``of_rows``.
 
 Axes: B rows, T tokens, L layers, S slots, P blocks, M rows of a block times tokens, R rank, D in, F
 out, E experts, C distinct adapters of a batch. Hu et al. 2021, arXiv 2106.09685, section 4.1.
@@ -48,32 +35,25 @@ Apply = Callable[[Any, jax.Array], jax.Array]
 
 @struct.dataclass
 class RankBucket:
-    """The adapters of one rank bucket in a batch.
+    """The adapters of one rank bucket in a batch."""
 
-    Attributes:
-        factors: a tree of ``[L, S, (E,) R, D]`` and ``[L, S, (E,) R, F]``, or a subtree below a
-            name. Without ``slots`` those of each block, ``[P, (E,) R, .]``, B including the scale.
-        scale: ``[S]`` float32, ``alpha / rank``.
-        slots: ``[P]`` int32 slot of each block; an out-of-range one, which is padding, reads the
-            last. For named rows ``[B]``, -1 for rows without an adapter of this bucket.
-        taps: a tree of zeros ``[L, P, ...]`` in the dtype of the matmuls, whose gradient is that of
-            each block's factors, with B multiplied by the scale in float32 before rounding. Without
-            taps the stacks themselves are differentiable. Gradients of all layers exist at once; in
-            float32 they would be twice the bytes of a bfloat16 base's.
-        form: of named rows: scalar int32, 0 no slot, 1 one slot, 2 several.
-        distinct: of named rows: ``[C]`` int32, their distinct slots, padded with 0.
-        order: of named rows: ``[B]`` int32, index of a row's slot in ``distinct``.
-        turn: the GPU kernel's order of all tokens, see ``slot_lora.pallas_gpu``; None computes it
-            in each call.
-    """
-
+    # a tree of `[L, S, (E,) R, D]` and `[L, S, (E,) R, F]`, or a subtree below a name. Without
+    # `slots` those of each block, `[P, (E,) R, .]`, B including the scale
     factors: Any
-    scale: Any = None
+    scale: Any = None  # `[S]` float32, `alpha / rank`
+    # `[P]` int32 slot of each block; an out-of-range one, which is padding, reads the last. For
+    # named rows `[B]`, -1 for rows without an adapter of this bucket
     slots: Any = None
+    # a tree of zeros `[L, P, ...]` in the dtype of the matmuls, whose gradient is that of each
+    # block's factors, with B multiplied by the scale in float32 before rounding. Without taps the
+    # stacks themselves are differentiable. Gradients of all layers exist at once; in float32 they
+    # would be twice the bytes of a bfloat16 base's
     taps: Any = None
-    form: Any = None
-    distinct: Any = None
-    order: Any = None
+    form: Any = None  # of named rows: scalar int32, 0 no slot, 1 one slot, 2 several
+    distinct: Any = None  # of named rows: `[C]` int32, their distinct slots, padded with 0
+    order: Any = None  # of named rows: `[B]` int32, index of a row's slot in `distinct`
+    # the GPU kernel's order of all tokens, see `slot_lora.pallas_gpu`; None computes it in each
+    # call
     turn: Turn | None = None
 
     def at(self, name: str) -> "RankBucket":
@@ -118,24 +98,18 @@ _tapped.defvjp(lambda *args: (_tapped(*args), None), lambda _, g: (g, None, None
 
 @struct.dataclass
 class AdapterView:
-    """Adapters bound to a batch, for all projections or those below one name.
-
-    Attributes:
-        layer: index of the layer, for named rows inside the layers.
-        blocks: number of blocks of each bucket; for named rows of distinct adapters.
-        base_blocks: number of blocks without an adapter; for named rows 1, whatever their number.
-        by_rows: each row names its slot.
-        kernel: implementation of ``slot_lora`` for named rows, see ``config.Kernels``.
-        dtype: compute dtype of blocks' factors.
-    """
+    """Adapters bound to a batch, for all projections or those below one name."""
 
     buckets: tuple[RankBucket, ...]
-    layer: jax.Array | None = None
+    layer: jax.Array | None = None  # index of the layer, for named rows inside the layers
+    # number of blocks of each bucket; for named rows of distinct adapters
     blocks: tuple[int, ...] = struct.field(pytree_node=False, default=())
+    # number of blocks without an adapter; for named rows 1, whatever their number
     base_blocks: int = struct.field(pytree_node=False, default=0)
-    by_rows: bool = struct.field(pytree_node=False, default=False)
+    by_rows: bool = struct.field(pytree_node=False, default=False)  # each row names its slot
+    # implementation of `slot_lora` for named rows, see `config.Kernels`
     kernel: str = struct.field(pytree_node=False, default="xla")
-    dtype: Any = struct.field(pytree_node=False, default=None)
+    dtype: Any = struct.field(pytree_node=False, default=None)  # compute dtype of blocks' factors
 
     @property
     def total_blocks(self) -> int:
@@ -162,17 +136,14 @@ class AdapterView:
         """Returns the adapters of one layer; ``taps`` are the layer's, ``[P, ...]``."""
         if self.by_rows:
             return dataclasses.replace(self, layer=layer)
+        # In each layer: all layers' factors at once would copy every policy (78 MB of the 283 MB of
+        # temporaries in a training step of eight policies of rank 8 on SmolLM2).
         taps = taps or (None,) * len(self.buckets)
         own = (b.of_blocks(layer, tap, self.dtype) for b, tap in zip(self.buckets, taps))
         return dataclasses.replace(self, buckets=tuple(own))
 
     def block_of_rows(self, rows: int) -> jax.Array:
-        """Returns the block of each row, or the number of its adapter, ``[B]`` int32; the last
-        numbers are no adapter.
-
-        Raises:
-            ValueError: the rows do not divide into equal blocks.
-        """
+        """Returns the block or adapter's number of each row, ``[B]``; the last are no adapter."""
         if not self.by_rows:
             return jnp.arange(rows, dtype=jnp.int32) // self._rows_of_block(rows)
         out, first = jnp.full((rows,), self.total_blocks - 1, jnp.int32), 0
@@ -187,9 +158,7 @@ class AdapterView:
         return rows // self.total_blocks
 
     def packed(self, bucket: RankBucket, blocks: int) -> tuple[Any, jax.Array, jax.Array | None]:
-        """Returns factors of experts, the index of each block's adapter along the axes before ``[E,
-        R, .]``, flattened, and its scale if B does not include it.
-        """
+        """Returns experts' factors, each block's index before ``[E, R, .]``, and other scales."""
         if not self.by_rows:
             return bucket.factors, jnp.arange(blocks, dtype=jnp.int32), None
         # Whole stacks: a slice of this layer's would copy every resident adapter in every step.
@@ -199,19 +168,14 @@ class AdapterView:
     def over(
         self, fn: Apply, x: jax.Array, d_out: int, dtype: Any, fan: int = 1
     ) -> jax.Array | None:
-        """Applies ``fn(factors, x[P, rows, T, ...]) -> [P, rows, T, d_out]`` to the rows of every
-        adapter of one projection; zeros for the others.
+        """Applies ``fn(factors, x[P, rows, T, ...]) -> [P, rows, T, d_out]`` to every adapter's
+        rows of one projection; ``[B, T, d_out]``, zeros for other rows, or None if no bucket
+        targets it.
 
         Args:
             x: ``[B, T, ...]``; blocks in order.
-            fan: rows of ``fn``'s matmuls for each row of ``x``: the heads, where the absorbed
-                projections of MLA apply the factors head by head.
-
-        Returns:
-            ``[B, T, d_out]``, or None if no bucket targets this projection.
-
-        Raises:
-            ValueError: the rows do not divide into equal blocks.
+            fan: rows of ``fn``'s matmuls for each row of ``x``: the heads, for absorbed factors of
+                MLA.
         """
         if not self.targeted:
             return None
@@ -236,9 +200,14 @@ class AdapterView:
     def of_rows(
         self, bucket: RankBucket, fn: Apply, x: jax.Array, d_out: int, dtype: Any, fan: int
     ) -> jax.Array:
-        """Returns the deltas of named rows in one of the three forms."""
         B, T = x.shape[:2]
 
+        # Nothing if no row names an adapter; one matmul for blocks of up to 32 rows if all name the
+        # same, which is read once; else a matmul for each row. SmolLM2-135M's linear layers at 32
+        # rows of rank 8 take, relative to the bare base, 0.99 by the second form and 1.44 by the
+        # third with one slot, and 1.46 with 22. The forms give the same bits: CPU matmuls of 2 to
+        # 32 rows sum alike, so the third duplicates each row, and rank 1, whose matmuls would be
+        # matrix-vector products, is padded with a row of zeros.
         def none() -> jax.Array:
             return jnp.zeros((B, T, d_out), dtype)
 
@@ -333,12 +302,9 @@ def taps_of(stacks: Stacks, slots: Mapping[int, jax.Array]) -> dict[int, Any]:
 def attach_rows(
     stacks: Stacks, slots: Mapping[int, jax.Array], kernel: str = "xla", tokens: int = 1
 ) -> AdapterView | None:
-    """Binds rows that each name a slot; None without any stack.
+    """Binds rows of ``tokens`` tokens that each name a slot; None without any stack.
 
-    Args:
-        slots: by bucket ``[B]`` int32, -1 for rows without an adapter there.
-        kernel: implementation for dense projections, see ``AdapterView``.
-        tokens: tokens of each row.
+    ``slots``: by bucket ``[B]`` int32, -1 for rows without an adapter there.
     """
     if not stacks:
         return None
@@ -366,9 +332,7 @@ def _named(stack: AdapterStack, slots_B: jax.Array, kernel: str, tokens: int) ->
 
 
 def lora_delta(x_MD: jax.Array, a_RD: jax.Array, b_RF: jax.Array) -> jax.Array:
-    """Returns ``(x A^T) B`` of one adapter, ``[M, F]`` in the dtype of ``x``; both matmuls
-    accumulate in float32.
-    """
+    """Returns ``(x A^T) B`` of one adapter, ``[M, F]`` in the dtype of ``x``."""
     # Always through the rank, R (D + F) numbers per row. B A as a matrix would be D F numbers per
     # adapter.
     return product("MR,RF->MF", product("MD,RD->MR", x_MD, a_RD), b_RF)
@@ -380,21 +344,14 @@ def _of_blocks(factors: Any, x: jax.Array) -> jax.Array:
 
 
 def batch_delta(x_BTD: jax.Array, lora: AdapterView, d_out: int) -> jax.Array | None:
-    """Returns the deltas of one projection for all rows, ``[B, T, F]``; None if no adapter targets
-    it.
-    """
+    """Returns the deltas of a projection, ``[B, T, F]``; None if no adapter targets it."""
     return lora.over(_of_blocks, x_BTD, d_out, x_BTD.dtype)
 
 
 def add_deltas(
     x: jax.Array, ys: Sequence[jax.Array], loras: Sequence[AdapterView], ends: Sequence[Ends]
 ) -> list[jax.Array]:
-    """Returns the base's results of projections of the same rows plus each one's deltas.
-
-    Args:
-        x, ys: ``[B, T, D]`` and ``[B, T, F]`` each.
-        ends: logical axes of each projection's D and F.
-    """
+    """Returns results ``[B, T, F]`` of projections of ``x [B, T, D]`` plus their deltas."""
     out, first = list(ys), loras[0]
     if not first.by_rows:
         deltas = [batch_delta(x, lora, y.shape[-1]) for y, lora in zip(out, loras)]
@@ -423,9 +380,7 @@ def add_deltas(
 def embedding_delta(
     tokens_BT: jax.Array, lora: AdapterView, d_out: int, dtype: Any
 ) -> jax.Array | None:
-    """Returns the deltas of the embedding, ``[B, T, D]``. Its input is one-hot, so ``x A^T`` is a
-    lookup in ``A [R, V]``.
-    """
+    """Returns the deltas of the embedding, ``[B, T, D]``: ``x A^T`` is a lookup in ``A [R, V]``."""
     chex.assert_rank(tokens_BT, 2)
     if not lora.by_rows:
 

@@ -1,12 +1,9 @@
 """Grouped-query attention (Ainslie et al. 2023, arXiv 2305.13245) over packed rows; ``paged.py``
 has the form over a KV cache.
 
-A row may hold several segments. A token attends to earlier tokens of its own segment and of its
-*parent* segment. With a prompt as the parent of its rollouts, a GRPO group stores its prompt once.
-Scores are computed in blocks of queries against the keys before them only, and recomputed in the
-backward pass (FlashAttention, arXiv 2205.14135, section 3.1). On TPUs and GPUs, kernels of
-``pallas_kernels`` keep scores on chip; XLA writes every block's scores to memory and reads them
-again.
+A token attends to earlier tokens of its own segment and of its *parent* segment: with a prompt as
+the parent of its rollouts, a GRPO group stores its prompt once. Scores are computed in blocks of
+queries and recomputed in the backward pass (FlashAttention, arXiv 2205.14135, section 3.1).
 
 Axes: B rows, T query tokens, S key positions, N query heads, K kv heads, G query heads per kv head,
 H head dim of queries and keys, V head dim of values, M = G T queries of a kv head.
@@ -36,28 +33,18 @@ SCORE_BYTES = 256 << 20
 
 
 class Segments(NamedTuple):
-    """Segments of the tokens of packed rows.
+    """Segments of the tokens of packed rows."""
 
-    Attributes:
-        own: ``[B, T]`` int32 segment of each token.
-        parent: ``[B, T]`` segment that it also attends to, or ``own``.
-    """
-
-    own: jax.Array
-    parent: jax.Array
+    own: jax.Array  # `[B, T]` int32 segment of each token
+    parent: jax.Array  # `[B, T]` segment that it also attends to, or `own`
 
 
 class Context(NamedTuple):
-    """Inputs shared by all layers of one call.
+    """Inputs shared by all layers of one call."""
 
-    Attributes:
-        cos, sin: rotary tables ``[B, T, rope_dim / 2]``.
-        segments: of packed rows; None with a KV cache.
-    """
-
-    cos: jax.Array
+    cos: jax.Array  # this and sin: rotary tables `[B, T, rope_dim / 2]`
     sin: jax.Array
-    segments: Segments | None
+    segments: Segments | None  # of packed rows; None with a KV cache
 
 
 def packed_attention(
@@ -70,15 +57,11 @@ def packed_attention(
     kernel: str = "auto",
     keep: bool = True,
 ) -> jax.Array:
-    """Computes causal attention within segments and their parents; ``[B, T, N, V]`` in the dtype of
-    ``q``.
+    """Computes causal attention within segments and their parents, ``[B, T, N, V]`` like ``q``.
 
     Args:
-        chosen: keys that each query may attend to, ``[B, T, ceil(T / 8)]`` as packed by
-            ``pack_keys``; None for all.
-        kernel: see ``config.Kernels``.
-        keep: names queries and keys for ``transformer.REMAT``; False if the caller has named what
-            they are computed from.
+        chosen: keys that each query may attend to, as packed by ``pack_keys``; None for all.
+        keep: names queries and keys for ``transformer.REMAT``; False if their inputs are named.
     """
     chex.assert_rank([q_BTNH, v_BTKV], 4)
     B, T, N, H = q_BTNH.shape
@@ -104,9 +87,7 @@ def causal(T: int) -> jax.Array:
 
 
 def pack_keys(mask: jax.Array) -> jax.Array:
-    """Packs ``[..., S]`` bool to ``[..., ceil(S / 8)]`` uint8, so that a layer stores one bit per
-    pair for its backward pass.
-    """
+    """Packs ``[..., S]`` bool to ``[..., ceil(S / 8)]`` uint8: a layer stores a bit per pair."""
     return jnp.packbits(mask, axis=-1)
 
 
@@ -157,9 +138,7 @@ def _slices(q, S):
 
 
 def slice_count(n: int, nbytes: int) -> int:
-    """Returns the smallest divisor of ``n`` that splits ``nbytes`` into slices of at most
-    ``SCORE_BYTES``; ``n`` if there is none.
-    """
+    """Returns the least divisor of ``n`` that splits ``nbytes`` to ``SCORE_BYTES``, or ``n``."""
     wanted = math.ceil(nbytes / SCORE_BYTES)
     return next((count for count in range(max(1, wanted), n + 1) if n % count == 0), n)
 
@@ -222,8 +201,8 @@ def _split_queries(own_q, parent_q, chosen, start, n):
 
 
 def _blocks(q, own, parent, chosen):
-    """Yields ``(start, stop, own, parent, chosen)`` of each block of queries, with the bits of the
-    keys before its end.
+    """Yields start, stop, own, parent and bits of each block of queries, for the keys before its
+    end.
     """
     T = q.shape[3]
     size = max(MIN_BLOCK, -(-T // MAX_CAUSAL_BLOCKS))
@@ -286,7 +265,6 @@ def _backward_by_xla(q, k, v, own, parent, chosen, o, lse, g, *, scale):
 
 
 def _by_kernel(q, k, v, own, parent, chosen, *rest, scale, call, outputs, interpret=False):
-    """Runs ``forward`` of a kernel, or ``backward`` given its results and their cotangent."""
     rows, heads = sharding.fitting(k.shape[:2], "batch", "kv_heads")
     specs = *((rows, heads),) * 3, (rows,), (rows,), *((rows, heads),) * len(rest)
     local = functools.partial(call, scale=scale, interpret=interpret)

@@ -26,21 +26,16 @@ DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 @dataclasses.dataclass(frozen=True)
 class Base:
-    """One frozen base model, resident on a mesh.
-
-    Attributes:
-        params: the frozen tree; never written.
-        tokenizer: None for a directory without one (token ids only).
-        fingerprint: hex digest that names this base in revisions.
-    """
+    """One frozen base model, resident on a mesh."""
 
     name: str
     directory: Path
     cfg: ModelConfig = dataclasses.field(repr=False)
-    params: Any = dataclasses.field(repr=False)
+    params: Any = dataclasses.field(repr=False)  # the frozen tree; never written
     mesh: Mesh = dataclasses.field(repr=False)
+    # None for a directory without one (token ids only)
     tokenizer: Tokenizer | None = dataclasses.field(repr=False)
-    fingerprint: str
+    fingerprint: str  # hex digest that names this base in revisions
 
     @property
     def dtype(self) -> Any:
@@ -83,10 +78,8 @@ class Base:
 
 def resolve(name: str) -> Path:
     """Returns the checkpoint directory of a base name: a directory, a packaged model, a hub
-    repository, or random weights (whose directory lacks the weights).
-
-    Raises:
-        UserError: none of these; says what was tried.
+    repository, or random weights, whose directory has none. Raises ``UserError``, saying what
+    was tried.
     """
     base_names.check(name)
     if Path(name).is_dir():
@@ -99,11 +92,7 @@ def resolve(name: str) -> Path:
 
 
 def public_name(name: str) -> str:
-    """Returns the name by which other programs open a base: an absolute directory, or its name on
-    the hub.
-
-    The hub has the packaged base's full weights, the package those of a 4-bit GGUF file.
-    """
+    """Returns the name by which other programs open a base: an absolute directory or a hub name."""
     if Path(name).is_dir():
         return str(Path(name).resolve())
     if base_names.is_random(name):
@@ -134,9 +123,7 @@ def _make_random(name: str) -> Path:
 
 
 def _outline_of_random(name: str) -> Path:
-    """Returns a directory with the ``config.json`` of a base of random weights, and the packaged
-    model's tokenizer if available.
-    """
+    """Returns a directory with the ``config.json`` of random weights and perhaps a tokenizer."""
     fields, own = base_names.shape(name), Path(name[len(base_names.PREFIX) :])
 
     def donor() -> Path:
@@ -154,9 +141,7 @@ def _outlined(
     donor: Callable[[], Path],
     weights: Callable[[Path], None] = lambda folder: None,
 ) -> Path:
-    """Returns a directory in the cache with ``config.json``, the tokenizer of ``donor`` and
-    weights.
-    """
+    """Returns a cached directory with ``config.json``, the tokenizer of ``donor`` and weights."""
     target = cache_dir() / "bases" / name
     if (target / "config.json").is_file():
         return target
@@ -197,15 +182,14 @@ def load(
     """Resolves and loads a base.
 
     Args:
-        dtype: ``float32`` or ``bfloat16``, storage and compute dtype of the base.
+        dtype: ``float32`` or ``bfloat16``, storage and compute dtype.
         quantise: ``int8`` or ``float8`` stores the layers' matrices in 8 bits, see
-            ``quantised.py``; empty stores them in ``dtype``.
-        as_stored: keep weights that the checkpoint stores in fewer bits than float32 in that form
-            where possible, see ``stored.py``.
+            ``quantised.py``.
+        as_stored: keep weights in the checkpoint's bits where possible, see ``stored.py``.
 
     Raises:
-        UserError: see ``resolve`` and ``hf.load``; also a tokenizer with more ids than the model
-            has rows.
+        UserError: see ``resolve`` and ``hf.load``; a tokenizer with more ids than the model has
+            rows.
     """
     if dtype not in DTYPES:
         raise choice("dtype", dtype, DTYPES)

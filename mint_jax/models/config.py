@@ -1,7 +1,7 @@
 """``ModelConfig``: dimensions and switches of a model, read from a Hugging Face ``config.json``.
 
-A model is described by these fields, never by testing its name. Families differ only in the mapping
-below and in the name table of ``models/hf.py``.
+A model is described by these fields, never by testing its name: a family is an entry of
+``FAMILIES`` here, one of ``LAYER_NAMES`` in ``models/hf.py``, and its layer functions.
 """
 
 import dataclasses
@@ -20,8 +20,8 @@ from mint_jax.models.kernels import Kernels
 class RopeScaling:
     """Frequency scaling of rotary embeddings beyond the trained context.
 
-    ``llama3``: Llama 3.1 report (arXiv 2407.21783) section 3.4.2 and its released code; ``yarn``:
-    arXiv 2309.00071, sections 3.1 to 3.3; ``linear``: positions divided by ``factor``.
+    ``llama3``: arXiv 2407.21783, section 3.4.2, and its released code; ``yarn``: arXiv 2309.00071,
+    sections 3.1 to 3.3; ``linear``: positions divided by ``factor``.
     """
 
     kind: str
@@ -39,61 +39,41 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True)
 class Experts:
-    """Routed experts in place of an MLP (Shazeer et al. 2017, arXiv 1701.06538).
+    """Routed experts in place of an MLP (Shazeer et al. 2017, arXiv 1701.06538)."""
 
-    Attributes:
-        count, per_token, width: E experts of a layer, X of each token, F of one expert.
-        shared: experts visited by every token, stored as one MLP of ``shared * width``.
-        scores: ``softmax`` over all experts, or ``sigmoid`` of each with a bias that only affects
-            the choice (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
-        normalise, scale: divide the chosen weights by their sum, then multiply them.
-        groups, groups_chosen: experts come from the best of equal groups.
-    """
-
-    count: int
-    per_token: int
-    width: int
-    shared: int = 0
+    count: int  # E, of a layer
+    per_token: int  # X
+    width: int  # F of one expert
+    shared: int = 0  # experts of every token, stored as one MLP of shared * width
+    # ``softmax`` over all experts, or ``sigmoid`` of each with a bias that only affects the choice
+    # (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)
     scores: str = "softmax"
-    normalise: bool = True
+    normalise: bool = True  # divide the chosen weights by their sum, before ``scale``
     scale: float = 1.0
-    groups: int = 1
+    groups: int = 1  # experts come from the best ``groups_chosen`` of equal groups
     groups_chosen: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Latent:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
 
-    Attributes:
-        q_latent, kv_latent: widths of the latents; 0 if queries have none.
-        nope, rope: dimensions of a head's key without and with rotary position; the rotary part is
-            shared by the heads.
-        value: dimensions of a head's value.
-    """
-
-    q_latent: int
+    q_latent: int  # 0 if queries have no latent
     kv_latent: int
-    nope: int
-    rope: int
-    value: int
+    nope: int  # dimensions of a head's key without rotary position
+    rope: int  # and with it, shared by the heads
+    value: int  # dimensions of a head's value
 
 
 @dataclasses.dataclass(frozen=True)
 class Indexer:
-    """The lightning indexer of sparse attention (DeepSeek-V3.2, section 2.1).
-
-    Attributes:
-        topk: number of keys that a query attends to.
-        interleaved: rotary pairs are neighbours; otherwise the halves of the head.
-        full: per layer, True if it has an indexer; other layers reuse the choice of the last layer
-            with one.
-    """
+    """The lightning indexer of sparse attention (DeepSeek-V3.2, section 2.1)."""
 
     heads: int
     width: int
-    topk: int
-    interleaved: bool
+    topk: int  # number of keys that a query attends to
+    interleaved: bool  # rotary pairs are neighbours; otherwise the halves of the head
+    # per layer, True if it has an indexer; others reuse the choice of the last layer with one
     full: tuple[bool, ...]
 
 
@@ -158,7 +138,6 @@ class ModelConfig:
         return dataclasses.replace(self, **changes)
 
 
-# Every field of config.json that is read -> default of the transformers class.
 _GROUPED = {"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016}
 _GROUPED |= {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32}
 _GROUPED |= {"head_dim": None, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6}
@@ -182,28 +161,9 @@ _GLM |= {"num_hidden_layers": 78, "num_attention_heads": 64, "num_key_value_head
 _GLM |= {"q_lora_rank": 2048, "v_head_dim": 256, "qk_nope_head_dim": 192, "n_group": 1}
 _GLM |= {"topk_group": 1, "max_position_embeddings": 202752, "rms_norm_eps": 1e-5}
 _GLM |= {"index_n_heads": 32, "indexer_types": None}
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": _GROUPED | _LLAMA,
-    "qwen2": _GROUPED,
-    "qwen3": _GROUPED | {"head_dim": 128, "attention_bias": False},
-    "qwen3_moe": _GROUPED | _QWEN3_MOE,
-    "deepseek_v3": _LATENT,
-    "deepseek_v32": _INDEXED,
-    "glm_moe_dsa": _INDEXED | _GLM,
-}
-FAMILIES = {  # `architectures` entry -> model_type
-    "LlamaForCausalLM": "llama",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
-    "DeepseekV3ForCausalLM": "deepseek_v3",  # also Kimi-K2 and Moonlight
-    "DeepseekV32ForCausalLM": "deepseek_v32",
-    "GlmMoeDsaForCausalLM": "glm_moe_dsa",
-}
 _OFF, _ONE = (None, False), (None, 1)
 # Fields that change the forward pass, in the transformers class or in the model's original code ->
-# supported values. Other values are rejected. Fields in neither table have no effect in the
-# transformers class.
+# supported values. Other values are rejected. Fields in no table have no effect in the class.
 ONLY: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "is_causal": (None, True),
@@ -218,22 +178,48 @@ ONLY: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("logits_scaling", "logit_scale", "scale_emb", "scale_depth"), _ONE),
     "partial_rotary_factor": _ONE,
 }
-_LATENT_ONLY = {
-    "attention_bias": _OFF,
-    "mlp_bias": _OFF,
-    "moe_layer_freq": _ONE,
-    "scoring_func": (None, "sigmoid"),
-    "topk_method": (None, "noaux_tc"),
-    "sliding_window": _OFF,
-}
-FAMILY_ONLY: dict[str, dict[str, tuple[Any, ...]]] = {
-    "llama": {"sliding_window": _OFF},
-    "qwen2": {},
-    "qwen3": {},
-    "qwen3_moe": {"mlp_only_layers": (None, []), "decoder_sparse_step": (1,)},
-    "deepseek_v3": _LATENT_ONLY | {"rope_interleave": (True,)},
-    "deepseek_v32": _LATENT_ONLY | {"indexer_rope_interleave": _OFF},
-    "glm_moe_dsa": _LATENT_ONLY | {"indexer_rope_interleave": (None, True)},
+_LATENT_ONLY = dict.fromkeys(("attention_bias", "mlp_bias", "sliding_window"), _OFF)
+_LATENT_ONLY |= {"moe_layer_freq": _ONE, "scoring_func": (None, "sigmoid")}
+_LATENT_ONLY |= {"topk_method": (None, "noaux_tc")}
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """One class of transformers, and how its ``config.json`` is read."""
+
+    model_type: str
+    defaults: dict[str, Any]  # every field that is read -> default of the class
+    only: dict[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)  # beyond ONLY
+    qk_norm: bool = False
+    qkv_bias: bool = False  # whatever ``attention_bias`` says
+    any_head_dim: bool = True  # latent attention: a ``head_dim`` must be the rotary width
+    shared_indexers: bool = False  # some layers reuse the choice of the one before
+
+
+FAMILIES = {  # `architectures` entry ->
+    "LlamaForCausalLM": Family("llama", _GROUPED | _LLAMA, {"sliding_window": _OFF}),
+    "Qwen2ForCausalLM": Family("qwen2", _GROUPED, qkv_bias=True),
+    "Qwen3ForCausalLM": Family(
+        "qwen3", _GROUPED | {"head_dim": 128, "attention_bias": False}, qk_norm=True
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        "qwen3_moe",
+        _GROUPED | _QWEN3_MOE,
+        {"mlp_only_layers": (None, []), "decoder_sparse_step": (1,)},
+        qk_norm=True,
+    ),
+    "DeepseekV3ForCausalLM": Family(  # also Kimi-K2 and Moonlight
+        "deepseek_v3", _LATENT, _LATENT_ONLY | {"rope_interleave": (True,)}, any_head_dim=False
+    ),
+    "DeepseekV32ForCausalLM": Family(
+        "deepseek_v32", _INDEXED, _LATENT_ONLY | {"indexer_rope_interleave": _OFF}
+    ),
+    "GlmMoeDsaForCausalLM": Family(
+        "glm_moe_dsa",
+        _INDEXED | _GLM,
+        _LATENT_ONLY | {"indexer_rope_interleave": (None, True)},
+        shared_indexers=True,
+    ),
 }
 _ROPE_NEEDS = {  # rope_type -> keys that its formula needs
     "default": (),
@@ -258,6 +244,9 @@ class _Fields(dict[str, Any]):
             )
         return cast(value)
 
+    def or_zero(self, name: str) -> int:
+        return 0 if self[name] is None else self.number(name)
+
     def one_of(self, given: dict[str, Any], *names: str) -> int:
         """Returns a number that has several names; the default is that of the first."""
         found = {name: given[name] for name in names if given.get(name) is not None}
@@ -274,12 +263,9 @@ def _require(holds: bool, message: str) -> None:
 
 
 def _rope(fields: _Fields) -> tuple[float, RopeScaling | None]:
-    """Returns base and scaling of the rotary embedding, from any spelling that transformers 5
-    reads.
-
-    ``rope_scaling`` (old) overrides ``rope_parameters`` (new). A ``rope_theta`` inside overrides
-    the top-level one; a top-level ``original_max_position_embeddings`` overrides the one inside.
-    """
+    """Returns base and scaling of the rotary embedding, in any spelling that transformers reads."""
+    # ``rope_scaling`` (old) overrides ``rope_parameters`` (new). A ``rope_theta`` inside overrides
+    # the top-level one; a top-level ``original_max_position_embeddings`` overrides the one inside.
     raw = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
     if not isinstance(raw, dict) or any(isinstance(value, dict) for value in raw.values()):
         raise UserError(
@@ -318,20 +304,18 @@ def _rope(fields: _Fields) -> tuple[float, RopeScaling | None]:
 
 
 def _experts(given: dict[str, Any], fields: _Fields) -> Experts:
-    number = fields.number
-    names = ["n_routed_experts", "num_local_experts", "num_experts"]
-    if "num_experts" in fields and "n_routed_experts" not in fields:
-        names = ["num_experts", "num_local_experts"]
+    number, grouped = fields.number, "n_routed_experts" in fields  # DeepSeek's
+    names = *("n_routed_experts",) * grouped, "num_experts", "num_local_experts"
     experts = Experts(
         fields.one_of(given, *names),
         number("num_experts_per_tok"),
         number("moe_intermediate_size"),
         normalise=bool(fields["norm_topk_prob"]),
     )
-    if "n_routed_experts" in fields:  # DeepSeek
+    if grouped:
         experts = dataclasses.replace(
             experts,
-            shared=0 if fields["n_shared_experts"] is None else number("n_shared_experts"),
+            shared=fields.or_zero("n_shared_experts"),
             scores="sigmoid",
             scale=number("routed_scaling_factor", float),
             groups=number("n_group"),
@@ -360,14 +344,13 @@ def _dense_layers(fields: _Fields, layers: int) -> int:
     return min(dense, layers)
 
 
-def _indexer(given: dict[str, Any], fields: _Fields, layers: int, glm: bool) -> Indexer:
-    """Returns the indexer, which some layers of GLM share with the one before."""
+def _indexer(given: dict[str, Any], fields: _Fields, layers: int, shared: bool) -> Indexer:
     types = ["full"] * layers
-    if glm and fields["indexer_types"] is not None:
+    if shared and fields["indexer_types"] is not None:
         types = fields["indexer_types"]
-    elif glm and (pattern := given.get("index_topk_pattern")) is not None:
+    elif shared and (pattern := given.get("index_topk_pattern")) is not None:
         types = [{"F": "full", "S": "shared"}.get(c, c) for c in pattern]
-    elif glm:
+    elif shared:
         own = _Fields({"index_topk_freq": 1, "index_skip_topk_offset": 2} | given)
         every, offset = max(own.number("index_topk_freq"), 1), own.number("index_skip_topk_offset")
         types = ["shared" if max(i - offset + 1, 0) % every else "full" for i in range(layers)]
@@ -376,36 +359,19 @@ def _indexer(given: dict[str, Any], fields: _Fields, layers: int, glm: bool) -> 
         f"indexer_types is {types}; expected 'full' or 'shared' for each of {layers} layers, the"
         " first 'full'",
     )
-    return Indexer(
-        fields.number("index_n_heads"),
-        fields.number("index_head_dim"),
-        fields.number("index_topk"),
-        glm,
-        tuple(kind == "full" for kind in types),
-    )
-
-
-def _latent(fields: _Fields) -> Latent:
-    return Latent(
-        q_latent=0 if fields["q_lora_rank"] is None else fields.number("q_lora_rank"),
-        kv_latent=fields.number("kv_lora_rank"),
-        nope=fields.number("qk_nope_head_dim"),
-        rope=fields.number("qk_rope_head_dim"),
-        value=fields.number("v_head_dim"),
-    )
+    sizes = (fields.number(f"index_{name}") for name in ("n_heads", "head_dim", "topk"))
+    return Indexer(*sizes, interleaved=shared, full=tuple(kind == "full" for kind in types))
 
 
 def from_hf(given: dict[str, Any]) -> ModelConfig:
     """Returns the ``ModelConfig`` of the contents of a ``config.json``.
 
-    A missing field has the default of its transformers class (``DEFAULTS``). A field that would
-    change the forward pass in an unsupported way is rejected (``ONLY``); others have no effect.
-
-    Raises:
-        UserError: an unsupported architecture, activation, rotary embedding or attention option.
+    A missing field has the default of its transformers class. A field that would change the forward
+    pass in an unsupported way raises ``UserError``; others have no effect.
     """
     family = _checked_family(given)
-    fields, experts, latent, indexer = _Fields(DEFAULTS[family] | given), None, None, None
+    known, dense, experts, latent, indexer = family.defaults, 0, None, None, None
+    fields = _Fields(known | given)
     heads, layers = fields.number("num_attention_heads"), fields.number("num_hidden_layers")
     if fields["num_key_value_heads"] is None:
         fields["num_key_value_heads"] = heads
@@ -414,14 +380,14 @@ def from_hf(given: dict[str, Any]) -> ModelConfig:
         heads > 0 and kv_heads > 0 and heads % kv_heads == 0,
         f"num_attention_heads is {heads}, which num_key_value_heads {kv_heads} does not divide",
     )
-    known, dense = DEFAULTS[family], 0
     if "num_experts_per_tok" in known:
         experts = _experts(given, fields)
     if "kv_lora_rank" in known:
-        latent, dense = _latent(fields), _dense_layers(fields, layers)
-        rotary = (None, latent.rope) if family == "deepseek_v3" else (fields["head_dim"],)
+        widths = "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"
+        latent = Latent(fields.or_zero("q_lora_rank"), *map(fields.number, widths))
+        dense = _dense_layers(fields, layers)
         _require(
-            fields["head_dim"] in rotary,
+            family.any_head_dim or fields["head_dim"] in (None, latent.rope),
             f"head_dim is {fields['head_dim']}; expected none, or qk_rope_head_dim {latent.rope}",
         )
         fields["head_dim"] = latent.nope + latent.rope
@@ -429,11 +395,11 @@ def from_hf(given: dict[str, Any]) -> ModelConfig:
         fields["head_dim"] = fields.number("hidden_size") // heads
     if "index_topk" in known:
         _require(latent is not None and latent.q_latent > 0, "the indexer needs q_lora_rank")
-        indexer = _indexer(given, fields, layers, family == "glm_moe_dsa")
+        indexer = _indexer(given, fields, layers, family.shared_indexers)
     theta, scaling = _rope(fields)
     bias = bool(known.get("attention_bias") is False and fields["attention_bias"])
     cfg = ModelConfig(
-        family,
+        family.model_type,
         fields.number("vocab_size"),
         fields.number("hidden_size"),
         layers,
@@ -444,8 +410,8 @@ def from_hf(given: dict[str, Any]) -> ModelConfig:
         theta,
         scaling,
         fields.number("rms_norm_eps", float),
-        qk_norm=family in ("qwen3", "qwen3_moe"),
-        qkv_bias=bias or family == "qwen2",
+        qk_norm=family.qk_norm,
+        qkv_bias=bias or family.qkv_bias,
         o_bias=bias,
         mlp_bias="mlp_bias" in known and bool(fields["mlp_bias"]),
         tie_embeddings=bool(fields["tie_word_embeddings"]),
@@ -462,17 +428,18 @@ def from_hf(given: dict[str, Any]) -> ModelConfig:
     return cfg
 
 
-def _checked_family(given: dict[str, Any]) -> str:
-    """Returns the model_type; raises ``UserError`` for what no model here computes."""
+def _checked_family(given: dict[str, Any]) -> Family:
+    """Returns the family; raises ``UserError`` for what no model here computes."""
+    types = {family.model_type: name for name, family in FAMILIES.items()}
     names = given.get("architectures") or [
-        name for name, kind in FAMILIES.items() if kind == given.get("model_type")
+        types[kind] for kind in [given.get("model_type")] if kind in types
     ]
     if not names or names[0] not in FAMILIES:
         raise UserError(
             f"architectures is {names or ['(none)']!r}; supported: {', '.join(FAMILIES)}"
         )
     family = FAMILIES[names[0]]
-    if given.get("model_type") in set(DEFAULTS) - {family}:
+    if given.get("model_type") in types.keys() - {family.model_type}:
         raise UserError(
             f"config.json: architectures is {names!r} but model_type is {given['model_type']!r};"
             " transformers uses model_type: correct the wrong one"
@@ -485,7 +452,7 @@ def _checked_family(given: dict[str, Any]) -> str:
             " unquantised checkpoint, or write one with transformers (from_pretrained, dequantize,"
             " save_pretrained)"
         )
-    for field, values in (ONLY | FAMILY_ONLY[family]).items():
+    for field, values in (ONLY | family.only).items():
         if field in given and not any(given[field] == value for value in values):
             raise UserError(
                 f"config.json: {field} is {given[field]!r}; only {' or '.join(map(repr, values))}"
@@ -501,11 +468,7 @@ def _checked_family(given: dict[str, Any]) -> str:
 
 
 def read_config(directory: str | Path) -> ModelConfig:
-    """Returns the ``ModelConfig`` of a checkpoint directory.
-
-    Raises:
-        UserError: no readable ``config.json`` there.
-    """
+    """Returns the config of a checkpoint directory; raises ``UserError`` if it cannot be read."""
     path = Path(directory) / "config.json"
     if not path.is_file():
         raise UserError(

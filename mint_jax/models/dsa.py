@@ -1,16 +1,11 @@
-"""The lightning indexer of DeepSeek sparse attention, which chooses the keys that a query of latent
-attention may attend to.
+"""The lightning indexer of DeepSeek sparse attention (V3.2, arXiv 2512.02556, section 2.1).
 
-DeepSeek-V3.2 (arXiv 2512.02556, section 2.1): ``score_ts = sum_i w_ti relu(q_ti . k_s)``, with
-queries from the latent of the attention's queries, one key per token, and weights from the residual
-stream. The ``topk`` best visible keys are chosen. In GLM-5 a layer without an indexer reuses the
-choice of the last layer with one, also across stacks of dense and MoE layers, so the choice is
-carried with the residual stream. It is one bit per pair: one array for packed rows, one per part
-with a cache; None while there are at most ``topk`` keys.
-
-Nothing here has a gradient. Parameters are bare arrays, not projections with a ``w``, so adapters
-cannot target them. If several keys tie with the last chosen one, all of them are chosen, in every
-part of a cache.
+``score_ts = sum_i w_ti relu(q_ti . k_s)``, with queries from the latent of the attention's queries,
+one key per token, and weights from the residual stream; the ``topk`` best visible keys are chosen.
+In GLM-5 a layer without an indexer reuses the choice of the last layer with one, also across stacks
+of layers, so the choice is carried with the residual stream: one bit per pair, in one array for
+packed rows and one per part with a cache; None while there are at most ``topk`` keys. Nothing here
+has a gradient.
 
 Axes: B rows, T query tokens, S key positions, D model width, C the query's latent, I heads, H their
 width, U pages, and Q and W rows in two axes.
@@ -46,30 +41,21 @@ Chosen = tuple[jax.Array, ...] | None
 
 
 class IndexerPosition(NamedTuple):
-    """Position of one layer among its stack's indexers; before the scan with a leading layer axis.
+    """Position of a layer among its stack's indexers; with a leading layer axis before the scan."""
 
-    Attributes:
-        nth: int32, index of its indexer.
-        full: bool, the layer has an indexer; None if all layers of the stack have one.
-    """
-
-    nth: Any
-    full: Any
+    nth: Any  # int32, index of its indexer
+    full: Any  # bool, the layer has an indexer; None if all layers of the stack have one
 
 
 class Layer(NamedTuple):
-    """The indexers of a stack of layers, ``[L_full, ...]``, and one layer's position; ``stack`` is
-    None if no layer has one.
-    """
+    """The indexers of a stack of layers, ``[L_full, ...]`` or None, and one layer's position."""
 
     stack: Any
     position: IndexerPosition
 
 
 def specs(cfg: ModelConfig, kind: str, dtype: Any) -> dict[str, Any]:
-    """Returns ``{"indexer": ...}`` for the layers of one kind that have an indexer; ``{}`` if none
-    has.
-    """
+    """Returns ``{"indexer": ...}`` for the layers of one kind that have one; ``{}`` if none has."""
     if cfg.indexer is None:
         return {}
     assert cfg.latent is not None
@@ -94,9 +80,7 @@ def _full(cfg: ModelConfig, kind: str) -> list[bool]:
 
 
 def positions(cfg: ModelConfig, kind: str) -> IndexerPosition | None:
-    """Returns the indexer positions of the layers of one kind, to be scanned with their parameters;
-    None for a model without indexers.
-    """
+    """Returns the positions of the layers of one kind, to be scanned; None without indexers."""
     if cfg.indexer is None:
         return None
     full = np.array(_full(cfg, kind))
@@ -105,9 +89,7 @@ def positions(cfg: ModelConfig, kind: str) -> IndexerPosition | None:
 
 
 def undecided(B: int, T: int, view: paged.View | None, cfg: ModelConfig) -> Chosen:
-    """Returns the first layer's input: zeros in the shape of a choice, or None if all keys fit;
-    ``view`` is the cache's.
-    """
+    """Returns the first layer's input: an empty choice, or None if all keys fit."""
     sizes = [*(() if view is None else (view.capacity,)), T]
     if cfg.indexer is None or sum(sizes) <= cfg.indexer.topk:
         return None
@@ -126,7 +108,7 @@ def select(
     """Returns this layer's choice, and the cache with the indexer's keys of these tokens.
 
     Args:
-        cache: as in ``latent_attention``, with ``index [L, U, PAGE, H]``; None without one.
+        cache: as in ``latent_attention``, with ``index [L, U, PAGE, H]``.
         chosen: choice of the previous layer, see ``undecided``.
     """
     assert cfg.indexer is not None
@@ -197,9 +179,7 @@ def _keys(h_BTD, p, ctx: Context, ix: Indexer, cfg: ModelConfig) -> jax.Array:
 def _queries(
     h_BTD, q_latent_BTC, p, ctx: Context, ix: Indexer, cfg: ModelConfig
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns queries ``[B, T, I, H]`` and float32 weights ``[B, T, I]``, which include all
-    constant factors.
-    """
+    """Returns queries ``[B, T, I, H]`` and float32 weights ``[B, T, I]``, constants included."""
     B, T, _ = h_BTD.shape
     q = _product("BTC,CF->BTF", q_latent_BTC, p["q"])
     w = _product("BTD,DI->BTI", h_BTD, p["weights"])
@@ -224,9 +204,7 @@ def _with_position(x_BTIH: jax.Array, ctx: Context, ix: Indexer, cfg: ModelConfi
 
 
 def _scores(q_QWTIH: jax.Array, w_QWTI: jax.Array, k_QSH: jax.Array) -> jax.Array:
-    """Returns ``sum_i w_i relu(q_i . k)``, ``[Q, W, T, S]`` float32, in groups of heads that fit
-    ``SCORE_BYTES``.
-    """
+    """Returns ``sum_i w_i relu(q_i . k)``, ``[Q, W, T, S]`` float32, by groups of heads."""
     (*rows, heads), S = w_QWTI.shape, k_QSH.shape[1]
     n = slice_count(heads, 4 * w_QWTI.size * S // sharding.parts_here(len(w_QWTI), "batch"))
 
@@ -244,11 +222,8 @@ def _scores(q_QWTIH: jax.Array, w_QWTI: jax.Array, k_QSH: jax.Array) -> jax.Arra
 
 
 def _best(parts: list[jax.Array], topk: int) -> tuple[jax.Array, ...]:
-    """Returns the bits of the ``topk`` largest scores over all parts ``[B, T, S]``, including ties
-    with the last.
-
-    A query with fewer than ``topk`` visible keys also gets invisible ones, which attention masks.
-    """
+    """Returns the bits of the ``topk`` largest scores over all parts; ties are all chosen."""
+    # A query with fewer than topk visible keys also gets invisible ones, which attention masks.
     # A cache's parts are split over devices by position. The best of each part are few and may be
     # communicated; the scores of all positions stay in place and are cut at one threshold.
     tops = [jax.lax.top_k(s, min(topk, s.shape[-1]))[0] for s in parts]
@@ -257,7 +232,6 @@ def _best(parts: list[jax.Array], topk: int) -> tuple[jax.Array, ...]:
 
 
 def _choose_packed(q_BTIH, w_BTI, k_BSH, segments: Segments, topk: int) -> jax.Array:
-    """Returns the choice of packed rows, in slices of queries so that scores fit in memory."""
     T = q_BTIH.shape[1]
     n = slice_count(T, 4 * w_BTI.size * T // sharding.parts_here(len(w_BTI), "batch"))
 
@@ -274,9 +248,7 @@ def _choose_packed(q_BTIH, w_BTI, k_BSH, segments: Segments, topk: int) -> jax.A
 
 
 def _choose_cached(q_BTIH, w_BTI, k_BTH, cache: paged.Cache, topk: int) -> Chosen:
-    """Returns the choice over a cache's positions (prefix, then own, in the order of the row's
-    table) and over the new tokens' own keys.
-    """
+    """Returns the choice over a cache's positions (prefix, then own) and the new tokens' keys."""
 
     def local(q_BTIH, w_BTI, k_BTH, pool, layer, view):
         B, T = w_BTI.shape[:2]

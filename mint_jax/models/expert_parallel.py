@@ -2,11 +2,8 @@
 move.
 
 Few tokens (decoding) are all-gathered and the results summed; many (training, prefill) are
-exchanged all-to-all, each token once per visit. A round has capacity for somewhat more tokens than
-equally loaded experts need; tokens beyond it go in further rounds, so none is dropped. Where sums
-depend on a token's round, each block of rows has its own capacity, because another policy's routing
-must not change the order of a policy's sums. The backward pass is written out, because the number
-of rounds is data and JAX cannot reverse such a loop.
+exchanged all-to-all. A round has capacity for somewhat more tokens than equally loaded experts
+need; further tokens go in further rounds, so none is dropped.
 
 Axes: B rows, T tokens, D model width, X experts of a token, N tokens of a device, M token-expert
 pairs, W devices of an exchange, C capacity of a block between two of them, K keys: blocks, or
@@ -35,19 +32,12 @@ SLACK = 1.5  # capacity of a round relative to what equally loaded experts need
 
 
 class Visits(NamedTuple):
-    """Tokens and their routes; every array may have batch axes in front.
+    """Tokens and their routes; every array may have batch axes in front."""
 
-    Attributes:
-        x: ``[N, D]``.
-        ids: ``[N, X]`` int32 experts; -1 is none.
-        weights: ``[N, X]`` float32.
-        block: ``[N]`` int32 block of adapters, see ``block_of_rows``.
-    """
-
-    x: jax.Array
-    ids: jax.Array
-    weights: jax.Array
-    block: jax.Array
+    x: jax.Array  # `[N, D]`
+    ids: jax.Array  # `[N, X]` int32 experts; -1 is none
+    weights: jax.Array  # `[N, X]` float32
+    block: jax.Array  # `[N]` int32 block of adapters, see `block_of_rows`
 
 
 def routed(
@@ -64,7 +54,6 @@ def routed(
         p: ``{"gate": {"w": [E, D, F]}, "up": ..., "down": ...}``, E sharded by ``sharding.RULES``;
             or of all layers, with the layer's number, see ``expert_mlp``.
         lora: adapters of the experts, ``[P, E, R, D]`` and ``[P, E, R, F]``, E sharded likewise.
-        kernels: see ``packed_lora.project``.
     """
     chex.assert_rank([x_BTD, ids_BTX], 3)
     B, T, D = x_BTD.shape
@@ -91,7 +80,6 @@ def routed(
 
 
 def _here(v: Visits, p: Any, lora: AdapterView | None, kernels: Kernels) -> jax.Array:
-    """Runs all experts on this device."""
     N, X = v.ids.shape
     y_MD = expert_mlp(v.x, X, v.ids.reshape(-1), jnp.repeat(v.block, X), p, lora, kernels)
     return jnp.einsum(
@@ -99,6 +87,7 @@ def _here(v: Visits, p: Any, lora: AdapterView | None, kernels: Kernels) -> jax.
     ).astype(v.x.dtype)
 
 
+# The backward pass is written out: JAX cannot reverse a loop of as many rounds as data says.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
 def _sharded(x, weights, lora, ids, block, p, of_block, kernels):
     return _forward(x, weights, lora, ids, block, p, of_block, kernels)[0]
@@ -162,10 +151,9 @@ _sharded.defvjp(_forward, _backward)
 def _exchange(
     mesh: Any, visits: tuple[int, ...], experts: int, of_block: int | None
 ) -> "Gather | AllToAll":
-    """Returns the cheaper exchange of one device's tokens.
+    """Returns the cheaper exchange of a device's ``visits``: its tokens and the experts of each.
 
     Args:
-        visits: number of its tokens and of their experts.
         experts: number of its experts.
         of_block: consecutive tokens of one block; None: blocks in any order, forward only.
     """
@@ -201,22 +189,14 @@ def _capacity(pairs: int, ways: int) -> int:
 
 
 class Plan(NamedTuple):
-    """Order in which pairs are sent.
+    """Order in which pairs are sent."""
 
-    Attributes:
-        order: ``[M]`` pairs sorted by key; pairs without a key come last.
-        first, count: ``[K]`` first pair and number of pairs of each key.
-        expert: ``[M]`` the expert of each pair on its device; -1 for pairs without a key.
-        capacity: pairs of a key in one round.
-        rounds: number of rounds.
-    """
-
-    order: jax.Array
-    first: jax.Array
+    order: jax.Array  # `[M]` pairs sorted by key; pairs without a key come last
+    first: jax.Array  # this and count: `[K]` first pair and number of pairs of each key
     count: jax.Array
-    expert: jax.Array
-    capacity: int
-    rounds: jax.Array
+    expert: jax.Array  # `[M]` the expert of each pair on its device; -1 for pairs without a key
+    capacity: int  # pairs of a key in one round
+    rounds: jax.Array  # number of rounds
 
     @classmethod
     def of(cls, key_M: jax.Array, keys: int, expert: jax.Array, capacity: int) -> "Plan":
@@ -226,9 +206,7 @@ class Plan(NamedTuple):
         return cls(order, jnp.cumsum(count) - count, count, expert, capacity, rounds)
 
     def round(self, r: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns the pairs of round r, ``[K * capacity]``, which of them are real, and their
-        experts.
-        """
+        """Returns the pairs of round r, ``[K * capacity]``, which are real, and their experts."""
         # Unfilled capacity is clipped to some existing pair, whose result ``real`` discards with a
         # select: that pair may be another policy's and NaN, and NaN times 0 is NaN.
         nth = r * self.capacity + jnp.arange(self.capacity, dtype=jnp.int32)[None]
@@ -249,22 +227,12 @@ def _masked(real: jax.Array, x: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Rounds(abc.ABC):
-    """The rounds of an exchange, forward and backward.
+    """The rounds of an exchange, forward and backward; subclasses define where tokens go."""
 
-    Subclasses define where tokens go: ``enter`` and ``leave`` before and after all rounds, ``swap``
-    and ``results`` within a round, and ``plan``.
-
-    Attributes:
-        axes: mesh axes over which experts are split.
-        same: those over which devices have the same tokens.
-        experts: number of local experts.
-        capacity: pairs of a round, see ``Plan``.
-    """
-
-    axes: tuple[str, ...]
-    same: tuple[str, ...]
-    experts: int
-    capacity: int
+    axes: tuple[str, ...]  # mesh axes over which experts are split
+    same: tuple[str, ...]  # those over which devices have the same tokens
+    experts: int  # number of local experts
+    capacity: int  # pairs of a round, see `Plan`
 
     @abc.abstractmethod
     def enter(self, x: jax.Array, fill: int = 0) -> jax.Array:
@@ -290,8 +258,8 @@ class _Rounds(abc.ABC):
         return Visits(*(self.enter(x, -1 if x is v.ids else 0) for x in v))
 
     def _send(self, v: Visits, plan: Plan, r: jax.Array) -> Any:
-        """Returns pairs and tokens of a round, which are real, and the rows that came here:
-        activations, local expert or -1, block, weight.
+        """Returns pairs, tokens and reality of a round, and what came: x, local expert, block,
+        weight.
         """
         pair, real, expert = plan.round(r)
         token = pair // v.ids.shape[1]
@@ -346,19 +314,10 @@ class _Rounds(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Gather(_Rounds):
-    """Every device gathers all tokens and computes those routed to its own experts.
+    """Every device gathers all tokens and computes those routed to its own experts."""
 
-    In the forward pass blocks share the capacity: a token's pairs are added in their order,
-    whatever the round. In the backward pass each block has its own, because its adapter's gradient
-    is a sum over rounds.
-
-    Attributes:
-        split: axes over which experts and tokens are split.
-        capacity_back: pairs of a block in a backward round.
-    """
-
-    split: tuple[str, ...]
-    capacity_back: int
+    split: tuple[str, ...]  # axes over which experts and tokens are split
+    capacity_back: int  # pairs of a block in a backward round
 
     def enter(self, x: jax.Array, fill: int = 0) -> jax.Array:
         return jax.lax.all_gather(x, self.split, axis=0, tiled=True) if self.split else x
@@ -379,6 +338,9 @@ class Gather(_Rounds):
         ids, X = v.ids.reshape(-1), v.ids.shape[1]
         local = ids - jax.lax.axis_index(self.axes) * self.experts
         here = (local >= 0) & (local < self.experts) & (ids >= 0)
+        # Forward, blocks share the capacity: a token's pairs are added in their order, whatever the
+        # round. Backward, an adapter's gradient is a sum over rounds, whose order another policy's
+        # routing must not change, so each block has its own capacity.
         keys, block = (1, 0) if blocks is None else (blocks, jnp.repeat(v.block, X))
         capacity = self.capacity if blocks is None else self.capacity_back
         return Plan.of(jnp.where(here, block, keys), keys, local, capacity)
@@ -386,20 +348,12 @@ class Gather(_Rounds):
 
 @dataclasses.dataclass(frozen=True)
 class AllToAll(_Rounds):
-    """Each token is sent to the devices of its experts, ``capacity`` pairs of a block between two
-    devices a round.
+    """Each token is sent to the devices of its experts, ``capacity`` pairs of a block a round."""
 
-    Attributes:
-        copies: number of devices with the same tokens; each takes a share of them.
-        ways: W devices of the exchange.
-        blocks: maximum number of blocks with tokens on one device.
-        all_axes: every mesh axis, so that all devices run the same number of rounds.
-    """
-
-    copies: int
-    ways: int
-    blocks: int
-    all_axes: tuple[str, ...]
+    copies: int  # number of devices with the same tokens; each takes a share of them
+    ways: int  # W devices of the exchange
+    blocks: int  # maximum number of blocks with tokens on one device
+    all_axes: tuple[str, ...]  # every mesh axis, so that all devices run the same number of rounds
 
     def enter(self, x: jax.Array, fill: int = 0) -> jax.Array:
         """Returns this device's share of the tokens that ``same`` devices all have."""
@@ -414,8 +368,8 @@ class AllToAll(_Rounds):
         return jax.lax.all_gather(x, self.same, axis=0, tiled=True)[:tokens] if self.same else x
 
     def swap(self, tree: Any) -> Any:
-        """Exchanges ``[W * blocks * C, ...]``: sends the w-th part to device w, and receives w's in
-        its place.
+        """Exchanges ``[W * blocks * C, ...]``: the w-th part goes to device w, whose part replaces
+        it.
         """
         return jax.tree.map(
             lambda x: jax.lax.all_to_all(x, self.axes, split_axis=0, concat_axis=0, tiled=True),

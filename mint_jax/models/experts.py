@@ -1,13 +1,11 @@
 """Routed experts with packed adapters: rows are sorted by (expert, adapter), and base and deltas
 are grouped matmuls.
 
-Every token is computed by all experts that it was routed to. The base multiplies each expert's rows
-of all adapters together. An adapter of rank r adds rank-r work for its own rows only, whatever the
-number of resident adapters.
+The base multiplies each expert's rows of all adapters together. An adapter of rank r adds rank-r
+work for its own rows only, whatever the number of resident adapters.
 
 Axes: N tokens, M rows (a token and one of its experts), E local experts, D model width, F expert
-width, P blocks of a rank bucket, R rank. Adapter factors are packed, ``[P, E, R, D]`` and ``[P, E,
-R, F]``, one array per projection and factor.
+width, P blocks of a rank bucket, R rank. Factors are packed, ``[P, E, R, D]`` and ``[P, E, R, F]``.
 """
 
 import functools
@@ -39,9 +37,7 @@ def specs(L: int, E: int, D: int, F: int, dtype: Any) -> dict[str, Any]:
 
 
 def _of_layer(leaf: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Returns a projection's matrices as ``packed_lora.project`` takes them, flattened over
-    layers.
-    """
+    """Returns a projection's matrices as ``packed_lora.project`` takes them."""
     if "layer" not in leaf:
         return leaf
     w = leaf["w"]
@@ -50,17 +46,12 @@ def _of_layer(leaf: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 class Order(NamedTuple):
-    """Rows sorted by (expert, block).
+    """Rows sorted by (expert, block)."""
 
-    Attributes:
-        order, inverse: ``[M]`` permutations; rows without a local expert come last.
-        counts: ``[E, blocks]`` rows of each expert and block.
-        expert, block: ``[M]`` of each sorted row; ``blocks`` for rows without a local expert.
-    """
-
-    order: jax.Array
+    order: jax.Array  # this and inverse: `[M]` permutations; rows without a local expert come last
     inverse: jax.Array
-    counts: jax.Array
+    counts: jax.Array  # `[E, blocks]` rows of each expert and block
+    # expert, block: `[M]` of each sorted row; `blocks` for rows without a local expert
     expert: jax.Array
     block: jax.Array
 
@@ -95,14 +86,11 @@ def expert_mlp(
     D]``; zeros for rows without an expert.
 
     Args:
-        x_ND: tokens.
-        each: number of consecutive rows of every token.
+        x_ND: tokens, each with ``each`` consecutive rows.
         expert_M: expert of each row, 0 to E - 1; other values are no expert.
         block_M: block of each row, see ``block_of_rows``.
-        p: ``{"gate": {"w": [E, D, F]}, "up": ..., "down": {"w": [E, F, D]}}``. With ``"layer"`` in
-            each, the layer's number, ``w`` is of all layers, ``[L, E, D, F]``.
-        lora: this layer's adapters of the experts.
-        kernels: see ``packed_lora.project``.
+        p: ``{"gate": {"w": [E, D, F]}, "up": ..., "down": {"w": [E, F, D]}}``; with ``"layer"`` in
+            each, ``w`` is of all layers, ``[L, E, D, F]``.
     """
     chex.assert_rank([x_ND, expert_M], [2, 1])
     chex.assert_equal_shape([expert_M, block_M])
@@ -121,7 +109,6 @@ def expert_mlp(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _rows_of(x_ND: jax.Array, order_M: jax.Array, inverse_M: jax.Array, each: int) -> jax.Array:
-    """Gathers the tokens of sorted rows; each token has ``each`` rows."""
     return x_ND[order_M // each]
 
 
@@ -137,7 +124,6 @@ _rows_of.defvjp(lambda x, order, inverse, each: (x[order // each], inverse), _ro
 
 @jax.custom_vjp
 def _put_back(y_MD: jax.Array, order_M: jax.Array, inverse_M: jax.Array) -> jax.Array:
-    """Restores the original order of sorted rows."""
     return y_MD[inverse_M]
 
 
@@ -154,7 +140,6 @@ def _project(
     order: Order,
     kernels: Kernels,
 ) -> list[jax.Array]:
-    """Computes the projections ``names`` of the same rows."""
     adapters, first = [], 0
     lora = AdapterView(()) if lora is None else lora
     for bucket, blocks in zip(lora.buckets, lora.blocks):
@@ -178,9 +163,7 @@ def _project(
 
 
 def groups_of(order: Order, first: int, place_P: jax.Array) -> Groups:
-    """Returns the rows of one rank bucket, with blocks ``first .. first + P - 1`` and these adapter
-    indices.
-    """
+    """Returns the rows of a rank bucket with blocks from ``first`` on, at these adapters."""
     (E, blocks), P = order.counts.shape, place_P.shape[0]
     begin = (jnp.cumsum(order.counts.reshape(-1)) - order.counts.reshape(-1)).reshape(E, blocks)
     index = place_P[None] * E + jnp.arange(E, dtype=jnp.int32)[:, None]

@@ -1,8 +1,7 @@
 """Conversion of GGUF files to Hugging Face checkpoint directories: dequantised weights, and the
 original blocks of 4 and 8 bits.
 
-Covers the ``llama`` architecture with a byte-level BPE tokenizer (such as SmolLM2). llama.cpp
-permutes the rows of q and k for its interleaved rotary embedding; this is undone.
+Covers the ``llama`` architecture with a byte-level BPE tokenizer (such as SmolLM2).
 """
 
 import json
@@ -43,10 +42,7 @@ _SPECIAL_TOKEN = 3  # gguf token_type of control tokens
 
 def convert(file: str | Path, directory: str | Path) -> Path:
     """Writes ``config.json``, ``model.safetensors`` (float32), ``model.blocks`` and the tokenizer
-    of a GGUF file. The directory is created atomically.
-
-    Raises:
-        UserError: not a GGUF file, or an unsupported architecture or tokenizer.
+    of a GGUF file, atomically. Raises ``UserError`` for an unsupported file.
     """
     import gguf
     from gguf.quants import dequantize
@@ -110,9 +106,8 @@ def _config(fields: dict[str, Any], tied: bool) -> dict[str, Any]:
 
 
 def _rows_in_order(rows: np.ndarray, name: str, fields: dict[str, Any]) -> np.ndarray:
-    """Returns a tensor's rows, of numbers or of bytes, in transformers' order: each head of q and k
-    from interleaved pairs (0, H/2, 1, ...) to two halves.
-    """
+    """Returns a tensor's rows in transformers' order: each head of q and k as two halves."""
+    # llama.cpp permutes rows of q and k to pairs (0, H/2, 1, ...) for its interleaved rotation.
     heads = fields["llama.attention.head_count"]
     if ".attn_k." in name:
         heads = fields.get("llama.attention.head_count_kv", heads)
@@ -123,11 +118,7 @@ def _rows_in_order(rows: np.ndarray, name: str, fields: dict[str, Any]) -> np.nd
 
 
 def _hf_name(name: str) -> str:
-    """Returns a tensor's name in transformers.
-
-    Raises:
-        UserError: a tensor that no llama has.
-    """
+    """Returns a tensor's name in transformers; raises ``UserError`` for one that no llama has."""
     found = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.weight", name)
     if found is None or found[2] not in _NAMES:
         raise UserError(

@@ -1,8 +1,7 @@
 """The CPU form of matmuls of grouped rows: a loop over tiles of one group's rows.
 
 XLA's CPU form of ``jax.lax.ragged_dot`` multiplies every row by every matrix; a loop over tiles is
-exact for any distribution of rows. No group reads another's rows or matrix, even multiplied by 0,
-because 0 times NaN is NaN: tiles mask both operands.
+exact for any distribution of rows.
 
 Axes: M rows, G groups, W matrices, K in, N out.
 """
@@ -26,9 +25,7 @@ STEP, MAX_TILE = 8, 160
 
 
 def tile_rows(rows: int, groups: int) -> int:
-    """Returns the rows of a tile, such that most groups of about average size fill a whole number
-    of tiles.
-    """
+    """Returns the rows of a tile, such that most groups of about average size fill whole tiles."""
     average = rows / max(1, groups)
     most = average + 2 * average**0.5
     tiles = max(1, math.ceil(most / MAX_TILE))
@@ -36,9 +33,7 @@ def tile_rows(rows: int, groups: int) -> int:
 
 
 class Tile:
-    """One tile of a group's rows inside a loop; reads and writes leave rows of other groups
-    alone.
-    """
+    """One tile of a group's rows inside a loop, which leaves rows of other groups alone."""
 
     def __init__(self, first: jax.Array, stop: jax.Array, rows: int, M: int):
         self.start, self.rows = jnp.minimum(first, M - rows), rows
@@ -49,7 +44,7 @@ class Tile:
         return jax.lax.dynamic_slice_in_dim(x, self.start, self.rows)
 
     def own(self, x: jax.Array) -> jax.Array:
-        """Reads with zeros in rows of other groups."""
+        # A select on both sides of a sum: another group's row may be NaN, and 0 times NaN is NaN.
         return jnp.where(self.is_own, self.read(x), jnp.zeros((), x.dtype))
 
     def add(self, x: jax.Array, part: jax.Array) -> jax.Array:
@@ -80,9 +75,7 @@ def over_tiles(
 
 
 def blank(shape: tuple[int, ...], dtype: Any, sizes: jax.Array, key: int) -> jax.Array:
-    """Returns zeros for a loop to write into. Each buffer needs its own ``key``: XLA merges equal
-    constants, and then copies them for every loop.
-    """
+    """Returns zeros for a loop to write into; each buffer needs its own ``key``."""
     # A value that XLA cannot prove to be zero is not merged. With ``jnp.zeros`` the backward pass
     # of two projections of 32 experts with adapters takes 13 % longer, because each loop copies the
     # shared constant first.
@@ -105,8 +98,8 @@ def tiled_matmul(
     scaled: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
     key: int = 0,
 ) -> jax.Array:
-    """Returns ``x[m] @ w[index + group of m]``, ``[M, N]`` in the dtype of ``x``, accumulated in
-    float32; zeros after the last group.
+    """Returns ``x[m] @ w[index + group of m]``, ``[M, N]`` in the dtype of ``x``; zeros after the
+    last group.
 
     Args:
         x: ``[M, K]``, rows of group 0 first.
@@ -115,7 +108,6 @@ def tiled_matmul(
         index: matrix of group 0 in a stack, whose slice would be a copy; None is 0.
         onto: ``[M, N]`` to add to, instead of zeros.
         scaled: maps ``(group, float32 product)`` to the value to write.
-        key: see ``blank``.
     """
     M, N = x.shape[0], w.shape[1 if transposed else 2]
     y = blank((M, N), x.dtype, sizes, key) if onto is None else onto

@@ -1,8 +1,7 @@
 """Hugging Face checkpoints: loads safetensors into sharded parameters, and writes them.
 
 Each process reads only its shards, leaf by leaf, so host memory peaks at one leaf's shard. Names of
-tensors are defined here only; a new family is one table below and one mapping in
-``models/config.py``.
+tensors are defined here only: an entry of ``LAYER_NAMES`` per family.
 """
 
 import dataclasses
@@ -39,7 +38,6 @@ MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors package
 
 
 def _matrices(path: str, below: str, *names: str) -> dict[str, str]:
-    """Returns ``{path/name/w: below.name_proj.weight, path/name/b: below.name_proj.bias}``."""
     kinds = {"w": "weight", "b": "bias"}
     return {
         f"{path}/{name}/{leaf}": f"{below}.{name}_proj.{kind}"
@@ -101,17 +99,11 @@ GLOBAL_NAMES = {"embed/w": EMBED, "unembed/w": HEAD, "final_norm": "model.norm.w
 
 @dataclasses.dataclass(frozen=True)
 class LeafSource:
-    """Tensors of one leaf, and their layout on disk.
+    """Tensors of one leaf, and their layout on disk."""
 
-    Attributes:
-        names: one tensor, or one per index of the leaf's leading axes, row-major.
-        stack: sizes of those axes: layers, or layers and experts.
-        transposed: the file stores ``[out, in]``.
-    """
-
-    names: tuple[str, ...]
-    stack: tuple[int, ...]
-    transposed: bool
+    names: tuple[str, ...]  # one tensor, or one per index of the leaf's leading axes, row-major
+    stack: tuple[int, ...]  # sizes of those axes: layers, or layers and experts
+    transposed: bool  # the file stores `[out, in]`
 
 
 def source_of(path: str, spec: ParamSpec, cfg: ModelConfig) -> LeafSource:
@@ -134,16 +126,12 @@ def source_of(path: str, spec: ParamSpec, cfg: ModelConfig) -> LeafSource:
 
 
 def is_moe_type(cfg: ModelConfig) -> bool:
-    """Returns True if the base's transformers class has routed experts, even if all its layers are
-    dense.
-    """
+    """Returns True if the base's transformers class has routed experts."""
     return _MOE.items() <= LAYER_NAMES[cfg.family].items()
 
 
 def module_names(cfg: ModelConfig, paths: Iterable[str]) -> BaseNames:
-    """Returns the Hugging Face module names of each projection path, one per layer, or per layer
-    and expert. PEFT names adapters by them.
-    """
+    """Returns PEFT's module names of each projection path, per layer, or per layer and expert."""
     specs = dict(params_lib.leaves_with_path(transformer.abstract(cfg)))
     out = BaseNames(functools.partial(_holds, cfg))
     for path in paths:
@@ -158,14 +146,11 @@ class Checkpoint:
     """Lazily opened tensors of a checkpoint directory, by their names in transformers.
 
     Reads ``model.safetensors`` if it exists, else the files of ``model.safetensors.index.json``,
-    else all ``*.safetensors``; the first two in transformers' order.
-
-    Args:
-        tied: the head is the embedding, so either tensor stands for both.
+    else all ``*.safetensors``. ``tied``: either of embedding and head stands for both.
 
     Raises:
-        UserError: no weights, a missing or damaged file, an index that contradicts its files, or
-            one name in two files.
+        UserError: no weights, a damaged file, an index that contradicts its files, a name in two
+            files.
     """
 
     def __init__(self, directory: str | Path, tied: bool = False):
@@ -222,10 +207,8 @@ class Checkpoint:
             ) from None
 
     def tensor(self, name: str) -> Any:
-        """Returns a lazy slice object with ``get_shape()`` and indexing.
-
-        Raises:
-            UserError: the checkpoint has no such tensor.
+        """Returns a lazy slice with ``get_shape()``; raises ``UserError`` if there is no such
+        tensor.
         """
         if name not in self.files:
             near = [n for n in self.files if n.split(".")[-2:] == name.split(".")[-2:]][:2]
@@ -258,9 +241,7 @@ def _plain_name(stored: str, prefix: str) -> str:
 
 
 def same_values(one: Any, other: Any) -> bool:
-    """Returns True if two tensors, lazy or not, have equal shape and numbers; different dtypes are
-    compared in the coarser one.
-    """
+    """Returns True if two tensors, lazy or not, are equal in the coarser of their dtypes."""
     shapes = [tuple(x.get_shape() if hasattr(x, "get_shape") else x.shape) for x in (one, other)]
     if shapes[0] != shapes[1]:
         return False
@@ -276,11 +257,8 @@ def same_values(one: Any, other: Any) -> bool:
 
 
 def read_model(directory: str | Path) -> ModelConfig:
-    """Reads the config as ``config.read_config``. A head that differs from the embedding is used
-    even if they are declared as tied, as in transformers.
-
-    Raises:
-        UserError: see ``read_config`` and ``Checkpoint``.
+    """Reads the config; a head that differs from the embedding is used even if they are declared as
+    tied, as in transformers.
     """
     cfg = read_config(directory).replace(directory=str(directory))
     if not cfg.tie_embeddings or not any(Path(directory).glob("*.safetensors")):
@@ -313,9 +291,7 @@ def _stack(
     index: tuple[slice, ...],
     one: Callable[[str, tuple[slice, ...]], np.ndarray],
 ) -> np.ndarray:
-    """Returns the part ``index`` of a stacked leaf from ``one(name, index of a single tensor)``,
-    with one tensor at a time in memory.
-    """
+    """Returns a part of a stacked leaf, with one tensor at a time in memory."""
     if not source.stack:
         return one(source.names[0], index)
     depth = len(source.stack)
@@ -341,11 +317,10 @@ def _aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 def _read_quantised(
     ckpt: Checkpoint, source: LeafSource, kind: str, leaf: str, index: tuple[slice, ...]
 ) -> np.ndarray:
-    """Returns the part ``index`` of a quantised projection's ``w`` or ``scale``; a channel's scale
-    needs the whole channel.
-    """
+    """Returns a part of a quantised projection's ``w`` or ``scale``."""
 
     def one(name: str, index: tuple[slice, ...]) -> np.ndarray:
+        # A channel's scale needs the whole channel.
         rows, channels = index if leaf == "w" else (slice(None), index[0])
         single = LeafSource((name,), (), source.transposed)
         values, scale = quantised.quantise(
@@ -357,9 +332,7 @@ def _read_quantised(
 
 
 def _check_tensors(ckpt: Checkpoint, specs: Any, cfg: ModelConfig) -> None:
-    """Raises unless every tensor of the model is present, with its shape and a supported dtype, and
-    all others are harmless.
-    """
+    """Raises unless every tensor is present and has its shape, and all others are harmless."""
     wanted = set()
     for path, spec in params_lib.leaves_with_path(specs):
         source = source_of(path, spec, cfg)
@@ -417,14 +390,13 @@ def load(
     """Reads a checkpoint into sharded device arrays.
 
     Args:
-        dtype: dtype of the resident base.
         quantise: a key of ``quantised.KINDS`` for 8-bit matrices in the layers.
         as_stored: keep weights as they are stored, see ``stored.py``; float32 on one CPU.
         progress: called with (bytes done, total bytes) after each leaf.
 
     Raises:
-        UserError: a tensor that is missing, unused, or of a wrong shape or dtype; checked before
-            anything is loaded.
+        UserError: a tensor that is missing, unused, or of a wrong shape or dtype; before any is
+            loaded.
     """
     ckpt, in_full = Checkpoint(directory, cfg.tie_embeddings), transformer.abstract(cfg, dtype)
     _check_tensors(ckpt, in_full, cfg)
@@ -464,12 +436,7 @@ def load(
 def resident_specs(
     directory: str | Path, cfg: ModelConfig, dtype: Any, quantise: str, as_stored: bool
 ) -> tuple[Any, stored.BlockFile | None]:
-    """Returns the specs of a base in memory, and the checkpoint's blocks if it stays in these.
-
-    Raises:
-        UserError: a missing tensor, see ``Checkpoint``, or blocks of other weights, see
-            ``stored.BlockFile``.
-    """
+    """Returns the specs of a base in memory, and the checkpoint's blocks if it stays in these."""
     directory, specs = Path(directory), transformer.abstract(cfg, dtype, quantise)
     if not as_stored:
         return specs, None
@@ -496,9 +463,7 @@ def tensors(params: Any, cfg: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _holds(cfg: ModelConfig, name: str, value: np.ndarray) -> bool | None:
-    """Returns True if the base's tensor of this name has these values; None if its files have no
-    such tensor.
-    """
+    """Returns True if the base's tensor has these values; None if its files have no such tensor."""
     if cfg.directory is None or not any(Path(cfg.directory).glob("*.safetensors")):
         return None
     ckpt = Checkpoint(cfg.directory, cfg.tie_embeddings)
@@ -508,19 +473,17 @@ def _holds(cfg: ModelConfig, name: str, value: np.ndarray) -> bool | None:
 
 
 def save(params: Any, cfg: ModelConfig, directory: str | Path) -> None:
-    """Writes ``model.safetensors`` with the family's names. For tools and tests: training never
-    saves a base.
-    """
+    """Writes ``model.safetensors``, for tools and tests: training never saves a base."""
     Path(directory).mkdir(parents=True, exist_ok=True)
     save_file(dict(tensors(params, cfg)), Path(directory) / SINGLE, metadata={"format": "pt"})
 
 
 def fingerprint(directory: str | Path) -> str:
-    """Returns a hex digest that identifies a base: config fields, tensor names, shapes, dtypes and
-    samples of every tensor's bytes.
+    """Returns a hex digest of a base: config, tensor names, shapes, dtypes and samples of their
+    bytes.
 
-    It reads 12 KiB of each tensor, so that a terabyte base takes seconds. It detects a wrong base,
-    not an attack.
+    It reads 12 KiB of each tensor, so that a terabyte takes seconds. It detects a wrong base, not
+    an attack.
     """
     directory = Path(directory)
     config = json.loads((directory / "config.json").read_text())
@@ -538,9 +501,8 @@ def fingerprint(directory: str | Path) -> str:
 
 
 def _spans(directory: Path) -> Iterator[tuple[str, dict[str, Any], tuple[Path, int, int]]]:
-    """Yields name, header and byte range of every tensor (safetensors format: u64 header size, JSON
-    header, data).
-    """
+    """Yields name, header and byte range of every tensor."""
+    # Format of safetensors: u64 header size, JSON header, data.
     stored_in = Checkpoint(directory).stored
     for path in sorted({directory / file for file in stored_in.values()}):
         with open(path, "rb") as file:

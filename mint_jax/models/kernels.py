@@ -23,9 +23,7 @@ IMPLEMENTATIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class Kernels:
-    """Implementation of each op of ``pallas_kernels``: auto or a name. Pallas kernels run in an
-    interpreter on CPUs.
-    """
+    """Implementation of each op of ``pallas_kernels``. On CPUs Pallas kernels are interpreted."""
 
     packed_lora: str = setting("adapters of experts: auto, xla, pallas_tpu or pallas_gpu", "auto")
     grouped_matmul: str = setting("matrices of experts: auto, xla or pallas_gpu", "auto")

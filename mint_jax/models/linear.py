@@ -29,8 +29,8 @@ AXES: dict[str, Ends] = {  # logical axes of every projection's in and out dimen
 def matrix(
     name: str, L: int, d_in: int, d_out: int, dtype: Any, bias: bool = False
 ) -> dict[str, ParamSpec]:
-    """Returns the specs of one projection in ``L`` stacked layers: ``w [L, in, out]`` and, with
-    ``bias``, ``b [L, out]``.
+    """Returns the specs of a projection in ``L`` layers: ``w [L, in, out]`` and perhaps ``b [L,
+    out]``.
     """
     leaf = {"w": ParamSpec((L, d_in, d_out), ("layers", *AXES[name]), dtype)}
     if bias:
@@ -41,11 +41,10 @@ def matrix(
 def project(
     x_BTD: jax.Array, params: dict[str, Any], lora: AdapterView | None, name: str
 ) -> jax.Array:
-    """Returns ``x W + bias + delta``, ``[B, T, F]``.
+    """Returns ``x W + bias + delta``, ``[B, T, F]``, in one matmul over all rows of all policies.
 
-    The base's matmul runs once over all rows of all policies. ``params[name]`` is ``{"w": [D, F]}``
-    or a ``stacked.LayerOf``, with an optional ``"b": [F]``, or in the form of ``quantised.py`` or
-    ``stored.py``; ``lora`` has this layer's adapters.
+    ``params[name]`` is ``{"w": [D, F]}`` or a ``stacked.LayerOf``, with an optional ``"b": [F]``,
+    or in the form of ``quantised.py`` or ``stored.py``; ``lora`` has this layer's adapters.
     """
     return project_each(x_BTD, params, lora, (name,))[0]
 
@@ -53,9 +52,7 @@ def project(
 def project_each(
     x_BTD: jax.Array, params: dict[str, Any], lora: AdapterView | None, names: tuple[str, ...]
 ) -> list[jax.Array]:
-    """Runs ``project`` for several projections of the same rows, in one call if their matrices are
-    read from stacks.
-    """
+    """Runs ``project`` for projections of the same rows, in one call if read from stacks."""
     whole: dict[str, jax.Array] = {}
     if all(isinstance(params[name]["w"], LayerOf) for name in names):
         whole = dict(zip(names, products(x_BTD, [params[name]["w"] for name in names])))

@@ -27,7 +27,9 @@ from pallas_kernels.products import product_f32
 # matmuls alone take 34.
 SLICE_BYTES, GPU_SLICE_BYTES = 64 << 20, 1 << 30
 GPU_SLICE_SHARE = 64  # a slice takes at most one part in this many of a GPU's memory
-PART_BYTES = 8 << 20  # float32 bytes of one part of a table that is stored in fewer bits
+# Float32 bytes of a part of a table in fewer bits, which is read once with a running softmax, so
+# neither the table nor the logits exist whole (SmolLM2's are 113 MB, and 25 for 128 positions).
+PART_BYTES = 8 << 20
 
 
 def target_logprobs(
@@ -37,19 +39,15 @@ def target_logprobs(
     targets_BM: jax.Array,
     inverse_temperature_BM: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns ``log p(target | h)`` in float32, ``[B, M]``; differentiable in ``h`` and in adapters
-    of ``unembed``.
+    """Returns ``log p(target | h)``, ``[B, M]`` float32; differentiable in ``h`` and adapters of
+    ``unembed``.
 
-    Memory is bounded by ``_slice_bytes``, or one position of every row, whatever M and V are. A
-    table stored in fewer bits than its matmul uses is processed in parts of ``PART_BYTES``, each
-    read once with a running softmax, so neither it nor the logits exist whole (SmolLM2's are 113
-    MB, and 25 for 128 positions).
+    Memory is bounded by ``_slice_bytes``, or one position of every row, whatever M and V are.
 
     Args:
-        targets_BM: or ``[B, M, K]``, K targets of one distribution (soft targets): one pass over
-            the vocabulary serves all targets of a position, and the result is ``[B, M, K]``.
-        inverse_temperature_BM: float32, above 0: the distribution is that of ``logits /
-            temperature``; None is 1 everywhere.
+        targets_BM: or ``[B, M, K]``, K soft targets of each position, whose result is ``[B, M,
+            K]``.
+        inverse_temperature_BM: float32 above 0, of the distribution; None is 1 everywhere.
     """
     chex.assert_rank(targets_BM, {2, 3})
     weights = stored_unembed(params)
@@ -70,19 +68,14 @@ def _in_parts(table: jax.Array, h: jax.Array) -> bool:
 
 
 def _slice_count(rows: int, positions: int, vocab: int) -> int:
-    """Returns the smallest number of slices of ``positions`` whose logits on one device fit
-    ``_slice_bytes``.
-
-    Rows stay whole, because the mesh splits them and a slice of rows would be communicated.
-    """
+    """Returns the least number of slices of positions whose logits on one device fit."""
+    # Rows stay whole: the mesh splits them, and a slice of rows would be communicated.
     devices = sharding.parts_here(rows, "batch") * sharding.parts_here(vocab, "vocab")
     return max(1, min(positions, -(-rows * positions * vocab * 4 // (_slice_bytes() * devices))))
 
 
 def _slice_bytes() -> int:
-    """Returns the bound on a slice's logits in bytes, on the devices that a program is lowered
-    for.
-    """
+    """Returns the bound on a slice's logits on the devices that a program is lowered for."""
     if dispatch.platform_of_mesh() != "cuda":
         return SLICE_BYTES
     stats = jax.local_devices()[0].memory_stats() or {}  # None on a CPU that compiles for others
@@ -91,7 +84,6 @@ def _slice_bytes() -> int:
 
 
 def _sliced(x: jax.Array, n: int, axis: int) -> jax.Array:
-    """Splits an axis into ``n`` equal slices, stacked in front; the last is padded with zeros."""
     size = -(-x.shape[axis] // n)
     pad = [(0, 0)] * x.ndim
     pad[axis] = (0, n * size - x.shape[axis])
@@ -103,9 +95,7 @@ def _sliced(x: jax.Array, n: int, axis: int) -> jax.Array:
 def _log_softmax_at(
     z_BCV: jax.Array, y_BC: jax.Array, sharp_BC: jax.Array | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns ``log softmax(sharp z)[y]``, like ``y``, and for all positions ``exp(sharp (z - max
-    z))`` with its sum, in the memory of ``z``.
-    """
+    """Returns ``log softmax(sharp z)[y]``, and ``exp(sharp (z - max z))`` with its sum."""
     z_NV = z_BCV.reshape(-1, z_BCV.shape[-1])
     picked_NK = jnp.take_along_axis(z_NV, y_BC.reshape(len(z_NV), -1), axis=-1)
     # The redundant max makes XLA gather the targets before the exp, so exp can reuse z's buffer.
@@ -139,9 +129,7 @@ def _logits_width(table, h):
 
 
 def _over_slices(one, inputs, vocab):
-    """Runs ``one((h[B, C, D], y[B, C], sharp[B, C]))`` over slices of the positions and
-    concatenates the results, ``[B, M, ...]``.
-    """
+    """Runs ``one`` over slices of the positions; concatenates the results, ``[B, M, ...]``."""
     B, M = inputs[1].shape[:2]
     n = _slice_count(B, M, vocab)
     with jax.named_scope("unembed"):
@@ -164,8 +152,8 @@ def _by_parts(h_BCD, table, y_BC, sharp_BC, with_mean) -> tuple[jax.Array, Any]:
     sharp_N1 = jnp.ones((N, 1), jnp.float32) if sharp_BC is None else sharp_BC.reshape(N, 1)
 
     def add(first, part, sums):
-        """Adds the part whose first row is ``first`` to the sums, which are relative to the largest
-        logit so far.
+        """Adds the part whose first row is ``first``; sums are relative to the largest logit so
+        far.
         """
         top_N1, total_N1, picked_NK, mean_ND = sums
         w_VD = stored.table(part, h_ND.dtype)
@@ -208,10 +196,7 @@ def _by_parts(h_BCD, table, y_BC, sharp_BC, with_mean) -> tuple[jax.Array, Any]:
 
 
 def _log_probs_and_mean(h_BCD, table, y_BC, sharp_BC):
-    """Returns the log-probabilities of a slice, and ``p W``, the mean row of the table under the
-    model's own distribution, while the slice's exponentials are in memory. The backward pass would
-    otherwise have to recompute the logits for it.
-    """
+    """Returns the log-probabilities of a slice, and ``p W``, the model's mean row of the table."""
     if _in_parts(table, h_BCD):
         return _by_parts(h_BCD, table, y_BC, sharp_BC, with_mean=True)
     z_BCV = jnp.einsum("BCD,VD->BCV", h_BCD, table, preferred_element_type=jnp.float32)
@@ -252,9 +237,7 @@ _frozen.defvjp(_frozen_forward, _frozen_backward)
 
 
 def _with_adapters(weights, lora, h_BMD, targets_BM, sharp_BM):
-    """Handles adapters on the unembedding, which need the logits' own gradient: slices over
-    positions, recomputed in the backward pass.
-    """
+    """Handles adapters on the unembedding, which need the logits' own gradient."""
     n = _slice_count(h_BMD.shape[0], h_BMD.shape[1], stored.table_shape(weights)[0])
     # Unpacked and gathered once, not for every slice.
     table, own = stored.table(weights, h_BMD.dtype), lora.at("unembed")

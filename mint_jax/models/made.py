@@ -1,6 +1,5 @@
-"""Bases of random weights in the shapes of real models, made on the devices without any file.
-
-For benchmarks, rehearsals and programs at real sizes. Their output is noise.
+"""Bases of random weights in the shapes of real models, made on the devices for benchmarks and
+rehearsals.
 """
 
 import functools
@@ -34,14 +33,8 @@ def params(
     quantise: str = "",
     progress: Callable[[int, int], None] | None = None,
 ) -> params_lib.Tree:
-    """Returns random parameters, sharded; the same on every mesh, except the last bit between
+    """Returns random parameters, sharded; the same on every mesh but for the last bit between
     platforms.
-
-    A leaf is one program without temporaries of its size. 8-bit weights are drawn as integers, with
-    a scale that keeps their spread, so the full matrix never exists.
-
-    Args:
-        quantise, progress: as in ``hf.load``.
     """
     specs = transformer.abstract(cfg, dtype, quantise)
     plain = dict(params_lib.leaves_with_path(transformer.abstract(cfg, dtype)))
@@ -50,6 +43,7 @@ def params(
     def leaf(path: str, spec: ParamSpec) -> jax.Array:
         nonlocal done
         key = jax.random.fold_in(jax.random.key(0), params_lib.path_seed(path))
+        # 8-bit weights are drawn as integers, so the full matrix never exists.
         make = spec.materialise
         if quantise and (path not in plain or plain[path].dtype != spec.dtype):
             make = functools.partial(
@@ -66,9 +60,7 @@ def params(
 
 
 def _in_8_bits(plain: ParamSpec, spec: ParamSpec, kind: str, key: jax.Array) -> jax.Array:
-    """Returns a quantised matrix or its scales; the largest number is four standard deviations of a
-    normal distribution.
-    """
+    """Returns a quantised matrix or its scales; the largest number is four standard deviations."""
     top, deviations = quantised.KINDS[kind][1], 4
     if spec.dtype == jnp.float32:
         fan_in = plain.fan_in if plain.fan_in is not None else plain.shape[-2]

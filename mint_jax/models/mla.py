@@ -1,12 +1,9 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): keys and values of all
-heads from one latent.
+heads from one latent ``c`` of a token, ``W_kv_b c``, plus one rotary key.
 
-A token's keys and values are ``W_kv_b c`` of a latent ``c`` of C dimensions, plus one rotary key
-shared by the heads. Rows without a cache expand the latents and attend as usual. A cache holds only
-latents and rotary keys: there the key half of ``W_kv_b`` is absorbed into the query and the value
-half into the output (section 2.1.2), ``q^T (W_k c) = (W_k^T q)^T c``. An adapter on ``kv_b`` is
-absorbed factor by factor, ``W_k + B_k A`` giving ``W_k^T q + A^T (B_k^T q)``, so no merged weights
-exist. ``dsa.py`` may restrict the keys of either form.
+Rows without a cache expand the latents. A cache holds only latents and rotary keys: the key half of
+``W_kv_b`` is absorbed into the query and the value half into the output (section 2.1.2), ``q^T (W_k
+c) = (W_k^T q)^T c``. ``dsa.py`` may restrict the keys of either form.
 
 Axes: B rows, T tokens, S key positions, N heads, C latent, H dimensions of a head's key without
 position (in ``q_BTNH`` with the rotary ones), J rotary dimensions, V of a head's value, P blocks of
@@ -35,8 +32,8 @@ LATENT_EPS = 1e-6  # of the norms on latents, independent of the residual stream
 
 
 def specs(cfg: ModelConfig, L: int, dtype: Any) -> dict[str, Any]:
-    """Returns the attention parameters of ``L`` stacked layers; ``q`` replaces ``q_a`` and ``q_b``
-    if queries have no latent.
+    """Returns the parameters of ``L`` layers; ``q`` replaces ``q_a`` and ``q_b`` without a q
+    latent.
     """
     D, N, m = cfg.d_model, cfg.num_heads, _latent(cfg)
     width = N * (m.nope + m.rope)
@@ -61,9 +58,7 @@ def _latent(cfg: ModelConfig) -> Latent:
 
 
 def scale(cfg: ModelConfig) -> float:
-    """Returns the factor on scores: ``(nope + rope)^-1/2``, times the square of YaRN's temperature
-    if the config has it.
-    """
+    """Returns the factor on scores: ``(nope + rope)^-1/2``, times YaRN's temperature squared."""
     m, scaling = _latent(cfg), cfg.rope_scaling
     plain = (m.nope + m.rope) ** -0.5
     if scaling is None or not scaling.mscale_all_dim:
@@ -81,17 +76,14 @@ def latent_attention(
     indexer: dsa.Layer | None = None,
     chosen: dsa.Chosen = None,
 ) -> tuple[jax.Array, Any, dsa.Chosen]:
-    """Computes attention of one layer.
+    """Returns attention of one layer ``[B, T, D]``, the pool with these tokens, and the keys
+    chosen.
 
     Args:
         h_BTD: the normalised residual stream.
         cache: ``{"latent": [L, U, PAGE, C], "rope": [L, U, PAGE, J]}``, and ``index`` with
-            indexers; None without one.
-        indexer: the stack's indexers, if ``cfg`` has them.
+            indexers.
         chosen: keys chosen by the previous layer, see ``dsa.undecided``.
-
-    Returns:
-        ``[B, T, D]``; the cache's pool with these tokens; and the keys chosen here.
     """
     B, T, _ = h_BTD.shape
     m = _latent(cfg)
@@ -122,7 +114,6 @@ def latent_attention(
 
 
 def _expanded(q_BTNH, q_BTNJ, latent_BTC, rope_BTJ, p, lora, ctx, cfg, chosen):
-    """Attends within packed rows, over every head's own keys and values."""
     B, T, N, _ = q_BTNH.shape
     m = _latent(cfg)
     assert ctx.segments is not None
@@ -140,9 +131,7 @@ def _expanded(q_BTNH, q_BTNJ, latent_BTC, rope_BTJ, p, lora, ctx, cfg, chosen):
 def _absorbed(
     q_BTNH, q_BTNJ, new, cache: paged.Cache, p, lora, cfg: ModelConfig, chosen: dsa.Chosen
 ):
-    """Attends to cached latents and causally to the new tokens' own; also returns the updated
-    cache.
-    """
+    """Attends to cached latents and causally to the new tokens' own; also returns the new pool."""
     m = _latent(cfg)
     w_CNF = p["kv_b"]["w"].reshape(m.kv_latent, cfg.num_heads, m.nope + m.value)
     adapters = None if lora is None else lora.at("kv_b")
@@ -193,6 +182,7 @@ def _absorb_key(q_BTNH, w_CNH, adapters: AdapterView | None, m: Latent):
     """Returns ``W_k^T q`` with its adapters' part, ``[B, T, N, C]``, to multiply latents by."""
     N, dtype = q_BTNH.shape[2], q_BTNH.dtype
 
+    # Factor by factor, W_k + B_k A giving W_k^T q + A^T (B_k^T q): no merged weights exist.
     def delta(factors, q_PWTNH):
         b_PRNH = _heads(factors["b"], N)[..., : m.nope]
         z = _einsum("PWTNH,PRNH->PWTNR", q_PWTNH, b_PRNH, dtype)
@@ -203,9 +193,7 @@ def _absorb_key(q_BTNH, w_CNH, adapters: AdapterView | None, m: Latent):
 
 
 def _absorb_value(o_BTNC, w_CNV, adapters: AdapterView | None, m: Latent):
-    """Returns ``W_v o`` with its adapters' part, ``[B, T, N, V]``: values from weighted sums of
-    latents.
-    """
+    """Returns ``W_v o`` with its adapters' part, ``[B, T, N, V]``, of weighted sums of latents."""
     N, dtype = o_BTNC.shape[2], o_BTNC.dtype
 
     def delta(factors, o_PWTNC):
@@ -218,12 +206,10 @@ def _absorb_value(o_BTNC, w_CNV, adapters: AdapterView | None, m: Latent):
 
 
 def _heads(b_PRF: jax.Array, N: int) -> jax.Array:
-    """Reshapes the output factor of an adapter on ``kv_b`` to ``[P, R, N, H + V]``."""
     return b_PRF.reshape(*b_PRF.shape[:2], N, -1)
 
 
 def _plus(out: jax.Array, delta: Apply, x: jax.Array, adapters: AdapterView | None) -> jax.Array:
-    """Adds ``delta`` of the rows of each adapter, head by head."""
     N, width = out.shape[2:]
     added = None if adapters is None else adapters.over(delta, x, N * width, out.dtype, N)
     return out if added is None else out + added.reshape(out.shape)

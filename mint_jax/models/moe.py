@@ -1,8 +1,5 @@
 """A layer of routed experts, with shared experts that every token visits.
 
-``router.py`` routes, ``experts.py`` has the experts' matmuls, ``expert_parallel.py`` places them on
-a mesh.
-
 Axes: B rows, T tokens, D model width, E experts, X experts of a token.
 """
 
@@ -38,10 +35,8 @@ def moe(
     cfg: ModelConfig,
     replay: jax.Array | None = None,
 ) -> tuple[jax.Array, router.Route]:
-    """Returns the layer's output ``[B, T, D]`` and the route taken.
-
-    Args:
-        replay: recorded experts ``[B, T, X]``, see ``router.route``.
+    """Returns the layer's output ``[B, T, D]`` and the route taken; ``replay [B, T, X]`` as in
+    ``route``.
     """
     assert cfg.experts is not None
     route = router.route(h_BTD, p, lora, cfg.experts, replay)

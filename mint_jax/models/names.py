@@ -45,18 +45,12 @@ def _known() -> list[str]:
 
 
 def is_random(name: str) -> bool:
-    """Returns True for a name of random weights: ``random:`` and a name of ``SHAPES`` or a
-    directory with a ``config.json``.
-    """
+    """Returns True for ``random:`` with a name of ``SHAPES`` or a directory with a config."""
     return name.lower().startswith(PREFIX)
 
 
 def shape(name: str) -> dict[str, Any]:
-    """Returns the fields of ``config.json`` for a name of random weights.
-
-    Raises:
-        UserError: neither a name of ``SHAPES`` nor a directory with a ``config.json``.
-    """
+    """Returns the fields of ``config.json`` for a name of random weights."""
     model = name[len(PREFIX) :]
     file = Path(model) / "config.json"
     if file.is_file():
@@ -81,11 +75,8 @@ def local(name: str) -> Path | None:
 
 
 def check(name: str) -> None:
-    """Raises for an invalid base name, or a packaged base whose package is not installed. Uses no
-    network.
-
-    Raises:
-        UserError: lists the possible names.
+    """Raises ``UserError`` with the possible names for an invalid one, or for a packaged base whose
+    package is not installed. Uses no network.
     """
     if not name:
         raise UserError(
@@ -109,12 +100,7 @@ def check(name: str) -> None:
 
 
 def need_package(name: str) -> Path:
-    """Returns the folder of a packaged base's package. The package is found, not imported, so its
-    own dependencies are not needed.
-
-    Raises:
-        UserError: it is not installed.
-    """
+    """Returns the folder of a packaged base's package, which is found, not imported."""
     package, module, *_ = PACKAGED[name]
     spec = importlib.util.find_spec(module)
     if spec is None or not spec.submodule_search_locations:

@@ -42,14 +42,11 @@ def peft_tables(cfg: ModelConfig) -> tuple[BaseNames, dict[str, Projection]]:
 
 
 def outline(name: str, fingerprint: str | None = None) -> Outline:
-    """Reads a base's outline by the name or directory that ``base.load`` takes: ``config.json`` and
-    12 KiB of each tensor.
+    """Reads a base's outline by the name that ``base.load`` takes: its config and 12 KiB of each
+    tensor.
 
     Args:
-        fingerprint: fingerprint of the weights, if only ``config.json`` is available.
-
-    Raises:
-        UserError: no such base, or no weights to compute the fingerprint from.
+        fingerprint: of the weights, if only ``config.json`` is available.
     """
     directory = base_lib.resolve(name)
     cfg = hf.read_model(directory)

@@ -2,12 +2,8 @@
 low-rank product.
 
 ``y[m] = x[m] W[e] + (x[m] A[g]^T) B[g]`` with rows sorted by expert e and group g = (expert,
-adapter), for all projections of the same rows. On TPUs and NVIDIA GPUs the adapters' part is a
-kernel of ``pallas_kernels`` where it applies; elsewhere on accelerators each product is a grouped
-matmul. On CPU the products with few columns (``x A^T``, backward ``dy B^T`` and the factors'
-gradients) run in one loop over tiles of a group's rows, which reads the wide rows once. The
-products with few terms are sums over the rank, added to the base's result in one fused pass over
-it.
+adapter), for all projections of the same rows: kernels of ``pallas_kernels`` on TPUs and NVIDIA
+GPUs where they apply, else grouped matmuls, and on CPUs loops over tiles of a group's rows.
 
 Axes: M rows, E experts, G groups, W adapter factors, D in, F out, R rank. Hu et al. 2021, arXiv
 2106.09685, section 4.1.
@@ -37,27 +33,20 @@ from pallas_kernels.products import dot
 # 12.4.
 FEW_TERMS = 16
 # Average rows of an expert up to which packed matmul on TPU also serves rows without adapters: one
-# tile. Not measured on a TPU: below it, the copy that ``ragged_dot`` needs has more bytes than the
-# rows.
+# tile. It reads whole stacks and 8-bit matrices in place, of which ``ragged_dot`` needs a copy that
+# has more bytes than such rows. Not measured on a TPU.
 FEW_ROWS = 128
 
 
 @struct.dataclass
 class Groups:
-    """Assignment of rows to factors.
+    """Assignment of rows to factors."""
 
-    Attributes:
-        first: ``[G]`` int32 first row of each group, ascending.
-        sizes: ``[G]`` int32 rows of each group.
-        index: ``[G]`` int32 factors of each group, all different.
-        factor: ``[M]`` int32 factors of each row; -1 for rows of no group.
-        contiguous: rows of no group all come after the others.
-    """
-
-    first: jax.Array
-    sizes: jax.Array
-    index: jax.Array
-    factor: jax.Array
+    first: jax.Array  # `[G]` int32 first row of each group, ascending
+    sizes: jax.Array  # `[G]` int32 rows of each group
+    index: jax.Array  # `[G]` int32 factors of each group, all different
+    factor: jax.Array  # `[M]` int32 factors of each row; -1 for rows of no group
+    # rows of no group all come after the others
     contiguous: bool = struct.field(pytree_node=False, default=False)
 
 
@@ -65,16 +54,12 @@ Factors = tuple[jax.Array, jax.Array]  # A [W, R, D], B [W, R, F]
 
 
 class Adapters(NamedTuple):
-    """The adapters of one rank bucket.
+    """The adapters of one rank bucket."""
 
-    Attributes:
-        groups: their rows.
-        factors: of each projection; None if these adapters do not target it.
-        scale: ``[M]`` float32 scale of each row's adapter, if B does not include it; forward only.
-    """
-
-    groups: Groups
+    groups: Groups  # their rows
+    # of each projection; None if these adapters do not target it
     factors: tuple[Factors | None, ...]
+    # `[M]` float32 scale of each row's adapter, if B does not include it; forward only
     scale: jax.Array | None = None
 
 
@@ -93,8 +78,7 @@ def project(
     adapters: Sequence[Adapters],
     kernels: Kernels = Kernels(),
 ) -> list[jax.Array]:
-    """Returns ``[M, F]`` of each projection, in the dtype of ``x``; zeros in rows after the last
-    expert.
+    """Returns ``[M, F]`` of each projection, in the dtype of ``x``; zeros after the last expert.
 
     Args:
         x_MD: rows, those of expert 0 first.
@@ -102,7 +86,6 @@ def project(
             ``"index"``, a number, w has more matrices, and expert 0's is at that index.
         sizes_E: int32 rows of each expert.
         adapters: rank buckets.
-        kernels: implementations, see ``config.Kernels``.
     """
     return list(_project(kernels, x_MD, tuple(bases), sizes_E, tuple(adapters)))
 
@@ -136,9 +119,7 @@ def _by_platform(kernels: Kernels, tiles: Any, products: Any, *args: Any) -> Any
 
 
 def _in_front(groups: Groups) -> tuple[jax.Array, jax.Array]:
-    """Returns the order that moves rows without an adapter behind the others, which stay sorted,
-    and its inverse.
-    """
+    """Returns the order that moves rows without an adapter behind the others, and its inverse."""
     front = jnp.argsort(groups.factor < 0, stable=True)
     return front, jnp.zeros_like(front).at[front].set(jnp.arange(len(front), dtype=front.dtype))
 
@@ -212,8 +193,8 @@ def _back_grouped(x, a, b, g, dx, factor, *, groups, kernel):
 def _table(
     table: Sequence[Implementation], grouped: Any, groups: Groups, kernels: Kernels
 ) -> tuple[Implementation, ...]:
-    """Returns the accelerators' kernels, with grouped products as the fallback instead of the loop
-    over runs, which is slow for many runs.
+    """Returns the accelerators' kernels, with grouped products as the fallback: the loop over runs
+    is slow for many.
     """
     form = functools.partial(grouped, groups=groups, kernel=kernels.grouped_matmul)
     return (*(one for one in table if one.platform), Implementation("xla", None, form, anything))
@@ -260,16 +241,11 @@ def _products_kernels(x, bases, sizes, adapters, kernels):
 
 
 def _reads_few(x: jax.Array, bases: Sequence[dict[str, jax.Array]], sizes: jax.Array) -> bool:
-    """Returns True if the kernel should also run the base alone: it reads whole stacks and 8-bit
-    matrices in place, where a ragged product copies a layer's experts in the dtype of ``x``.
-
-    With many rows per expert that copy is small next to the matmul, whose larger tiles then win.
-    """
+    """Returns True if the kernel should also run the base alone, see ``FEW_ROWS``."""
     return not {"index", "scale"}.isdisjoint(bases[0]) and x.shape[0] <= FEW_ROWS * sizes.shape[0]
 
 
 def _add(x, out, adapters, kernels):
-    """Adds the adapters' part to each projection in ``out``."""
     out = list(out)
     for groups, factors, scale in adapters:
         present, (a, b) = _present(factors)
@@ -297,7 +273,6 @@ def _gradients_kernels(x, bases, sizes, adapters, g, kernels):
 
 
 def _present(factors):
-    """Returns the indices of projections with factors, and their A and B."""
     present = [k for k, pair in enumerate(factors) if pair]
     return present, tuple([factors[k][i] for k in present] for i in range(2))
 
@@ -317,7 +292,6 @@ def _products_tiles(x, bases, sizes, adapters):
 
 
 def _terms(h, adapters, k, which):
-    """Returns the terms of projection ``k`` with ``h`` of each bucket and its A or B."""
     return [
         _Terms(own[k], one.factors[k][which], one.groups)
         for own, one in zip(h, adapters)

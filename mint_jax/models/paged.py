@@ -1,20 +1,10 @@
 """The paged KV cache, and attention to it.
 
-The pool is a tree of arrays ``[L, U, ..., PAGE, X]``. A page holds PAGE positions of one row, of
-one kind of cache entry, in all layers. A row's *table* lists its pages, in two parts: the *prefix*,
-the prompt except its last token, written by prefill and shared by all samples of the prompt; and
-the row's *own* tokens from the prompt's last one on. Each part begins with a new *run* of RUN
-positions, the unit of attention's reads (``pallas_kernels.paged``), so no context length is a
-shape.
-
-Samples of one prompt form *teams*. A team reads its prompt's runs once, with all its rows' queries
-in one matmul, and each row then reads its own tokens. Membership is data too.
-
-New tokens are written first. With one token per row it is then read from its page like those before
-it; tokens of a whole page attend to each other causally from the arrays at hand. The pool is never
-concatenated, sliced by layer or copied: it is carried through the layer scan, and reads are gathers
-of (layer, page). On a mesh each device has its own pages, and a row's pages are on the row's device
-(``sharding.cache_axes``): page numbers count within a device, and no page is communicated.
+The pool is a tree of arrays ``[L, U, ..., PAGE, X]``; a page holds PAGE positions of one row in all
+layers. A row's *table* lists its pages in two parts: the *prefix*, the prompt except its last
+token, shared by all samples of the prompt; and the row's *own* tokens. Each begins with a new *run*
+of RUN positions, the unit of attention's reads, so no context length is a shape. Samples of one
+prompt form *teams*, which read its runs once with all rows' queries in one matmul.
 
 Axes: L layers, U pages, B rows, T new tokens, D table entries, X width, M queries of a row (heads
 and tokens), H kv heads, S positions of a run, Z teams, W rows of a team.
@@ -40,42 +30,27 @@ TEAM = 8  # rows of a team
 
 
 class Teams(NamedTuple):
-    """Rows that read one prompt together; used teams come first.
+    """Rows that read one prompt together; used teams come first."""
 
-    Attributes:
-        rows: ``[Z, W]`` int32; -1 is none.
-        table: ``[Z, D]`` pages of the prompt.
-        prefix: ``[Z]`` number of its positions.
-        place: ``[B]`` team times W plus place in it of each row; -1 for a row that reads its prompt
-            itself.
-    """
-
-    rows: jax.Array
-    table: jax.Array
-    prefix: jax.Array
+    rows: jax.Array  # `[Z, W]` int32; -1 is none
+    table: jax.Array  # `[Z, D]` pages of the prompt
+    prefix: jax.Array  # `[Z]` number of its positions
+    # `[B]` team times W plus place in it of each row; -1 for a row that reads its prompt itself
     place: jax.Array
 
 
 class View(NamedTuple):
-    """Pages of each row, and where its new tokens are written.
+    """Pages of each row, and where its new tokens are written."""
 
-    Attributes:
-        table: ``[B, D]`` int32 pages, D a multiple of RUN_PAGES.
-        prefix, own: ``[B]`` int32 cached positions of the two parts.
-        first: ``[B]`` int32, first run that the row reads itself.
-        page: ``[B]`` int32, page of the new tokens; out of range discards them.
-        at: ``[B]`` int32, position in that page (T = 1); None: T = PAGE tokens fill the page.
-        teams: None if no row is in one.
-        used: int32, number of the B x T new tokens in use, at the front; None: all.
-    """
-
-    table: jax.Array
-    prefix: jax.Array
+    table: jax.Array  # `[B, D]` int32 pages, D a multiple of RUN_PAGES
+    prefix: jax.Array  # this and own: `[B]` int32 cached positions of the two parts
     own: jax.Array
-    first: jax.Array
-    page: jax.Array
+    first: jax.Array  # `[B]` int32, first run that the row reads itself
+    page: jax.Array  # `[B]` int32, page of the new tokens; out of range discards them
+    # `[B]` int32, position in that page (T = 1); None: T = PAGE tokens fill the page
     at: jax.Array | None = None
-    teams: Teams | None = None
+    teams: Teams | None = None  # None if no row is in one
+    # int32, number of the B x T new tokens in use, at the front; None: all
     used: jax.Array | None = None
 
     @property
@@ -85,15 +60,10 @@ class View(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """One layer's access to the pool of its kind of layers.
+    """One layer's access to the pool of its kind of layers."""
 
-    Attributes:
-        pool: ``{name: [L, U, ..., PAGE, X]}``.
-        layer: int32.
-    """
-
-    pool: dict[str, jax.Array]
-    layer: jax.Array
+    pool: dict[str, jax.Array]  # `{name: [L, U, ..., PAGE, X]}`
+    layer: jax.Array  # int32
     view: View
 
 
@@ -103,9 +73,8 @@ Attend = Callable[[Any, Rows, jax.Array | None], Partial]
 
 
 def write(pool: jax.Array, layer: jax.Array, new: jax.Array, view: View) -> jax.Array:
-    """Writes ``new [B, ..., T, X]`` of one layer into a pool ``[L, U, ..., PAGE, X]``, whose X may
-    be larger: see ``device.lanes``.
-    """
+    """Writes ``new [B, ..., T, X]`` of one layer into a pool ``[L, U, ..., PAGE, X]``, X padded."""
+    # A carried pool is never concatenated, sliced by layer or copied; reads are gathers.
     lanes = pool.shape[-1] - new.shape[-1]
     new = jnp.pad(new.astype(pool.dtype), ((0, 0),) * (new.ndim - 1) + ((0, lanes),))
     if view.at is None:  # whole pages
@@ -123,11 +92,9 @@ def write(pool: jax.Array, layer: jax.Array, new: jax.Array, view: View) -> jax.
 def attend(
     view: View, layer: jax.Array, queries: Any, read: Attend, chosen: jax.Array | None = None
 ) -> Partial:
-    """Attends from each row's queries to its table, to be joined with the attention to the new
-    tokens.
+    """Attends from each row's queries, a tree of ``[B, ..., M, X]``, to its table.
 
     Args:
-        queries: a tree of ``[B, ..., M, X]``.
         read: attention to the rows' pages.
         chosen: ``[B, T, D / RUN_PAGES, S]`` bool, positions that may be attended to; None for all.
     """
@@ -206,13 +173,12 @@ def grouped_query_attention(
     scale: float,
     kernel: str = "auto",
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Attends from T new tokens to the cache and causally to each other; returns ``[B, T, N, H]``
-    and the pool with the new tokens.
+    """Attends from T new tokens to the cache and to each other; returns ``[B, T, N, H]`` and the
+    pool.
 
     Args:
         new: ``k`` and ``v`` of the new tokens, ``[B, K, T, H]``.
         pool: ``k`` and ``v`` of all tokens, ``[L, U, K, PAGE, H]``.
-        kernel: implementation of attention to the cache, see ``config.Kernels``.
     """
     chex.assert_rank([q_BTNH, new["k"]], 4)
 
@@ -246,9 +212,7 @@ def grouped_query_attention(
 
 
 def record(pool: jax.Array, ids_BTX: jax.Array, cache: Cache, heads: int | None) -> jax.Array:
-    """Writes the expert ids of new tokens to the tokens' pages; ``heads`` are the cache's kv
-    heads.
-    """
+    """Writes the expert ids of new tokens to their pages; ``heads`` are the cache's kv heads."""
     rows, _ = sharding.cache_axes(heads)
     spec = None, rows, None, None
 

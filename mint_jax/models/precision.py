@@ -17,10 +17,9 @@ Program = TypeVar("Program", bound=Callable[..., Any])
 
 
 def as_stored(program: Program) -> Program:
-    """Wraps a whole program ``program(params, ...)``, below ``jax.jit``: a backward pass that is
-    traced outside would have the default precision.
-    """
+    """Wraps a whole program ``program(params, ...)``, below ``jax.jit``, backward pass included."""
 
+    # A backward pass that is traced outside would have the default precision.
     @functools.wraps(program)
     def traced(params: Any, *args: Any, **kwargs: Any) -> Any:
         with _precision(params["final_norm"].dtype):

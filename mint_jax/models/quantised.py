@@ -29,11 +29,8 @@ KEPT = ("router", "kv_b")  # projections that stay in the base's dtype
 
 
 def specs(tree: Any, kind: str) -> Any:
-    """Returns the specs of a base whose layers' matrices are quantised: ``{"w": [..., D, F] 8 bit,
-    "scale": [..., F] float32}``.
-
-    Raises:
-        UserError: an unknown kind.
+    """Returns the specs of a base with quantised matrices: ``{"w": [..., D, F] 8 bit, "scale":
+    [..., F] float32}``.
     """
     if kind not in KINDS:
         raise choice("quantise", kind, ["", *KINDS])
@@ -51,8 +48,8 @@ def specs(tree: Any, kind: str) -> Any:
 
 
 def quantise(w: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
-    """Quantises ``w [..., D, F]`` to 8-bit values in the same shape and scales ``[..., F]``
-    float32; a zero channel has scale 1.
+    """Returns 8-bit values of ``w [..., D, F]`` and scales ``[..., F]`` float32, 1 for a zero
+    channel.
     """
     dtype, top = KINDS[kind]
     w = np.asarray(w, np.float32)
@@ -70,9 +67,7 @@ def matmul(x_BTD: jax.Array, leaf: dict[str, Any]) -> jax.Array:
 
 
 def scaled(y: jax.Array, leaf: dict[str, Any]) -> jax.Array:
-    """Scales the product with a stored matrix to that with the real matrix.
-
-    The scale is per column, so it is applied after the matmul: F multiplications per row instead of
-    D times F, and the matrix is read in 8 bits.
-    """
+    """Scales the product with a stored matrix to that with the real matrix."""
+    # A scale per column comes after the matmul: F multiplications a row instead of D times F, and
+    # the matrix is read in 8 bits.
     return y * leaf["scale"][None, None] if "scale" in leaf else y

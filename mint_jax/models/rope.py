@@ -12,9 +12,7 @@ from mint_jax.models.config import ModelConfig, rope_frequencies
 
 
 def rope_tables(positions_BT: jax.Array, cfg: ModelConfig) -> tuple[jax.Array, jax.Array]:
-    """Returns cos and sin, each ``[B, T, rope_dim / 2]`` float32, multiplied by the scaling's
-    attention factor.
-    """
+    """Returns cos and sin ``[B, T, rope_dim / 2]`` float32, times the attention factor."""
     inv, factor = rope_frequencies(cfg.rope_dim, cfg.rope_theta, cfg.rope_scaling)
     angle = positions_BT[..., None].astype(jnp.float32) * np.asarray(inv, np.float32)[None, None]
     tables = jnp.cos(angle) * factor, jnp.sin(angle) * factor
@@ -31,8 +29,6 @@ def rotate(x_BTNH: jax.Array, cos_BTH: jax.Array, sin_BTH: jax.Array) -> jax.Arr
 
 
 def rotate_pairs(x_BTNH: jax.Array, cos_BTH: jax.Array, sin_BTH: jax.Array) -> jax.Array:
-    """Rotates pairs (0, 1), (2, 3), ...; the result holds all first members, then all second
-    ones.
-    """
+    """Rotates pairs (0, 1), (2, 3), ...; first members come first in the result."""
     halves = jnp.concatenate([x_BTNH[..., 0::2], x_BTNH[..., 1::2]], axis=-1)
     return rotate(halves, cos_BTH, sin_BTH)

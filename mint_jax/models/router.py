@@ -1,9 +1,4 @@
-"""Routing: the experts of each token and their weights.
-
-``softmax``: the best X of a softmax over all experts, renormalised (Qwen3-MoE; Shazeer et al. 2017,
-arXiv 1701.06538). ``sigmoid``: each expert has its own score. A bias enters the choice but not the
-weight, and experts come from the best groups, ranked by the sum of their two best experts
-(DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+"""Routing: the experts of each token and their weights, see ``config.Experts``.
 
 Axes: B rows, T tokens, D model width, E experts, X experts of a token.
 """
@@ -28,12 +23,11 @@ def specs(L: int, D: int, experts: Experts, dtype: Any) -> dict[str, ParamSpec]:
 
 
 class Route(NamedTuple):
-    """Experts, int32, and weights, float32, of tokens, ``[B, T, X]``; and ``missed``, float32 ``[B,
-    T]``: share of the router's own choice that a replayed record lacks, 0 without a record.
-    """
+    """Experts int32 and weights float32 of tokens, ``[B, T, X]``."""
 
     ids: jax.Array
     weights: jax.Array
+    # float32 `[B, T]`: share of the router's own choice that a replayed record lacks, else 0
     missed: jax.Array
 
 
@@ -47,7 +41,6 @@ def route(
     """Chooses each token's experts.
 
     Args:
-        p: holds ``router``.
         replay_BTX: ids recorded by the sampler, -1 for tokens without. They replace the choice,
             with this router's own scores as weights (R3, arXiv 2510.11370), so gradients flow as if
             it had chosen them.
@@ -74,6 +67,8 @@ def route(
 
 def choose(scores_BTE: jax.Array, bias_E: jax.Array | None, experts: Experts) -> jax.Array:
     """Returns the ids of the best ``per_token`` experts, int32 ``[B, T, X]``."""
+    # DeepSeek-V3, section 2.1.2: a bias enters the choice but not the weight, and experts come from
+    # the best groups, ranked by the sum of their two best experts.
     if bias_E is not None:
         scores_BTE = scores_BTE + bias_E[None, None]
     if experts.groups > 1:
@@ -86,8 +81,8 @@ def choose(scores_BTE: jax.Array, bias_E: jax.Array | None, experts: Experts) ->
 
 
 def perturb(params: Any, std: float, key: jax.Array) -> Any:
-    """Returns the base with normal noise on its routers' weights, of ``std`` relative to theirs:
-    for studies of replay (R3, arXiv 2510.11370), which undoes only a changed choice of experts.
+    """Returns the base with normal noise on its routers' weights, of relative ``std``, to study
+    replay.
     """
     moe = params["moe"]["moe"]
     w = moe["router"]["w"]

@@ -1,10 +1,9 @@
 """A sampler's frozen matrices as whole stacks of all layers, so that matmuls read a layer in place.
 
-A scan over layers slices its inputs. On TPUs the slice is fused into the matmul; on CPUs and GPUs
-it copies every layer in every step. On one device the loop of a sampler therefore closes over the
-stacks, and ``pallas_kernels.layer_matmul`` reads each layer in place. Training keeps the scan's
-slices: many rows share one, and the matmuls have XLA's gradient. A mesh keeps them too, because XLA
-partitions the matmuls.
+A scan over layers slices its inputs, which copies every layer in every step on CPUs and GPUs. On
+one device the loop of a sampler therefore closes over the stacks. Training keeps the slices: many
+rows share one, and the matmuls have XLA's gradient. A mesh keeps them too, because XLA partitions
+the matmuls.
 
 Axes: L layers, D in, F out.
 """
@@ -21,17 +20,12 @@ from pallas_kernels.layer_matmul import blocks, layer_matmul
 
 
 class LayerOf(NamedTuple):
-    """One layer's matrix in place of ``w``.
+    """One layer's matrix in place of ``w``."""
 
-    Attributes:
-        stack: ``[L, D, F]``, or blocks ``[L, P, N, bytes]``, see ``stored.py``.
-        used: int32, number of tokens of the batch in use, at the front; None: all.
-    """
-
-    stack: jax.Array
+    stack: jax.Array  # `[L, D, F]`, or blocks `[L, P, N, bytes]`, see `stored.py`
     layer: jax.Array
     kernel: str
-    used: jax.Array | None
+    used: jax.Array | None  # int32, number of tokens of the batch in use, at the front; None: all
 
 
 def products(x: jax.Array, matrices: Sequence[LayerOf]) -> tuple[jax.Array, ...]:
@@ -41,31 +35,22 @@ def products(x: jax.Array, matrices: Sequence[LayerOf]) -> tuple[jax.Array, ...]
 
 
 class WholeStacks(NamedTuple):
-    """Parameters of a stack of layers that the scan over layers does not slice.
+    """Parameters of a stack of layers that the scan over layers does not slice."""
 
-    Attributes:
-        indexers: of the layers that have one, see ``dsa``; None without any.
-        experts: ``{"gate": [L, E, D, F], ...}``; None without experts.
-        matrices: dense matrices ``{name: {..., "w": [L, D, F]}}``; empty if the scan slices them.
-    """
-
-    indexers: Any
-    experts: Any
-    matrices: Any
+    indexers: Any  # of the layers that have one, see `dsa`; None without any
+    experts: Any  # `{"gate": [L, E, D, F], ...}`; None without experts
+    matrices: Any  # dense matrices `{name: {..., "w": [L, D, F]}}`; empty if the scan slices them
 
 
 def detach(layers: Any, dense: bool) -> tuple[Any, WholeStacks]:
     """Splits a stack's parameters into those to scan over and ``WholeStacks``.
 
-    Experts stay whole always, because they are most of a model's bytes and slicing copies them. As
-    scan inputs all experts were read and written in every decode step, including those that no
-    token visits (the 128 of Qwen3-30B-A3B are 1.2 GB a layer in bfloat16, and a row visits 8). On
-    two cores with six layers of 64 experts of 512 x 384, float32, 4 visited, a step of 1, 8 and 32
-    rows took 105-138, 143-148 and 214-228 ms with slices, and 6.5-8.4, 51-53 and 105-132 without.
-
-    Args:
-        dense: keep dense matrices whole too, for a sampler on one device.
+    ``dense``: keep dense matrices whole too, for a sampler on one device; experts always are.
     """
+    # Experts are most of a model's bytes, and slices of all were read and written in every step,
+    # visited or not (the 128 of Qwen3-30B-A3B are 1.2 GB a layer). On two cores with six layers of
+    # 64 experts of 512 x 384, float32, 4 visited, a step of 1, 8 and 32 rows took 105-138, 143-148
+    # and 214-228 ms with slices, and 6.5-8.4, 51-53 and 105-132 without.
     left, indexers, experts = dict(layers), None, None
     if "indexer" in layers.get("attn", {}):
         left["attn"] = dict(layers["attn"])
@@ -94,11 +79,8 @@ def _detach_dense(layers: Any, name: str = "") -> tuple[Any, Any]:
 
 
 def side_by_side(layers: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """Returns a stack of layers with its vectors ``[L, D]`` of one dtype in one array, and a
-    function that takes one layer apart again.
-
-    A GPU copies each of a layer's slices by a launch of its own.
-    """
+    """Returns a stack with its vectors ``[L, D]`` of one dtype as one array, and their split."""
+    # A GPU copies each of a layer's slices by a launch of its own.
     leaves, tree = jax.tree.flatten(layers)
     at = [i for i, leaf in enumerate(leaves) if leaf.ndim == 2 and leaf.dtype == leaves[0].dtype]
     ends = list(itertools.accumulate(leaves[i].shape[1] for i in at))
@@ -121,9 +103,7 @@ def attach(
     kernel: str = "xla",
     used: jax.Array | None = None,
 ) -> Any:
-    """Returns one layer's parameters with dense matrices as ``LayerOf``, and experts as
-    ``expert_mlp`` takes them: whole stacks with the layer's number.
-    """
+    """Returns one layer's parameters with dense matrices as ``LayerOf``, and whole experts."""
     layer = _attach_dense(layer, whole.matrices, LayerOf(None, number, kernel, used))  # type: ignore[arg-type]
     if whole.experts is None:
         return layer

@@ -3,11 +3,9 @@ and the same numbers.
 
 A checkpoint converted from 4 bits (``gguf.py``) has float32 weights for all readers, and
 ``model.blocks`` with the original blocks, which one CPU keeps in memory, since the bytes of the
-weights bound decoding. Matmuls are float32, and so are norms, the router, the expansion of latents
-and routed experts. A training step unpacks each layer when it runs.
+weights bound decoding. A training step unpacks each layer when it runs.
 
-Axes: B rows, T tokens, L layers, D in, F out, V vocab, P and N panels and blocks, see
-``pallas_kernels.layer_matmul.blocks``.
+Axes: B rows, T tokens, L layers, D in, F out, V vocab; blocks as in ``layer_matmul.blocks``.
 """
 
 import dataclasses
@@ -35,11 +33,8 @@ MATRIX, TABLE = "Q4_1", "Q8_0"  # supported kinds of blocks
 
 
 def save(tensors: Mapping[str, tuple[str, np.ndarray]], fingerprint: str, directory: Path) -> None:
-    """Writes the file.
-
-    Args:
-        tensors: name -> kind and uint8 ``[F, N * row]``, as ``blocks.pack`` takes it.
-        fingerprint: of its checkpoint.
+    """Writes tensors, name -> kind and uint8 ``[F, N * row]``, of the checkpoint with a
+    fingerprint.
     """
     about = {
         "kinds": json.dumps({name: kind for name, (kind, _) in tensors.items()}),
@@ -53,11 +48,7 @@ def save(tensors: Mapping[str, tuple[str, np.ndarray]], fingerprint: str, direct
 
 
 class BlockFile:
-    """Packed blocks of a checkpoint.
-
-    Raises:
-        UserError: an unreadable file, or one of other weights.
-    """
+    """Packed blocks of a checkpoint; raises ``UserError`` if unreadable or of other weights."""
 
     def __init__(self, directory: Path, fingerprint: str):
         self.path = directory / FILE
@@ -81,9 +72,7 @@ class BlockFile:
 
 
 def reason_against(dtype: Any, quantise: str, devices: Sequence[Any], kernel: str) -> str:
-    """Returns the reason why these settings need weights in full; empty if they can stay as they
-    are stored.
-    """
+    """Returns the reason why these settings need weights in full; empty if they do not."""
     if quantise or dtype != jnp.float32 or kernel == "xla":
         return "the settings need other weights or matmuls"
     if len(devices) > 1 or devices[0].platform != "cpu":
@@ -96,12 +85,9 @@ def reason_against(dtype: Any, quantise: str, devices: Sequence[Any], kernel: st
 
 
 def specs(tree: Any, kinds_of: Callable[[str, ParamSpec], set[str]]) -> Any:
-    """Returns the specs of a base in blocks or in 16 bits: all matrices of the layers if the
-    checkpoint has all of them so and they fit, and each such table.
-
-    Args:
-        tree: the specs in float32.
-        kinds_of: maps path and spec to the kinds of blocks or dtypes of its tensors.
+    """Returns the specs of a base in blocks or 16 bits: all matrices of the layers if all are so
+    and fit, and each such table. ``kinds_of`` returns the kinds of blocks or dtypes of a leaf's
+    tensors.
     """
     flat = dict(params_lib.leaves_with_path(tree))
     matrices = {
@@ -132,22 +118,18 @@ def _as_stored(spec: ParamSpec, kinds: set[str], is_table: bool) -> ParamSpec | 
 
 
 def narrower(w: jax.Array, x: jax.Array) -> bool:
-    """Returns True for a matrix that is stored in fewer bits than the float32 of its matmul and has
-    no scale (see ``quantised.py`` for those).
-    """
+    """Returns True for a matrix without scales in fewer bits than its float32 matmul."""
     return blocks.is_packed(w) or (w.dtype == jnp.bfloat16 and x.dtype == jnp.float32)
 
 
+# The gradient unpacks a matrix again instead of keeping it.
 @jax.custom_vjp
 def matmul(x_BTD: jax.Array, w: jax.Array) -> jax.Array:
-    """Returns ``x W`` in float32, ``[B, T, F]``, for one layer's matrix as stored. The gradient
-    unpacks it again instead of keeping it.
-    """
+    """Returns ``x W`` in float32, ``[B, T, F]``, for one layer's matrix as stored."""
     return jnp.einsum("BTD,DF->BTF", x_BTD, _full(w), preferred_element_type=jnp.float32)
 
 
 def _full(w: jax.Array) -> jax.Array:
-    """Returns the matrix ``[D, F]`` in float32."""
     return unpack(w) if blocks.is_packed(w) else w.astype(jnp.float32)
 
 

@@ -1,8 +1,7 @@
 """The decoder as pure functions over a parameter tree: ``abstract(cfg)``, ``hidden_states``,
 ``logits``.
 
-``linear.project`` applies LoRA, ``attention.py`` and ``mla.py`` have attention. Rows of all
-policies run through the base together; the model does not know the number of policies.
+Rows of all policies run through the base together; the model does not know the number of policies.
 
 Axes: B rows, T tokens, L layers, V vocab, D model width, F ffw width, N query heads, K kv heads, H
 head dim.
@@ -50,10 +49,9 @@ REMAT = {
 
 
 def abstract(cfg: ModelConfig, dtype: Any = jnp.float32, quantise: str = "") -> Any:
-    """Returns the ``ParamSpec`` tree of a base: ``{"embed", <layer kind>: {"attn", "mlp" or
-    "moe"}, ..., "final_norm", "unembed"}``.
-
-    ``quantise``: a key of ``quantised.KINDS`` for 8-bit matrices in the layers.
+    """Returns the ``ParamSpec`` tree of a base: ``{"embed", <layer kind>: {"attn", "mlp" or "moe"},
+    ..., "final_norm", "unembed"}``. ``quantise``: a key of ``quantised.KINDS`` for 8-bit
+    matrices in the layers.
     """
     D = cfg.d_model
     table = {"w": ParamSpec((cfg.vocab_size, D), ("vocab", "embed"), dtype, fan_in=D)}
@@ -74,7 +72,6 @@ def abstract(cfg: ModelConfig, dtype: Any = jnp.float32, quantise: str = "") -> 
 
 
 def attention_specs(cfg: ModelConfig, L: int, dtype: Any) -> dict[str, Any]:
-    """Returns the parameters of grouped-query attention in ``L`` stacked layers."""
     D, H, qkv = cfg.d_model, cfg.head_dim, cfg.qkv_bias
     attn: dict[str, Any] = {
         "norm": ParamSpec((L, D), ("layers", "norm"), dtype, "ones"),
@@ -102,14 +99,12 @@ def cache_heads(cfg: ModelConfig) -> int | None:
 def cache_specs(
     cfg: ModelConfig, pages: int, dtype: Any = jnp.float32, routes: bool = False
 ) -> Any:
-    """Returns the shapes of a cache of ``pages`` pages: ``{"dense": {"k": [L, U, K, PAGE, H], "v":
-    ...}, "moe": ...}``.
+    """Returns the shapes of a cache: ``{"dense": {"k": [L, U, K, PAGE, H], "v": ...}, "moe":
+    ...}``.
 
-    With latent attention ``{"latent": [L, U, PAGE, C], "rope": [L, U, PAGE, J]}``, and ``index``
-    with an indexer.
-
-    Args:
-        routes: add ``routes [L, U, PAGE, X]`` of MoE layers, for replay in training (R3).
+    With latent attention ``latent [L, U, PAGE, C]`` and ``rope [L, U, PAGE, J]``, and ``index``
+    with an indexer; ``routes [L, U, PAGE, X]`` of MoE layers if wanted, for replay in training
+    (R3).
     """
 
     def entry(width: int, *heads: int, dtype: Any = dtype) -> Any:
@@ -131,22 +126,17 @@ def cache_specs(
 
 @struct.dataclass
 class DecoderInputs:
-    """Inputs of the decoder.
+    """Inputs of the decoder."""
 
-    Attributes:
-        tokens_BT, positions_BT: int32.
-        segments: of packed rows, without a cache; None makes each row one segment.
-        pool: the cache, ``{"dense": {name: [L, U, ..., PAGE, X]}}``, see ``cache_specs``; the
-            current tokens come after its contents.
-        view: each row's pages in it.
-        replay: recorded experts of every MoE layer, ``[L, B, T, X]``, see ``router.route``.
-    """
-
-    tokens_BT: jax.Array
+    tokens_BT: jax.Array  # and positions_BT: int32
     positions_BT: jax.Array
+    # of packed rows, without a cache; None makes each row one segment
     segments: Segments | None = None
+    # the cache, `{"dense": {name: [L, U, ..., PAGE, X]}}`, see `cache_specs`; the current tokens
+    # come after its contents
     pool: Any = None
-    view: paged.View | None = None
+    view: paged.View | None = None  # each row's pages in it
+    # recorded experts of every MoE layer, `[L, B, T, X]`, see `router.route`
     replay: jax.Array | None = None
 
 
@@ -163,14 +153,11 @@ def hidden_states(
 
     Args:
         lora: adapters bound to the rows; None for the bare base.
-        keep_routes: without a cache, also return the experts used. A cache with ``routes`` stores
-            them itself.
-        remat: a key of ``REMAT``.
+        keep_routes: without a cache, also return the experts used. A cache stores them itself.
 
     Returns:
-        ``[B, T, D]``; and by layer kind the pool with the current tokens or, without a cache, for
-        MoE layers with ``keep_routes``: ``"routes"``, int32 ``[L, B, T, X]``, and ``"missed"``, see
-        ``router.Route``.
+        ``[B, T, D]``; and by layer kind the pool with the current tokens or, with ``keep_routes``,
+            ``"routes"``, int32 ``[L, B, T, X]``, and ``"missed"`` of MoE layers.
     """
     tokens_BT, positions_BT, segments = inputs.tokens_BT, inputs.positions_BT, inputs.segments
     view, replay = inputs.view, inputs.replay
@@ -307,8 +294,7 @@ def logits(
     """Returns logits ``[B, T, V]`` float32, with the deltas of adapters on ``unembed``.
 
     Args:
-        kernel: implementation of ``layer_matmul`` for few rows on one device. Only XLA's has a
-            gradient.
+        kernel: implementation of ``layer_matmul`` for few rows; only XLA's has a gradient.
         used: int32, number of the B x T tokens in use, at the front; None: all.
     """
     table = stored_unembed(params)

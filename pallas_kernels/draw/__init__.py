@@ -2,12 +2,7 @@
 log-probability needs.
 
 A token is drawn by the Gumbel-max rule (Maddison et al. 2014, arXiv:1411.0030): the argmax of ``z /
-temperature + G``, where the Gumbel noise ``G`` depends on (key, token) only. Other rows and padding
-of the vocabulary change nothing, and rounding errors of logits change a draw only if two tokens
-nearly tie. It is computed as ``exp(z) / E`` with exponential ``E = exp(-G)``. That needs one
-logarithm, gives a token of ``-inf`` the score 0, and keeps float32's relative precision for the
-small ``E`` that decide: with 32 random bits down to ``2**-33``, where ``G = -log(-log(u))`` of a
-float32 ``u`` ends at 16.6 and is coarse long before.
+temperature + G``, where the noise ``G`` depends on (key, token) only.
 
 Axes: R rows, V vocab.
 """
@@ -33,18 +28,12 @@ def draw(
     *,
     implementation: str = "auto",
 ) -> Drawn:
-    """Draws a token for each row.
+    """Draws a token for each row of ``z [R, V]`` float32.
 
     Args:
-        z: ``[R, V]`` float32.
         temperature: ``[R]`` float32; 0 takes the first of the largest.
         keys: ``[R, 2]`` uint32, the data of threefry keys.
-        rows: int32, number of rows in use, at the front; the output of the others is undefined, and
-            CPUs skip them. None: all.
-        implementation: ``auto``, ``xla`` or ``cpu``, see ``dispatch``.
-
-    Raises:
-        ValueError: shapes that do not match, or an implementation that cannot serve them.
+        rows: int32, number of rows in use, at the front; others are undefined. None: all.
     """
     R = z.shape[0]
     if z.ndim != 2 or not z.shape[1] or temperature.shape != (R,) or keys.shape != (R, 2):

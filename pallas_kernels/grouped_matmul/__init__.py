@@ -38,20 +38,13 @@ def grouped_matmul(
     """Returns ``x[m] @ w[index[group of m]]``, ``[M, N]`` in the dtype of ``x``, accumulated in
     float32.
 
-    Has no rule for ``grad``; ``mint_jax/models/packed_lora.py`` has it. The gradient of x is the
-    same product with ``transposed`` flipped.
+    Has no rule for ``grad``; ``mint_jax/models/packed_lora.py`` has it.
 
     Args:
         x: ``[M, K]``, rows of group 0 first.
         w: ``[W, K, N]``, in the dtype of ``x`` or a smaller one; ``[W, N, K]`` if ``transposed``.
         sizes: ``[G]`` int32 rows of each group, zero allowed; their sum is at most M.
-        index: ``[G]`` int32, matrix of each group; a scalar: group g has matrix ``index + g``;
-            None: matrix g.
-        implementation: ``auto``, ``xla`` or ``pallas_gpu``, see ``dispatch``.
-        interpret: run a named kernel in Pallas' interpreter; None: on a CPU.
-
-    Raises:
-        ValueError: an unknown implementation, or one that cannot serve.
+        index: ``[G]`` int32, matrix of each group; or a scalar, of group 0; None: matrix g.
     """
     return dispatch.run(
         "grouped_matmul", table(transposed), implementation, (x, w, sizes, index), interpret

@@ -2,8 +2,7 @@
 group.
 
 Tiles begin where groups begin, so no result depends on other groups' row counts. Rows after the
-last group have tiles too, which are written as zeros. Consecutive programs share a tile's rows and
-a group's matrix in the L2 cache.
+last group have tiles too, which are written as zeros.
 
 Axes: M rows, T rows of a tile, G groups, W matrices, K in, N out, V tiles.
 """
@@ -22,26 +21,17 @@ from pallas_kernels.triton import Span, attached, columns, cost, dot, power_of_t
 
 
 class Config(NamedTuple):
-    """Block sizes, powers of two of at least 16.
+    """Block sizes, powers of two of at least 16."""
 
-    Attributes:
-        rows: rows of a tile, T.
-        columns: columns of a block of the result.
-        depth: part of K in one step.
-        stages: pipelined loads.
-    """
-
-    rows: int
-    columns: int
-    depth: int
+    rows: int  # rows of a tile, T
+    columns: int  # columns of a block of the result
+    depth: int  # part of K in one step
     warps: int
-    stages: int = 3
+    stages: int = 3  # pipelined loads
 
 
 def config(x: jax.Array, w: jax.Array, sizes: jax.Array, transposed: bool) -> Config:
-    """Returns measured sizes, or tiles of about an average group with loads of at most 96 KiB.
-    Compiled for an H200 none spills registers.
-    """
+    """Returns measured sizes, or tiles of about an average group with loads of at most 96 KiB."""
     exact = x.dtype == jnp.float32  # without tensor cores, operands occupy registers too
     rows = power_of_two(-(-x.shape[0] // sizes.shape[0]), 64 if exact else 128)
     wide = power_of_two(w.shape[1 if transposed else 2], 64 if exact or rows < 64 else 128)
@@ -78,9 +68,8 @@ def require(x: jax.Array, w: jax.Array, sizes: jax.Array, index: jax.Array | Non
 
 
 def _overflows(w: jax.Array) -> bool:
-    """Returns True if offsets overflow: Pallas counts elements in 32 bits up to 4 GiB, and Triton
-    takes them as signed.
-    """
+    """Returns True if offsets overflow."""
+    # Pallas counts elements in 32 bits up to 4 GiB, and Triton takes them as signed.
     return w.dtype.itemsize == 1 and 1 << 31 <= w.size <= 1 << 32
 
 

@@ -4,23 +4,15 @@ from typing import NamedTuple
 
 
 class Shape(NamedTuple):
-    """One call.
+    """One call."""
 
-    Attributes:
-        rows, d_in, d_out: sizes of the call.
-        groups: experts of one device.
-        transposed: matrices are ``[d_out, d_in]``, as in the rows' gradients.
-        dtype: dtype of rows.
-        stored: dtype of matrices.
-    """
-
-    rows: int
+    rows: int  # this and d_in, d_out: sizes of the call
     d_in: int
     d_out: int
-    groups: int
-    transposed: bool = False
-    dtype: str = "bfloat16"
-    stored: str = "bfloat16"
+    groups: int  # experts of one device
+    transposed: bool = False  # matrices are `[d_out, d_in]`, as in the rows' gradients
+    dtype: str = "bfloat16"  # dtype of rows
+    stored: str = "bfloat16"  # dtype of matrices
 
 
 # Qwen3-30B-A3B (2048 x 768, 128 experts) and Kimi-K2 (7168 x 2048, 384 experts, of which a device

@@ -9,11 +9,7 @@ import jax.numpy as jnp
 def schedule(
     M: int, sizes: jax.Array, tile: int, first: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns group and first row of each tile in order, and the number of tiles.
-
-    Args:
-        sizes, first: ``[G]`` rows and first row of each group.
-    """
+    """Returns group and first row of each tile in order, and the number of tiles."""
     G = sizes.shape[0]
     tiles_G = -(-sizes // tile)
     last_G = jnp.cumsum(tiles_G)
@@ -26,9 +22,7 @@ def schedule(
 def tiles(
     M: int, sizes: jax.Array, tile: int, first: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns group, first row and end of group of each tile, for a grid of the maximum number of
-    tiles; 0 for unused tiles.
-    """
+    """Returns group, first row and end of each of the most tiles; 0 for unused ones."""
     group_V, first_V, total = schedule(M, sizes, tile, first)
     there = jnp.arange(group_V.shape[0], dtype=jnp.int32) < total
     return group_V, first_V, jnp.where(there, (first + sizes)[group_V], 0)

@@ -1,9 +1,5 @@
-"""Grouped matmul by ``jax.lax.ragged_dot``. XLA has kernels for it on TPUs only; elsewhere it is a
-dense product.
-
-No group reads another's rows or matrix, even multiplied by 0: 0 times NaN is NaN. A ragged product
-may do so (JAX's own contracts over all groups), so it gets finite operands, and NaN is restored
-where a group had one.
+"""Grouped matmul by ``jax.lax.ragged_dot``. XLA has kernels for it on TPUs only; elsewhere it is
+dense.
 
 Axes: M rows, G groups, W matrices, K in, N out.
 """
@@ -47,9 +43,7 @@ def _inside(x_MN: jax.Array, sizes_G: jax.Array) -> jax.Array:
 
 
 def finite(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Replaces non-finite numbers of ``x`` by 0; also returns which entries of the first axis had
-    any.
-    """
+    """Replaces non-finite numbers by 0; also returns which entries of the first axis had any."""
     fine = jnp.isfinite(x)
     return jnp.where(fine, x, jnp.zeros((), x.dtype)), ~jnp.all(fine, axis=tuple(range(1, x.ndim)))
 

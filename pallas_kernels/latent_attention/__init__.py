@@ -53,17 +53,10 @@ def latent_attention(
 
     Args:
         q_latent, q_rope: ``[B, M, C]`` and ``[B, M, J]``.
-        latent, rope: ``[L, U, PAGE, C']`` and ``[L, U, PAGE, J']``, at least C and J wide; the rest
-            is padding.
+        latent, rope: ``[L, U, PAGE, C']`` and ``[L, U, PAGE, J']``, padded to C' and J'.
         rows: pages of each row.
-        chosen: ``[B, T, D / RUN_PAGES, S]`` bool, positions that a token may attend to; None for
-            all.
+        chosen: ``[B, T, D / RUN_PAGES, S]`` bool, positions that a token attends to; None: all.
         scale: factor on scores.
-        implementation: ``auto``, ``xla``, ``pallas_tpu`` or ``pallas_gpu``, see ``dispatch``.
-        interpret: run a named kernel in Pallas' interpreter; None: on a CPU.
-
-    Raises:
-        ValueError: shapes that do not match, or an implementation that cannot serve them.
     """
     queries, pools = (q_latent.shape, q_rope.shape), (latent.shape, rope.shape)
     if queries[0][:2] != queries[1][:2] or any(

@@ -11,9 +11,7 @@ from pallas_kernels.paged_attention.reference import paged_attention
 def latent_attention(
     q_latent: Any, q_rope: Any, latent: Any, rope: Any, rows: Rows, scale: float
 ) -> list[np.ndarray]:
-    """Implements ``latent_attention.latent_attention`` as one head whose keys are latent and rotary
-    key concatenated, and whose values are the latent.
-    """
+    """Implements ``latent_attention.latent_attention`` as one head with keys of both parts."""
     (C, J), wide = (q_latent.shape[-1], q_rope.shape[-1]), np.float64
     q = np.concatenate([np.array(q_latent, wide), np.array(q_rope, wide)], axis=-1)[:, None]
     keys = np.concatenate(

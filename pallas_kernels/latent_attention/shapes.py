@@ -4,23 +4,15 @@ from typing import NamedTuple
 
 
 class Shape(NamedTuple):
-    """One call on one device, which has all heads of its rows.
+    """One call on one device, which has all heads of its rows."""
 
-    Attributes:
-        rows: rows that decode, teams, or blocks of prefill.
-        queries: heads, times rows of a team or tokens of a block.
-        positions: capacity of a table.
-        latent, rope, width: dimensions, and those of rotary keys in the pool.
-        dtype: dtype of queries and pool.
-    """
-
-    rows: int
-    queries: int
-    positions: int
-    latent: int = 512
+    rows: int  # rows that decode, teams, or blocks of prefill
+    queries: int  # heads, times rows of a team or tokens of a block
+    positions: int  # capacity of a table
+    latent: int = 512  # this and rope, width: dimensions, and those of rotary keys in the pool
     rope: int = 64
     width: int = 128
-    dtype: str = "bfloat16"
+    dtype: str = "bfloat16"  # dtype of queries and pool
 
 
 # Kimi-K2 has 64 heads, DeepSeek-V3 128.

@@ -21,9 +21,7 @@ def scored(
     seen_BTS: jax.Array,
     scale: float,
 ) -> Partial:
-    """Attends to given latents; queries of a token, or of a team's rows together, have the same
-    mask.
-    """
+    """Attends to given latents; queries of a token, or of a team's rows, have one mask."""
     s = jnp.einsum("BMC,BSC->BMS", q_BMC, latent_BSC, preferred_element_type=jnp.float32)
     s += jnp.einsum("BMJ,BSJ->BMS", q_BMJ, rope_BSJ, preferred_element_type=jnp.float32)
     s = (s * scale).reshape(len(s), seen_BTS.shape[1], -1, s.shape[-1])

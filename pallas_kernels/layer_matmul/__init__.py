@@ -65,12 +65,7 @@ def layer_matmul(
             own F; or all in blocks of one kind, ``[L, P, N, bytes]`` uint8. ``[L, F, D]`` if
             ``transposed``, for which only XLA serves 8 bits.
         layer: int32, at most L - 1.
-        rows: int32, number of rows of x in use, at the front; the output of the others is
-            undefined, and CPUs skip them. None: all.
-        implementation: ``auto``, ``xla``, ``cpu`` or ``pallas_gpu``, see ``dispatch``.
-
-    Raises:
-        ValueError: shapes that do not match, or an implementation that cannot serve them.
+        rows: int32, number of rows of x in use, at the front; others are undefined. None: all.
     """
     for w in stacks:
         shape = _shape(w)
@@ -89,12 +84,7 @@ def layer_matmul(
 
 
 def unpack(w: jax.Array, *, transposed: bool = False, implementation: str = "auto") -> jax.Array:
-    """Returns the float32 matrix ``[D, F]`` of blocks ``[P, N, bytes]``, or its transpose; every
-    implementation gives the same bits.
-
-    Raises:
-        ValueError: an implementation that cannot serve.
-    """
+    """Returns the float32 matrix ``[D, F]`` of blocks ``[P, N, bytes]``, or its transpose."""
     return dispatch.run("unpack", unpacking(transposed), implementation, (w,))
 
 

@@ -24,16 +24,12 @@ COLUMNS, DEPTH = 64, 32  # size of a block
 
 
 class Kind(NamedTuple):
-    """A block format.
+    """A block format."""
 
-    Attributes:
-        row: bytes of one output's block in a checkpoint: d, m if any, and the numbers; with 4 bits
-            those of inputs j and j + 16 in byte j.
-        scales: number of float16 values at its start.
-    """
-
+    # bytes of one output's block in a checkpoint: d, m if any, and the numbers; with 4 bits those
+    # of inputs j and j + 16 in byte j
     row: int
-    scales: int
+    scales: int  # number of float16 values at its start
 
     @property
     def bytes(self) -> int:
@@ -65,9 +61,7 @@ def matrix_shape(blocks: jax.Array) -> tuple[int, int]:
 
 
 def pack(rows: np.ndarray, kind: str) -> np.ndarray:
-    """Packs a checkpoint's matrix, uint8 ``[F, N * row]`` (blocks of each output), to uint8 ``[P,
-    N, bytes]``.
-    """
+    """Packs a checkpoint's matrix, uint8 ``[F, N * row]``, to uint8 ``[P, N, bytes]``."""
     row, scales = KINDS[kind]
     F, N = rows.shape[0], rows.shape[1] // row
     rows = rows.reshape(F // COLUMNS, COLUMNS, N, row).transpose(0, 2, 1, 3)  # [P, N, 64, row]
@@ -118,7 +112,6 @@ def unpack(blocks: jax.Array, transposed: bool = False) -> jax.Array:
 
 
 def unpack_by_cpu(blocks: jax.Array, transposed: bool = False) -> jax.Array:
-    """Unpacks like ``unpack``, by the CPU kernel."""
     D, F = matrix_shape(blocks)
     out = jax.ShapeDtypeStruct((F, D) if transposed else (D, F), jnp.float32)
     return native.call("mint_block_unpack", out, blocks, transposed=transposed)
@@ -131,9 +124,7 @@ def require_cpu(blocks: jax.Array) -> None:
 
 
 def columns(blocks: jax.Array, at: jax.Array) -> jax.Array:
-    """Gathers columns of an 8-bit matrix, ``[..., D]`` float32 at int32 ``[...]``: rows of the
-    table whose transpose it is.
-    """
+    """Gathers columns of an 8-bit matrix, ``[..., D]`` float32 at int32 ``[...]``."""
     P, N, _ = blocks.shape
     panel, column = at // COLUMNS, at % COLUMNS
     q = blocks[..., 2 * COLUMNS :].reshape(P, N, DEPTH, COLUMNS)[panel, :, :, column]

@@ -2,20 +2,10 @@
 in place from their stacks.
 
 XLA copies the layer out of the stack first: SmolLM2-135M's layers, 425 MB, were read twice and
-written once in every decode step. Here a thread takes panels of columns. Up to eight rows read a
-matrix in one pass; for many rows a panel is copied contiguously into the cache once, converted if
-the weights have fewer bits. For a transposed matrix, such as an unembedding, a sum has a part in
-every lane. Sums are float32, so bfloat16 weights halve the bytes and give the same results as
-float32 weights of these values. Matrices of the same rows, such as q, k and v, are one call, which
-saves thread synchronisation: 3 to 6 % of SmolLM2-135M's matmuls of 1 and of 8 rows.
-
-Matrices in 4-bit blocks (``native/block_matmul.cc``) are unpacked in registers, or for more than
-two rows block by block in the L1 cache. SmolLM2-135M's layers take 3.9 ms for 1 row where float32
-takes 15.8, 7.2 instead of 18.4 for 8, 18 instead of 30 for 32 and 63 instead of 75 for 128 (medians
-of 15 in turn, two cores), with the same bits.
-
-A row's bits do not depend on the number of other rows, so only rows in use are multiplied: a
-program of 128 rows that prefills ten tokens does the work of one block of 32.
+written once in every decode step. Sums are float32, so bfloat16 weights halve the bytes and give
+the same results as float32 weights of these values. Matrices in 4-bit blocks
+(``native/block_matmul.cc``) take 3.9 ms for 1 row of SmolLM2-135M's layers where float32 takes
+15.8, 7.2 instead of 18.4 for 8, and 63 instead of 75 for 128 (medians of 15 in turn, two cores).
 """
 
 import jax

@@ -1,13 +1,9 @@
 """GPU kernel of ``layer_matmul`` for the few rows of decoding, which reads a layer's matrices in
-place from their stacks. Matrices of the same rows, as for queries, keys and values, are one launch.
+place from their stacks. Matrices of the same rows are one launch.
 
-XLA's form copies a layer out of its stack first. Compiled for an H200, a decode step of Qwen3-4B
-reads 8 GB, writes them and reads them again (an H100 took 13.2 ms for 64 rows; 8 GB take 2.7). Here
-a program multiplies all rows by a block of columns of a part of the depth. There are enough parts
-to occupy all processors, since few rows give few blocks. XLA adds the parts in order as it reads
-them. 8-bit weights are read as stored.
-
-Float32 rows are left to XLA, whose matmuls follow ``jax_default_matmul_precision`` as in training.
+XLA copies a layer out of its stack first: of Qwen3-4B 8 GB are read, written and read again (an
+H100 took 13.2 ms for 64 rows; 8 GB take 2.7). Here a program multiplies all rows by a block of
+columns of a part of the depth; XLA adds the parts in order.
 
 Axes: M rows, L layers, D in, F out, S parts of D.
 """
@@ -28,31 +24,20 @@ PROGRAMS = 512  # about four per processor of an H100
 
 
 class Config(NamedTuple):
-    """Block sizes, powers of two of at least 16, and the number of parts.
+    """Block sizes, powers of two of at least 16, and the number of parts."""
 
-    Attributes:
-        rows: rows of a tile.
-        columns: columns of a block of the result.
-        depth: part of D in one step.
-        parts: S.
-        stages: pipelined loads.
-    """
-
-    rows: int
-    columns: int
-    depth: int
-    parts: int
+    rows: int  # rows of a tile
+    columns: int  # columns of a block of the result
+    depth: int  # part of D in one step
+    parts: int  # S
     warps: int
-    stages: int = 4
+    stages: int = 4  # pipelined loads
 
 
 def config(x: jax.Array, stacks: tuple[jax.Array, ...], transposed: bool) -> Config:
-    """Returns measured sizes, or the rule: tiles of up to 64 rows, and parts of at least 256 of the
-    depth.
-
-    Steps of 128 of the depth took an H100 0.62 of the time of steps of 64, with four warps.
-    """
+    """Returns measured sizes, or tiles of up to 64 rows and parts of at least 256 of the depth."""
     (M, D), widths = x.shape, [w.shape[1 if transposed else 2] for w in stacks]
+    # Steps of 128 of the depth took an H100 0.62 of the time of steps of 64, with four warps.
     rows, wide, deep = power_of_two(M, 64), power_of_two(max(widths), 64), power_of_two(D, 128)
     blocks = pl.cdiv(M, rows) * sum(pl.cdiv(F, wide) for F in widths)
     parts = max(1, min(round(PROGRAMS / blocks), D // 256))
@@ -76,6 +61,7 @@ def require(
     transposed: bool = False,
 ) -> None:
     """Raises NotImplementedError with the reason if ``matmul`` cannot serve these arrays."""
+    # XLA's float32 matmuls follow jax_default_matmul_precision as in training.
     if x.dtype != jnp.bfloat16:
         raise NotImplementedError(f"rows are {x.dtype}; bfloat16 is served")
     M = x[..., 0].size

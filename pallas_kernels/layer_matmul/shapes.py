@@ -6,21 +6,13 @@ from typing import NamedTuple
 
 
 class Shape(NamedTuple):
-    """Rows times one layer of every stack, in bfloat16.
+    """Rows times one layer of every stack, in bfloat16."""
 
-    Attributes:
-        rows: M.
-        d_in: D.
-        d_outs: F of each stack.
-        layers: L.
-        stored: dtype of the stacks.
-    """
-
-    rows: int
-    d_in: int
-    d_outs: tuple[int, ...]
-    layers: int = 36
-    stored: str = "bfloat16"
+    rows: int  # M
+    d_in: int  # D
+    d_outs: tuple[int, ...]  # F of each stack
+    layers: int = 36  # L
+    stored: str = "bfloat16"  # dtype of the stacks
 
 
 GATE_UP, DOWN = (2560, (9728, 9728)), (9728, (2560,))

@@ -71,11 +71,7 @@ def call(
     aliases: dict[int, int] | None = None,
     **attributes: Any,
 ) -> Any:
-    """Calls one of ``TARGETS`` on arrays, as ``jax.ffi.ffi_call``.
-
-    Raises:
-        NotImplementedError: see ``require``.
-    """
+    """Calls one of ``TARGETS`` on arrays, as ``jax.ffi.ffi_call``."""
     require()
     return jax.ffi.ffi_call(target, results, input_output_aliases=aliases or {})(
         *args, **attributes
@@ -83,12 +79,8 @@ def call(
 
 
 def require() -> None:
-    """Compiles and registers the kernels, once in a process.
-
-    Raises:
-        NotImplementedError: they cannot be compiled, or this process computes on an accelerator,
-            where 19 s of compiling would be wasted.
-    """
+    """Compiles and registers the kernels, once; raises ``NotImplementedError`` if that fails."""
+    # On an accelerator 19 s of compiling would be wasted.
     if (backend := jax.default_backend()) != "cpu":
         raise NotImplementedError(f"this process computes on a {backend}")
     why = _load()
@@ -179,9 +171,8 @@ def _run_command(command: list[str]) -> str:
 
 
 def _processor() -> str:
-    """Returns the processor's features: a shared home directory may serve several kinds of
-    machines.
-    """
+    """Returns the processor's features."""
+    # A shared home directory may serve several kinds of machines.
     info = Path("/proc/cpuinfo")
     if not info.is_file():
         return platform.processor()

@@ -1,12 +1,9 @@
 """GPU kernels of attention within packed rows: a program's block of queries iterates over the
-blocks of keys that it may attend to.
+blocks of keys that it may attend to, which are listed in advance.
 
-These blocks are listed in advance, so the loop has no branches: blocks above the diagonal or of
-other texts are neither computed nor read. The forward pass keeps running maxima and sums
-(FlashAttention, arXiv 2205.14135, Algorithm 1). The backward pass is two kernels: one of blocks of
-queries that sums over keys, and one of blocks of keys that sums over the queries of all heads of
-their group (section B.4), so no two programs add to the same place. Widths that are not powers of
-two are split into pieces that are.
+Running maxima and sums as in FlashAttention, arXiv 2205.14135, Algorithm 1. The backward pass is
+two kernels: of queries, which sums over keys, and of keys, which sums over the queries of their
+group (section B.4), so no two programs add to the same place. Widths are split into powers of two.
 
 Axes: B rows, K kv heads, G query heads of each, T tokens, H width of queries and keys, V of values,
 Q queries and S keys of a block, I blocks of queries, J blocks of keys.
@@ -41,44 +38,32 @@ NO_QUERY, NO_KEY = -1, -2
 
 
 class Block(NamedTuple):
-    """Block sizes of one kernel, powers of two of at least 16.
+    """Block sizes of one kernel, powers of two of at least 16."""
 
-    Attributes:
-        queries, keys: sizes of a block, Q and S.
-        stages: pipelined loads.
-    """
-
-    queries: int
+    queries: int  # this and keys: sizes of a block, Q and S
     keys: int
     warps: int
-    stages: int = 3
+    stages: int = 3  # pipelined loads
 
 
 class Config(NamedTuple):
-    """Sizes of the three kernels.
+    """Sizes of the three kernels."""
 
-    Attributes:
-        most: maximum columns of one matmul.
-        forward, of_queries, of_keys: the forward pass, and the kernels of both gradients.
-    """
-
-    most: int
-    forward: Block
+    most: int  # maximum columns of one matmul
+    forward: (
+        Block  # this and of_queries, of_keys: the forward pass, and the kernels of both gradients
+    )
     of_queries: Block
     of_keys: Block
 
 
 def config(op: str, q: jax.Array, v: jax.Array) -> Config:
-    """Returns the sizes for ``packed_attention`` or ``packed_attention backward``: measured, or the
-    rule.
-    """
+    """Returns the sizes for ``packed_attention`` or its ``backward``: measured, or the rule."""
     return tuning.chosen(op, "cuda", key_of(q, v), _rule(q, v))
 
 
 def _rule(q: jax.Array, v: jax.Array) -> Config:
-    """Returns sizes that fit the registers and the 227 KiB of shared memory of an H200 processor,
-    according to its compiler.
-    """
+    """Returns sizes that fit an H200 processor, according to its compiler."""
     wide = max(q.shape[-1], v.shape[-1])
     if q.dtype == jnp.float32:  # without tensor cores, operands occupy registers too
         return Config(
@@ -92,11 +77,7 @@ def _rule(q: jax.Array, v: jax.Array) -> Config:
 
 
 def require(q: jax.Array, k: jax.Array, v: jax.Array, *rest: Any) -> None:
-    """Raises if ``forward`` and ``backward`` cannot serve these arrays or shapes.
-
-    Raises:
-        NotImplementedError: with the reason.
-    """
+    """Raises ``NotImplementedError`` with the reason if these arrays cannot be served."""
     if len({x.dtype for x in (q, k, v)}) > 1 or q.dtype not in (jnp.bfloat16, jnp.float32):
         raise NotImplementedError(
             f"queries, keys and values are {q.dtype}, {k.dtype}, {v.dtype}; all bfloat16 or all"
@@ -113,8 +94,8 @@ def require(q: jax.Array, k: jax.Array, v: jax.Array, *rest: Any) -> None:
 def _visits(
     own: jax.Array, parent: jax.Array, how: Block, of_keys: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns for each block of queries the blocks of keys that it visits in order, ``[B, I, J]``,
-    and their number; or the other way around.
+    """Returns the blocks of keys that each block of queries visits, or the reverse, and their
+    number.
     """
     T, wider = own.shape[1], max(how.queries, how.keys)
     padding = ((0, 0), (0, -T % wider))
@@ -131,12 +112,7 @@ def _visits(
 
 
 class _Row:
-    """One row's data that a program reads.
-
-    Args:
-        block: the program's block.
-        zero: see ``pieces``.
-    """
+    """One row's data that a program reads."""
 
     def __init__(
         self,

@@ -1,11 +1,10 @@
 """TPU kernels of attention within packed rows: blocks of queries against blocks of keys, with
 scores in VMEM only.
 
-Blocks above the diagonal are neither computed nor fetched, and blocks of unrelated segments are
-skipped, so a row of eight texts costs what its texts cost. The forward pass keeps running maxima
-and sums (FlashAttention, arXiv 2205.14135, Algorithm 1). The backward pass is two kernels: one sums
-over keys for the queries' gradient, the other over queries and heads of a group for keys and values
-(section B.4). The latter computes transposed scores, so that per-query numbers are rows.
+Blocks above the diagonal or of unrelated segments are skipped, so a row of eight texts costs what
+its texts cost. Running maxima and sums as in FlashAttention, arXiv 2205.14135, Algorithm 1. The
+backward pass is two kernels, for queries and for keys and values (section B.4); the latter computes
+transposed scores, so that per-query numbers are rows.
 
 Axes: B rows, K kv heads, G query heads of each, N = K G, T tokens, H width of queries and keys, V
 of values, Q queries and S keys of a block.
@@ -31,28 +30,18 @@ WIDEST = 256  # with blocks of 512 everything is below 16 MiB then
 
 
 class Config(NamedTuple):
-    """Sizes.
+    """Sizes."""
 
-    Attributes:
-        block: maximum queries and keys of one matmul; a power of two times 128.
-    """
-
-    block: int = 512
+    block: int = 512  # maximum queries and keys of one matmul; a power of two times 128
 
 
 def config(op: str, q: jax.Array, v: jax.Array) -> Config:
-    """Returns the sizes for ``packed_attention`` or ``packed_attention backward``: measured, or the
-    rule.
-    """
+    """Returns the sizes for ``packed_attention`` or its ``backward``: measured, or the rule."""
     return tuning.chosen(op, "tpu", key_of(q, v), Config())
 
 
 def require(q: jax.Array, k: jax.Array, v: jax.Array, *rest: Any) -> None:
-    """Raises if ``forward`` and ``backward`` cannot serve these arrays or shapes.
-
-    Raises:
-        NotImplementedError: with the reason.
-    """
+    """Raises ``NotImplementedError`` with the reason if these arrays cannot be served."""
     if len({x.dtype for x in (q, k, v)}) > 1 or q.dtype not in (jnp.bfloat16, jnp.float32):
         raise NotImplementedError(
             f"queries, keys and values are {q.dtype}, {k.dtype}, {v.dtype}; all bfloat16 or all"
@@ -88,9 +77,7 @@ class _Blocks:
 def _segments(
     blocks: _Blocks, own: jax.Array, parent: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns segments ``[B, 1, T]`` twice, and ``[B, blocks, blocks]``: which blocks of queries
-    may attend to which blocks of keys.
-    """
+    """Returns segments ``[B, 1, T]`` twice, and which blocks meet, ``[B, blocks, blocks]``."""
     # Padding attends to itself.
     own, parent = (blocks.padded(x.astype(jnp.int32), 1, fill=-1) for x in (own, parent))
     return (
@@ -101,9 +88,7 @@ def _segments(
 
 
 def _column(row: jax.Array) -> jax.Array:
-    """Transposes ``[1, Q]`` to ``[Q, 1]``. In memory per-query numbers are rows; columns would be
-    padded to 128 lanes.
-    """
+    """Transposes ``[1, Q]`` to ``[Q, 1]``; in memory columns would be padded to 128 lanes."""
     return jnp.broadcast_to(row, (LANES, row.shape[1])).T[:, :1]
 
 
@@ -115,9 +100,7 @@ def _row(column: jax.Array) -> jax.Array:
 def _visible(
     own_q: jax.Array, parent_q: jax.Array, own_k: jax.Array, i: jax.Array, j: jax.Array, axis: int
 ) -> jax.Array:
-    """Returns the mask of keys of block j for each query of block i; queries are columns ``[Q, 1]``
-    with axis 0, and rows with axis 1.
-    """
+    """Returns the mask of keys of block j for each query of block i; queries are along ``axis``."""
     size = own_q.size
     query, key = (jax.lax.broadcasted_iota(jnp.int32, (size, size), n) for n in (axis, 1 - axis))
     return ((own_q == own_k) | (parent_q == own_k)) & (i * size + query >= j * size + key)
@@ -220,12 +203,10 @@ def _keys_kernel(
 
 
 def _heads(blocks: _Blocks, x: jax.Array) -> jax.Array:
-    """Reshapes ``[B, K, G, T, .]`` to ``[B, N, T, .]``, padded to blocks."""
     return blocks.padded(x.reshape(x.shape[0], -1, *x.shape[3:]), 2)
 
 
 def _rows(blocks: _Blocks, x: jax.Array) -> jax.Array:
-    """Reshapes per-query numbers ``[B, K, G, T]`` to ``[B, N, 1, T]``, padded to blocks."""
     return blocks.padded(x.reshape(x.shape[0], -1, 1, x.shape[3]), 3)
 
 
@@ -256,9 +237,7 @@ def _call(
 
 
 def _specs(blocks: _Blocks, G: int, H: int, V: int) -> tuple[list[Any], Any, Any]:
-    """Returns the block specs of segments and meeting blocks, q, k and v, for a grid of (row, query
-    head, block of queries, block of keys).
-    """
+    """Returns the block specs of segments, q, k and v for a grid of (row, head, queries, keys)."""
     # Blocks above the diagonal are not fetched.
     size, last = blocks.size, lambda i, j: jnp.minimum(i, j)
     metas = [
@@ -293,14 +272,13 @@ def forward(
     how: Config | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns ``[B, K, G, T, V]`` in the dtype of ``q``, and the logarithm of each query's sum of
-    weights ``[B, K, G, T]`` float32.
+    """Returns ``[B, K, G, T, V]`` like ``q``, and each query's log of the sum of weights ``[B, K,
+    G, T]``.
 
     Args:
         q: ``[B, K, G, T, H]``.
         k, v: ``[B, K, T, H]`` and ``[B, K, T, V]``.
-        own, parent: ``[B, T]`` int32, at least 0: each token's segment, and the other segment that
-            it attends to.
+        own, parent: ``[B, T]`` int32, at least 0: segments that each token attends to.
     """
     (B, K, G, T, H), V = q.shape, v.shape[3]
     blocks = _Blocks(T, how or config("packed_attention", q, v))
@@ -352,12 +330,7 @@ def backward(
     how: Config | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the gradients of q, k and v, in their dtypes.
-
-    Args:
-        out, lse: results of ``forward``.
-        g: ``[B, K, G, T, V]``, the gradient of ``out``.
-    """
+    """Returns the gradients of q, k and v; ``g`` is that of ``out``, a result of ``forward``."""
     (B, K, G, T, H), V = q.shape, v.shape[3]
     blocks = _Blocks(T, how or config("packed_attention backward", q, v))
     N, S, full = K * G, blocks.size, (T + blocks.padding)

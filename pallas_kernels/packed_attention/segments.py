@@ -19,13 +19,8 @@ def key_of(q: jax.Array, v: jax.Array) -> str:
 
 
 def meeting(own: jax.Array, parent: jax.Array, queries: int, keys: int) -> jax.Array:
-    """Returns ``[B, I, J]`` bool: a query of block i may attend to a key of block j.
-
-    True if their ranges of segments overlap and the pair is not above the diagonal.
-
-    Args:
-        own, parent: ``[B, T]``, T a multiple of both sizes.
-        queries, keys: tokens of a block.
+    """Returns ``[B, I, J]`` bool: a query of block i may attend to a key of block j, because their
+    ranges of segments overlap and the pair is not above the diagonal.
     """
 
     def ends(x: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:

@@ -49,11 +49,6 @@ def packed_lora(
         a, b: ``[W, R, D]`` and ``[W, R, F_k]``; ``b`` includes the scale.
         onto: ``[M, F_k]``; its memory is reused if possible.
         factor: ``[M]`` int32; equal ones are adjacent, -1 is none, anywhere.
-        implementation: ``auto``, ``xla``, ``pallas_tpu`` or ``pallas_gpu``, see ``dispatch``.
-        interpret: run a named kernel in Pallas' interpreter; None: on a CPU.
-
-    Raises:
-        ValueError: shapes that do not match, or an implementation that cannot serve them.
     """
     for a_k, b_k, y in zip(a, b, onto, strict=True):
         shapes = x.shape, a_k.shape, b_k.shape, y.shape
@@ -84,10 +79,6 @@ def gradients(
     implementation: str = "auto",
     interpret: Any = None,
 ) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    """Returns the gradients of x, added to ``dx_onto [M, D]``, and of a and b.
-
-    Args:
-        g: ``[M, F_k]``, gradient of each projection's result; the others as in ``packed_lora``.
-    """
+    """Returns the gradients of x, added to ``dx_onto [M, D]``, and of a and b; ``g [M, F_k]``."""
     args = x, tuple(a), tuple(b), tuple(g), dx_onto, factor
     return dispatch.run("packed_lora backward", BACKWARD, implementation, args, interpret)

@@ -1,12 +1,10 @@
 """GPU kernels of packed LoRA: a program has rows of one run only, so no adapter meets another's
 rows.
 
-Tiles begin where runs of rows with the same factor begin, and rows beyond a run are masked on reads
-and writes, so no result depends on other rows. In the forward pass one program computes a tile's
-``x A^T`` and adds its product with B to the rows, one block of columns at a time. In the backward
-pass a first kernel does the same with A and B exchanged and stores ``x A^T`` and ``g B^T``, which
-are ``[M, R]``. The others sum a run's outer products tile by tile in order, so no two programs add
-to the same place.
+Tiles begin where runs of rows with the same factor begin. In the forward pass one program computes
+a tile's ``x A^T`` and adds its product with B. In the backward pass a first kernel does the same
+with A and B exchanged and stores ``x A^T`` and ``g B^T``; the others sum a run's outer products
+tile by tile in order, so no two programs add to the same place.
 
 Axes: M rows, T rows of a tile, D in, F out, R rank, K projections of the same rows, W factors, V
 tiles, J runs.
@@ -30,28 +28,17 @@ MOST = 256  # largest rank
 
 
 class Config(NamedTuple):
-    """Block sizes, powers of two of at least 16.
+    """Block sizes, powers of two of at least 16."""
 
-    Attributes:
-        rows: rows of a tile, T.
-        depth: columns of wide arrays in one step.
-        sums: columns of wide arrays in a block of the factors' gradients.
-        stages: pipelined loads.
-    """
-
-    rows: int
-    depth: int
-    sums: int
+    rows: int  # rows of a tile, T
+    depth: int  # columns of wide arrays in one step
+    sums: int  # columns of wide arrays in a block of the factors' gradients
     warps: int
-    stages: int = 3
+    stages: int = 3  # pipelined loads
 
 
 def config(op: str, x: jax.Array, a: Sequence[jax.Array]) -> Config:
-    """Returns the sizes for ``packed_lora``, or its ``backward``: measured, or the rule.
-
-    Args:
-        x, a: rows, and the factors of all projections of equal width.
-    """
+    """Returns the sizes for ``packed_lora``, or its ``backward``: measured, or the rule."""
     (M, D), (W, R, _) = x.shape, a[0].shape
     key = (
         f"{x.dtype} rows {tuning.power(M)} {D} {a[0].dtype} x {len(a)} rank {R} factors"
@@ -61,9 +48,7 @@ def config(op: str, x: jax.Array, a: Sequence[jax.Array]) -> Config:
 
 
 def _rule(x: jax.Array, a: Sequence[jax.Array]) -> Config:
-    """Returns tiles of about an average run, with loads of at most 96 KiB. Compiled for an H200
-    float32 spills up to 8 bytes, bfloat16 none.
-    """
+    """Returns tiles of about an average run, with loads of at most 96 KiB."""
     (W, R, _), K, M = a[0].shape, len(a), x.shape[0]
     # Exact: without tensor cores, operands occupy registers too.
     exact, R = x.dtype == jnp.float32, power_of_two(R, MOST)
@@ -143,9 +128,7 @@ def _expand(
     new: Any,
     how: Config,
 ) -> None:
-    """Writes ``old`` plus the sum over ``terms`` of ``h [T, R]`` times factor w of a stack ``[W, R,
-    F]`` to ``new``, in these rows.
-    """
+    """Adds ``h [T, R]`` times factor w of a stack of each term to ``old``, into ``new``."""
     R, F = terms[0][1].shape[1:]
     ranks = _ranks(R, w)
 
@@ -266,9 +249,7 @@ def _outer(
     how: Config,
     interpret: Any,
 ) -> Any:
-    """Returns each run's sum of outer products of its rows ``[M, R]`` and ``[M, N]``, at its
-    factor's place in zeros like ``[W, R, N]``.
-    """
+    """Returns each run's sum of outer products, at its factor in zeros like ``[W, R, N]``."""
     K = len(left)
     return pl.pallas_call(
         functools.partial(_packed_lora_factors, K=K, how=how),
@@ -291,9 +272,7 @@ def backward(
     how: Config | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    """Returns the gradients of ``add``: of x, added to ``dx_onto [M, D]``, and of the factors,
-    zeros for factors without rows.
-    """
+    """Returns the gradients of x, added to ``dx_onto``, and of all factors."""
     K, (W, R, _), how = (
         len(a),
         a[0].shape,

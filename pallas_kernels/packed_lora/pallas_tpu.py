@@ -2,20 +2,8 @@
 unit.
 
 A tile's runs come in chunks of adapters that fill 128 columns: eight of rank 16. Their factors are
-fetched from the stacks, the next chunk's during the computation of this one. Rows are multiplied by
-all of a chunk's adapters at once, and products with other rows' adapters are zeroed before the next
-step. The work follows the runs in the batch, and nothing has the size of a stack.
-
-Projections of the same rows share the first matmul. Two of a chunk's projections fill a matrix unit
-that is 256 wide; if a tile has at most half a chunk of adapters, they fill one that is 128 wide,
-and the matmul takes half as many weight tiles. In the backward pass they share the rows' gradient,
-of one matmul as deep as both, and that of all their A; with half a chunk, sums cover as many runs.
-
-Side by side, 0 x NaN is NaN: an adapter's NaN would reach its neighbours in the second matmul, and
-a row's NaN its neighbours' gradients. It reaches all rows of such a matmul, so its first eight rows
-reveal it. A tile in which they are not finite is computed again with zeros for non-finite values,
-and NaN is put where it belongs. Finite sums keep their bits, since only zero terms are replaced.
-(-0.0 may become 0.0 in rows without an adapter next to others with one.)
+fetched during the computation of the chunk before. Rows are multiplied by all of a chunk's adapters
+at once, and products with other rows' adapters are zeroed before the next step.
 
 Axes: M rows, T rows of a tile, D in, F out, R rank, C adapters of a chunk, K projections of the
 same rows, W factors.
@@ -93,6 +81,11 @@ def _add_kernel(
         for k in range(K):
             out[k][...] = onto[k][...]
 
+    # Side by side, 0 x NaN is NaN: an adapter's NaN would reach its neighbours in the second
+    # matmul, and a row's NaN its neighbours' gradients. It reaches all rows of such a matmul, so
+    # its first eight reveal it. Such a tile is computed again with zeros for non-finite values, and
+    # NaN is put where it belongs. Finite sums keep their bits, since only zero terms are replaced.
+    # With at most half a chunk of adapters, two projections fill one matrix unit of 128 columns.
     def computed(chunk: jax.Array, first: bool, safe: bool, halves: bool) -> jax.Array:
         slot, strange = rem(chunk, 2), jnp.zeros((8, tiles.LANES), jnp.float32)
         if halves:
@@ -141,9 +134,7 @@ def _add_kernel(
 
 
 def _of_pairs(runs: Runs, tile: int) -> Runs:
-    """Returns runs whose factors come in pairs: a row's number selects its own of its run's two
-    columns.
-    """
+    """Returns runs whose factors come in pairs: a row's number selects one of two columns."""
     second = jnp.take_along_axis(runs.meta[..., :tile], jnp.maximum(runs.local, 0), axis=2) % 2
     return runs._replace(local=jnp.where(runs.local < 0, -1, 2 * runs.local + second))
 
@@ -170,11 +161,8 @@ def add(
     interpret: Any = False,
     grouping: Callable[[jax.Array, int], Runs] = runs_of,
 ) -> tuple[jax.Array, ...]:
-    """Returns ``onto_k + scale (x a_k^T) b_k`` by each row's factor; see ``packed_lora``.
-
-    Args:
-        config: tile sizes; None: measured, or the rule's.
-        grouping: function from a tile's rows to runs.
+    """Returns ``onto_k + scale (x a_k^T) b_k`` by each row's factor; ``grouping`` turns a tile's
+    rows into runs.
     """
     config = config or tiles.config("packed_lora", x, a, b)
     (M, D), K, pairs = x.shape, len(a), tiles.in_pairs(a)
@@ -227,8 +215,7 @@ class _Sums:
     longer.
 
     Args:
-        carry: ``[2, R, N]`` float32 of the run continued from the tile before, and of the one that
-            continues in the next.
+        carry: ``[2, R, N]`` float32 of the run continued from the tile before, and in the next.
         stage: ``[C, R, N]`` of a chunk, to be written out.
         pairs: sums of a run come with its neighbour's, which are zeros.
     """
@@ -270,13 +257,12 @@ def _outer(
     columns: int,
     safe: bool,
 ) -> jax.Array:
-    """Stores a chunk's sums of rows' outer products; returns ``not_finite`` for whether all of
-    ``right_ref`` was finite.
+    """Stores a chunk's sums of rows' outer products; returns ``not_finite`` of ``right_ref [T,
+    N]``.
 
     Args:
         sums: of factors with the same right side.
         left_ref: ``[len(sums) n, T]``, zeros where a row of the tile is not in a column's run.
-        right_ref: ``[T, N]``.
         own: ``[n, T]``, True where it is.
     """
     n, N = own.shape[0], right_ref.shape[1]
@@ -306,11 +292,8 @@ def _outer(
 
 
 class _Sends:
-    """Writes finished gradients to the outputs: every run of a chunk that ends in this tile, of all
-    factors.
-
-    Args:
-        pairs: outputs ``[W, R, N]``, initially zeros, and stages ``[C, R, N]``.
+    """Writes finished gradients, of runs that end in this tile, from stages ``[C, R, N]`` to
+    outputs ``[W, R, N]``.
     """
 
     def __init__(self, meta: Any, pairs: Sequence[tuple[Any, Any]], sem: Any, C: int, T: int):
@@ -421,9 +404,7 @@ def _back_kernel(meta, local, x, *refs, K: int, C: int, R: int, columns: int, pa
 
 
 def _turn(sheets: Sequence[jax.Array], out_ref: Any, n: int) -> None:
-    """Transposes float32 ``[T, .]`` arrays into the first n rows, stacked; only 32-bit entries can
-    be transposed.
-    """
+    """Transposes float32 ``[T, .]`` arrays into the first n rows, as only 32 bits can be."""
     each = n // len(sheets)
     for k, one in enumerate(sheets):
         out_ref[k * each : (k + 1) * each] = one.T[:each].astype(out_ref.dtype)
@@ -444,9 +425,7 @@ def _back_scratch(
 
 
 def _sums_dtype(a: Sequence[jax.Array]) -> Any:
-    """Returns float32 for factors that come in pairs, because copying one bfloat16 would overwrite
-    its neighbour.
-    """
+    """Returns float32 for pairs: copying one bfloat16 would overwrite its neighbour."""
     return jnp.float32 if tiles.in_pairs(a) else a[0].dtype
 
 
@@ -460,9 +439,7 @@ def backward(
     config: Config | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    """Returns the gradients of ``add``: of x, added to ``dx_onto [M, D]``, and of the factors,
-    zeros for factors without rows.
-    """
+    """Returns the gradients of x, added to ``dx_onto``, and of all factors."""
     config = config or tiles.config("packed_lora backward", x, a, b)
     D, K, R, pairs = x.shape[1], len(a), tiles.held_rank(a), tiles.in_pairs(a)
     C, tile = tiles.chunk_size(R), tiles.tile_rows(x, config)

@@ -18,12 +18,7 @@ EXTRA = 3
 
 
 class Runs(NamedTuple):
-    """Rows with the same factor, tile by tile.
-
-    meta: ``[N, 1, T + EXTRA]`` int32: the factor of each run of a tile, followed by three
-        numbers.
-    local: ``[N, 1, T]`` int32: number of each row's run in its tile; -1 for none.
-    """
+    """Rows with the same factor, tile by tile."""
 
     meta: jax.Array
     local: jax.Array
@@ -59,12 +54,8 @@ def runs_of(factor_M: jax.Array, tile: int) -> Runs:
 
 
 def slots_of(slot_M: jax.Array, tile: int, first: jax.Array | int = 0) -> Runs:
-    """Returns the distinct slots of each tile, whose rows are in any order; -1 is none.
-
-    Args:
-        first: factor of slot 0. If a loop over layers changes only this, the rest is computed once
-            before it.
-    """
+    """Returns the distinct slots of each tile, whose rows are in any order; slot 0 is ``first``."""
+    # If a loop over layers changes only `first`, the rest is computed once before it.
     M = slot_M.shape[0]
     N = -(-M // tile)
     slot = jnp.pad(slot_M.astype(jnp.int32), (0, N * tile - M), constant_values=-1).reshape(N, tile)
@@ -82,12 +73,8 @@ def slots_of(slot_M: jax.Array, tile: int, first: jax.Array | int = 0) -> Runs:
 
 
 def whole_runs(factor_M: jax.Array, W: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns factor, first row and number of rows of each whole run, ``[J]`` each with J the
-    maximum; zero rows for unused entries.
-
-    Args:
-        factor_M: equal ones are adjacent, -1 is none.
-        W: number of factors.
+    """Returns factor, first row and number of rows of each whole run, the most ``[J]`` of W
+    factors.
     """
     M = factor_M.shape[0]
     J, row = min(W, M), jnp.arange(M, dtype=jnp.int32)

@@ -4,21 +4,14 @@ from typing import NamedTuple
 
 
 class Shape(NamedTuple):
-    """One call.
+    """One call."""
 
-    Attributes:
-        rows, d_in, d_out: sizes of the call; one output width for each projection.
-        rank: rank of the adapters.
-        factors: adapters times experts of one device.
-        dtype: dtype of rows and factors.
-    """
-
-    rows: int
+    rows: int  # this and d_in, d_out: sizes of the call; one output width for each projection
     d_in: int
     d_out: tuple[int, ...]
-    rank: int
-    factors: int
-    dtype: str = "bfloat16"
+    rank: int  # rank of the adapters
+    factors: int  # adapters times experts of one device
+    dtype: str = "bfloat16"  # dtype of rows and factors
 
 
 # Qwen3-30B-A3B (2048 x 768, 128 experts) and Kimi-K2 (7168 x 2048, 384 experts, of which a device

@@ -32,15 +32,10 @@ PARAMS = pltpu.CompilerParams(
 
 
 class Config(NamedTuple):
-    """Sizes of tiles.
+    """Sizes of tiles."""
 
-    Attributes:
-        rows: rows of a tile; a multiple of 16.
-        columns: columns of wide arrays in one matmul.
-    """
-
-    rows: int = 128
-    columns: int = 2048
+    rows: int = 128  # rows of a tile; a multiple of 16
+    columns: int = 2048  # columns of wide arrays in one matmul
 
 
 def config(op: str, x: jax.Array, a: Sequence[jax.Array], b: Sequence[jax.Array]) -> Config:
@@ -64,13 +59,8 @@ def require_room(
     made: int = 0,
     config: Config = Config(),
 ) -> None:
-    """Raises if VMEM lacks room for scratch, double-buffered blocks of rows, and temporaries.
-
-    Args:
-        made: rows of the matmuls' results, if more than a tile's.
-
-    Raises:
-        NotImplementedError: there is too little.
+    """Raises ``NotImplementedError`` if VMEM lacks room for scratch, double-buffered blocks of
+    rows, and temporaries of at least ``made`` rows.
     """
 
     def nbytes(shape: Sequence[int], dtype: Any) -> int:
@@ -96,9 +86,7 @@ def require_room(
 
 
 def in_pairs(a: Sequence[jax.Array]) -> bool:
-    """Returns True if factors are fetched two at a time, see ``Fetch``: an even number of rank 1 in
-    bfloat16.
-    """
+    """Returns True if factors are fetched two at a time: an even number of rank 1 in bfloat16."""
     W, R, _ = a[0].shape
     return R == 1 and W % 2 == 0 and a[0].dtype == jnp.bfloat16
 
@@ -111,14 +99,7 @@ def held_rank(a: Sequence[jax.Array]) -> int:
 def require(
     x: jax.Array, a: Sequence[jax.Array], b: Sequence[jax.Array], pairs: bool = False
 ) -> None:
-    """Raises unless the kernels can serve these arrays.
-
-    Args:
-        pairs: this kernel can fetch factors in pairs.
-
-    Raises:
-        NotImplementedError: with the reason.
-    """
+    """Raises ``NotImplementedError`` unless the kernels can serve these, perhaps in ``pairs``."""
     D, R = x.shape[1], a[0].shape[1]
     if x.dtype not in (jnp.bfloat16, jnp.float32):
         raise NotImplementedError(f"rows are {x.dtype}; bfloat16 and float32 are served")
@@ -176,9 +157,7 @@ def block_of(n: int, most: int) -> int:
 
 
 def narrower(columns: int, rows: int) -> int:
-    """Returns the columns of blocks of ``rows`` rows, fewer for high ranks, so that temporaries are
-    no larger than for 256 rows.
-    """
+    """Returns the columns of blocks of ``rows`` rows whose temporaries are those of 256 rows."""
     return columns * 2 * LANES // max(rows, 2 * LANES)
 
 
@@ -201,29 +180,20 @@ def cleaned(x: jax.Array) -> jax.Array:
 
 
 def as_column(row_1T: jax.Array, T: int) -> jax.Array:
-    """Transposes ``[1, T]`` to ``[T, 1]``. In memory per-row numbers are rows; columns would be
-    padded to 128 lanes.
-    """
+    """Transposes ``[1, T]`` to ``[T, 1]``; in memory columns would be padded to 128 lanes."""
     return jnp.broadcast_to(row_1T, (LANES, T)).T[:, :1]
 
 
 class Rows:
-    """Relation of a tile's rows to its runs.
-
-    Attributes:
-        run: ``[T, 1]`` number of each row's run in the tile; negative for none.
-    """
+    """Number of each row's run in its tile, ``[T, 1]``; negative for none."""
 
     def __init__(self, local_ref: Any, T: int, C: int, R: int):
         self.run = as_column(local_ref[0], T)
         self.C, self.R, self.T = C, R, T
 
     def own(self, chunk: jax.Array, half: int | None = None) -> jax.Array:
-        """Returns ``[T, C R]``: True if a column of the chunk is the row's own.
-
-        Args:
-            half: the columns hold the chunk's first C / 2 adapters twice; selects one of the
-                halves.
+        """Returns ``[T, C R]``: True if a column of the chunk is the row's own, or one of its
+        halves, which hold the chunk's first C / 2 adapters twice.
         """
         column, stored = (
             div(jax.lax.broadcasted_iota(jnp.int32, (self.T, self.C * self.R), 1), self.R),
@@ -237,14 +207,8 @@ class Rows:
 
 
 class Fetch:
-    """Factors of chunks, with the next chunk's transfer overlapping the use of this one.
-
-    bfloat16 stacks of rank 1 come as ``[W, .]``, XLA's layout for them. A word of memory holds two
-    rows, so a factor's neighbour comes with it, and buffers are as for rank 2.
-
-    Args:
-        pairs: stacks ``[W, R, .]`` and buffers ``[2, C, R, .]``.
-        begin: half of the buffers for chunk 0.
+    """Factors of chunks, from stacks ``[W, R, .]`` to buffers ``[2, C, R, .]``, with the next
+    chunk's transfer overlapping the use of this one; chunk 0 is in half ``begin``.
     """
 
     def __init__(
@@ -270,9 +234,7 @@ class Fetch:
         return rem(chunk + self.begin, 2)
 
     def clear(self) -> None:
-        """Clears the buffers at the first tile: columns that a chunk does not use would hold old
-        memory, and NaN there is correct but slow.
-        """
+        """Clears the buffers at the first tile: NaN in unused columns is correct but slow."""
 
         @pl.when(pl.program_id(0) == 0)
         def _first() -> None:
@@ -288,6 +250,8 @@ class Fetch:
         slot = self.slot(chunk)
 
         def one(i: jax.Array, _: None) -> None:
+            # bfloat16 stacks of rank 1 come as [W, .], XLA's layout for them: a word of memory
+            # holds two rows, so a factor's neighbour comes with it.
             w = self.meta[0, 0, chunk * self.C + i]
             for stack, buffer in self.pairs:
                 at = w if len(stack.shape) == 3 else pl.ds(pl.multiple_of(div(w, 2) * 2, 2), 2)
@@ -312,10 +276,7 @@ def shrink(
     scale: jax.Array | None = None,
 ) -> list[jax.Array]:
     """Multiplies rows by all adapters of the buffers ``w [2, C, R, D]``, side by side, in pieces as
-    wide as ``own [T, n]``.
-
-    Returns ``[T, n]`` float32 each, times ``scale [T, 1]``; zeros where a column is not the row's
-    own.
+    wide as ``own [T, n]``; ``[T, n]`` float32 each, zeros where a column is not the row's own.
     """
     (T, D), n = x_ref.shape, own.shape[1]
     pieces = sum(math.prod(one.shape[1:3]) for one in w) // n
@@ -346,13 +307,8 @@ def expand(
     columns: int,
     safe: bool,
 ) -> jax.Array:
-    """Adds h times a chunk's stacked factors to ``old``; also returns ``not_finite`` of a factor.
-
-    Args:
-        h_ref: ``[T, n]``, zeros where a column is not the row's own.
-        factors: buffers ``[2, C, R, F]``, n rows in total.
-        own: which columns are the row's own, in adjacent pieces.
-        safe: mask non-finite values of other rows' factors.
+    """Adds h ``[T, n]`` times a chunk's stacked factors ``[2, C, R, F]`` to ``old``; also returns
+    ``not_finite``. ``safe`` masks non-finite values of factors that are not the row's ``own``.
     """
     F = out_ref.shape[1]
 
@@ -387,16 +343,12 @@ def folded(made: jax.Array) -> jax.Array:
 
 
 def not_finite(strange: jax.Array) -> jax.Array:
-    """Returns 1 if a sum of matmuls' first eight rows is not finite: a non-finite value on the
-    right side of a matmul reaches every row.
-    """
+    """Returns 1 if a sum of matmuls' first eight rows is not finite."""
     return jnp.where(fine(jnp.sum(strange)), 0, 1)
 
 
 def over_chunks(count: jax.Array, C: int, fetch: Fetch, body: Any) -> Any:
-    """Runs ``body(chunk, first) -> int32`` over the chunks of a tile while the next one's factors
-    are fetched; returns the sum.
-    """
+    """Sums ``body(chunk, first)`` over the chunks of a tile while the next one's factors come."""
     chunks = div(count + C - 1, C)
 
     def one(chunk: jax.Array, first: bool) -> jax.Array:

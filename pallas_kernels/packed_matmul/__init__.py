@@ -45,13 +45,7 @@ def packed_matmul(
         x: ``[M, D]``, rows of expert 0 first.
         w: ``[E, D, F_k]``.
         sizes: ``[E]`` int32 rows of each expert; their sum is at most M.
-        a, b: ``[W, R, D]`` and ``[W, R, F_k]``; ``b`` includes the scale.
-        factor: ``[M]`` int32; equal ones are adjacent, -1 is none.
-        implementation: ``auto``, ``xla`` or ``pallas_tpu``, see ``dispatch``.
-        interpret: run a named kernel in Pallas' interpreter; None: on a CPU.
-
-    Raises:
-        ValueError: shapes that do not match, or an implementation that cannot serve them.
+        a, b, factor: as in ``packed_lora``.
     """
     for w_k, a_k, b_k in zip(w, a, b, strict=True):
         (E, D, F), (W, R, _) = w_k.shape, a_k.shape

@@ -1,17 +1,8 @@
 """TPU kernel of packed matmul: experts' matrices and their rows' adapters in one pass.
 
-Rows are split into tiles, and a tile visits its experts one after another (``visits``). The
-matrices of a visit are blocks that Pallas fetches one visit ahead, once for consecutive visits of
-an expert. The factors of a visit's adapters come in chunks that fill 128 columns, as in
-``packed_lora``, the first of them during the previous visit. A visit's matmul and that of its first
-chunk are one sum, written once into the expert's own rows. 8-bit matrices are transferred as such
-and converted in VMEM; as an operand of an XLA matmul, all experts of a layer would be written in 16
-bits and read again.
-
-Side by side 0 x NaN is NaN: an adapter's NaN in B would reach all rows of its visit, and the sum of
-the visit's results shows it. The visit is then computed again by the same code with zeros for
-non-finite values in B, and NaN is put where it belongs: other rows keep their bits. Rows of other
-experts are never written.
+A tile of rows visits its experts one after another (``visits``). The matrices of a visit are
+fetched one visit ahead, once for consecutive visits of an expert; the factors of its adapters come
+in chunks that fill 128 columns, as in ``packed_lora``. 8-bit matrices are converted in VMEM.
 
 Axes: M rows, T rows of a tile, E experts, D in, F out, R rank, C adapters of a chunk, K projections
 of the same rows, W factors.
@@ -41,9 +32,7 @@ MOST_VISITS = 1 << 16  # two numbers of each fit 1 MiB of scalar memory
 
 
 def config(x: jax.Array, w: Arrays, sizes: jax.Array, a: Arrays, b: Arrays) -> Config:
-    """Returns measured sizes, or tiles of 128 rows, smaller for experts of few rows, at least 32: a
-    visit multiplies all rows of its tile.
-    """
+    """Returns measured sizes, or tiles of 128 rows, fewer for experts of few rows."""
     average = -(-x.shape[0] // sizes.shape[0])
     rule = Config(rows=min(128, max(32, pl.next_power_of_2(2 * average))))
     return tuning.chosen(
@@ -203,9 +192,7 @@ def _kernel(
         return blocks(k, part, jnp.zeros((8, tiles.LANES), jnp.float32))
 
     def clean(chunk: jax.Array) -> None:
-        """Zeroes non-finite values in the chunk's B; marks rows whose own B was non-finite in
-        ``bad_refs``.
-        """
+        """Zeroes non-finite values in the chunk's B; marks their own rows in ``bad_refs``."""
         slot, own = fetch.slot(chunk), jnp.where(of.own(chunk), 1.0, 0.0)
         for k in range(K):
 
@@ -244,6 +231,9 @@ def _kernel(
         pl.when(again)(poison)
         return jnp.where(jnp.abs(jnp.sum(total)) < jnp.inf, 0, 1)
 
+    # Side by side 0 x NaN is NaN: an adapter's NaN in B would reach all rows of its visit, and the
+    # sum of the results shows it. The visit is then computed again with zeros for non-finite values
+    # in B, and NaN is put where it belongs: other rows keep their bits.
     def computed(turn: jax.Array) -> jax.Array:
         again = turn > 0
 
@@ -291,8 +281,7 @@ def matmul(
 
     Args:
         scale: ``[M]`` per row.
-        first: int32, index of the first expert's matrix in ``w``, which may also have other
-            layers': a slice would copy every expert, including those without rows.
+        first: int32, index of the first expert's matrix in ``w``, which may have other layers' too.
         w_scale: ``[E, F_k]`` float32, scales of 8-bit matrices for ``x w_k``.
     """
     how = how or config(x, w, sizes, a, b)

@@ -6,21 +6,14 @@ from typing import NamedTuple
 
 
 class Shape(NamedTuple):
-    """One call.
+    """One call."""
 
-    Attributes:
-        rows, d_in, d_out: sizes of the call; one output width for each projection.
-        experts: experts of one device.
-        rank: rank of the adapters.
-        adapters: adapters of each expert.
-    """
-
-    rows: int
+    rows: int  # this and d_in, d_out: sizes of the call; one output width for each projection
     d_in: int
     d_out: tuple[int, ...]
-    experts: int
-    rank: int = 16
-    adapters: int = 8
+    experts: int  # experts of one device
+    rank: int = 16  # rank of the adapters
+    adapters: int = 8  # adapters of each expert
 
 
 SHAPES = (

@@ -19,31 +19,22 @@ from pallas_kernels.packed_lora.runs import COUNT, EXTRA, runs_of
 class Visits(NamedTuple):
     """Steps of the kernel: the maximum number of visits and one more, which has no rows and no
     runs.
-
-    Attributes:
-        total: ``[]`` int32, number of visits.
-        tile, expert: ``[V]`` int32; a visit without rows has the previous expert, whose matrices
-            are already there.
-        meta: ``[V, 1, T + EXTRA]`` int32: the factor of each run, and their number at ``T +
-            COUNT``.
-        local: ``[V, 1, T]`` int32: the run of each row; -1 for rows of the expert without an
-            adapter, -2 for rows of other experts.
     """
 
-    total: jax.Array
+    total: jax.Array  # `[]` int32, number of visits
+    # tile, expert: `[V]` int32; a visit without rows has the previous expert, whose matrices are
+    # already there
     tile: jax.Array
     expert: jax.Array
+    # `[V, 1, T + EXTRA]` int32: the factor of each run, and their number at `T + COUNT`
     meta: jax.Array
+    # `[V, 1, T]` int32: the run of each row; -1 for rows of the expert without an adapter, -2 for
+    # rows of other experts
     local: jax.Array
 
 
 def visits_of(sizes_E: jax.Array, factor_M: jax.Array, tile: int) -> Visits:
-    """Returns the visits of rows that are sorted by expert.
-
-    Args:
-        sizes_E: rows of each expert.
-        factor_M: factor of each row; equal ones are adjacent, -1 is none.
-    """
+    """Returns the visits of rows sorted by expert; equal factors are adjacent, -1 is none."""
     M, E = factor_M.shape[0], sizes_E.shape[0]
     N, T = -(-M // tile), tile
     runs = runs_of(factor_M, T)

@@ -3,8 +3,7 @@ share.
 
 A pool ``[L, U, ..., PAGE, X]`` has pages of PAGE positions. A row's table lists its pages in two
 parts, the *prefix* and the row's *own* tokens, each of which begins with a new *run* of RUN
-positions. The loop reads one run of every row at a time, up to the longest row; the TPU kernel
-(``pallas_tpu``) reads only each row's own pages.
+positions.
 
 Axes: L layers, U pages, B rows, T new tokens, D table entries, X width, M queries of a row, S
 positions of a run.
@@ -25,21 +24,15 @@ RUN_PAGES = RUN // PAGE
 
 
 class Rows(NamedTuple):
-    """Pages of a pool that each row reads.
+    """Pages of a pool that each row reads."""
 
-    Attributes:
-        layer: int32.
-        table: ``[B, D]`` int32 pages, D a multiple of RUN_PAGES: those of a row's prefix and, from
-            a new run on, of its own tokens. Entries after a part's pages may be out of range.
-        prefix, own: ``[B]`` int32, number of tokens of each part.
-        first: ``[B]`` int32, first run to read.
-    """
-
-    layer: jax.Array
+    layer: jax.Array  # int32
+    # `[B, D]` int32 pages, D a multiple of RUN_PAGES: those of a row's prefix and, from a new run
+    # on, of its own tokens. Entries after a part's pages may be out of range
     table: jax.Array
-    prefix: jax.Array
+    prefix: jax.Array  # this and own: `[B]` int32, number of tokens of each part
     own: jax.Array
-    first: jax.Array
+    first: jax.Array  # `[B]` int32, first run to read
 
 
 # Attention of queries [B, ..., M, X] to one run of pages [B, RUN_PAGES], with a mask [B, S] or, if
@@ -50,17 +43,13 @@ Score = Callable[[Any, jax.Array, jax.Array], Partial]
 def read(
     pool: jax.Array, layer: jax.Array, pages: jax.Array, width: int | None = None
 ) -> jax.Array:
-    """Reads a run of each row, ``[B, RUN_PAGES, ..., PAGE, X] -> [B, ..., S, X]``; the first
-    ``width`` of X.
-    """
+    """Reads a run of each row, ``[B, RUN_PAGES, ..., PAGE, X] -> [B, ..., S, width]``."""
     run = jnp.moveaxis(pool[layer, pages], 1, -3)
     return run.reshape(*run.shape[:-3], RUN, run.shape[-1])[..., :width]
 
 
 def clean(values: jax.Array, visible: jax.Array) -> jax.Array:
-    """Zeroes values ``[..., S, X]`` where no token is: a page's previous contents may be NaN, and a
-    weight of 0 does not hide it.
-    """
+    """Zeroes values ``[..., S, X]`` where no token is: NaN times a weight of 0 is NaN."""
     return jnp.where(visible[..., None], values, jnp.zeros((), values.dtype))
 
 
@@ -74,9 +63,7 @@ def seen_in_run(prefix: jax.Array, own: jax.Array, run_B: jax.Array) -> jax.Arra
 
 
 def run_pages(table: jax.Array, run_B: jax.Array) -> jax.Array:
-    """Returns the pages of one run of each row, ``[B, RUN_PAGES]``; the last run's for a row with
-    fewer runs.
-    """
+    """Returns the pages of one run of each row, ``[B, RUN_PAGES]``; at most its last."""
     runs = table.reshape(table.shape[0], -1, RUN_PAGES)
     return jnp.take_along_axis(runs, jnp.minimum(run_B, runs.shape[1] - 1)[:, None, None], axis=1)[
         :, 0
@@ -113,11 +100,11 @@ def check_rows(B: int, rows: Rows) -> None:
 
 
 def attend(score: Score, queries: Any, rows: Rows, chosen: jax.Array | None = None) -> Partial:
-    """Attends from each row's queries to its runs from ``first`` on, by XLA.
+    """Attends from each row's queries, a tree of ``[B, ..., M, X]``, to its runs from ``first`` on,
+    by XLA.
 
     Args:
         score: attention of queries to one run.
-        queries: a tree of ``[B, ..., M, X]``.
         chosen: ``[B, T, D / RUN_PAGES, S]`` bool, positions that may be attended to; None for all.
     """
     _, table, prefix, own, first = rows

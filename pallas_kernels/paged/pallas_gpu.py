@@ -2,13 +2,8 @@
 of one head's queries.
 
 A row's runs are divided evenly among several programs, because a GPU has more than a hundred
-processors, decode batches often have fewer rows, and one long row would delay the others. Each
-program stores its part of the softmax; XLA joins a row's parts (Flash-Decoding, and FlashAttention,
-arXiv 2205.14135, section 3.1, Algorithm 1 line 12). The number of parts follows from shapes, and
-their ends from the row, so a row's result depends on the row only.
-
-Pages are read in place through the table. Positions without a token are not read and count as
-zeros. As in ``pallas_tpu``, scores are sums over several pools of keys; one pool has the values.
+processors; XLA joins its parts (Flash-Decoding). The number of parts follows from shapes, and their
+ends from the row, so a row's result depends on the row only.
 
 Axes: L layers, U pages, B rows, D table entries, K kv heads, M queries of one, Q of a program, X
 width in the pool, V of values, S positions of a step, N parts.
@@ -45,34 +40,20 @@ LEAST_RUNS = 4  # minimum runs of a part for a row that fills its table
 
 
 class Config(NamedTuple):
-    """Block sizes, powers of two of at least 16.
+    """Block sizes, powers of two of at least 16."""
 
-    Attributes:
-        queries: queries of a program, Q.
-        keys: positions of a step, S; at most RUN.
-        most: maximum columns of one matmul.
-        parts: parts of a row, N.
-        stages: pipelined loads.
-    """
-
-    queries: int
-    keys: int
-    most: int
-    parts: int
+    queries: int  # queries of a program, Q
+    keys: int  # positions of a step, S; at most RUN
+    most: int  # maximum columns of one matmul
+    parts: int  # parts of a row, N
     warps: int
-    stages: int
+    stages: int  # pipelined loads
 
 
 def config(
     queries: Sequence[jax.Array], pools: Sequence[jax.Array], width: int, positions: int
 ) -> Config:
-    """Returns measured sizes, or sizes that fit the registers and the 227 KiB of shared memory of
-    an H200 processor, according to its compiler.
-
-    Triton prefetches a step's keys and values only with stages beyond the table's entry: 3 stages
-    prefetch one step, 5 two, as blocks of few queries need. With 64 queries of 512 (latents) a
-    third stage spills 8 bytes.
-    """
+    """Returns measured sizes, or sizes that fit an H200 processor, according to its compiler."""
     B, K, M, _ = queries[0].shape
     exact = pools[0].dtype == jnp.float32  # without tensor cores, operands occupy registers too
     wide = width > 256
@@ -81,6 +62,8 @@ def config(
     room = min(positions // (LEAST_RUNS * RUN), PARTS_BYTES // (4 * B * K * M * width))
     while parts * programs < PROGRAMS and 2 * parts <= room:
         parts *= 2
+    # Triton prefetches a step's keys and values only with stages beyond the table's entry: 3 stages
+    # prefetch one step, 5 two. With 64 queries of 512 (latents) a third stage spills 8 bytes.
     stages = 2 if wide else 3 if exact or Q > 32 else 5
     rule = Config(
         Q,
@@ -101,14 +84,7 @@ def config(
 def require(
     queries: Sequence[jax.Array], pools: Sequence[jax.Array], value: int, width: int
 ) -> None:
-    """Raises if ``attend`` cannot serve these arrays.
-
-    Args:
-        value: index of the pool of values, of which ``width`` dimensions are needed.
-
-    Raises:
-        NotImplementedError: with the reason.
-    """
+    """Raises ``NotImplementedError`` if ``attend`` cannot serve these arrays."""
     require_one_dtype(queries, pools)
     if not all(x.size for x in (*queries, *pools)):
         raise NotImplementedError("no queries or no pages")
@@ -183,15 +159,7 @@ def attend(
     how: Config | None = None,
     interpret: Any = False,
 ) -> Partial:
-    """Attends from each row's queries to its runs from ``first`` on; returns ``[B, K, M, 1]`` twice
-    and ``[B, K, M, width]``.
-
-    Args:
-        queries: ``[B, K, M, H_i]`` for the keys of the i-th pool; scores are the sum over them.
-        pools: ``[L, U, K, PAGE, X_i]``, X_i at least H_i.
-        value: index of the pool of values, of which the first ``width`` dimensions are summed: H_i
-            if it is also a pool of keys.
-    """
+    """Implements ``pallas_tpu.attend``."""
     (B, K, M, _), positions = queries[0].shape, rows.table.shape[1] * PAGE
     how = config(queries, pools, width, positions) if how is None else how
     # Maximum number of positions.

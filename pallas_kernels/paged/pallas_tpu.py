@@ -2,17 +2,9 @@
 from the pool.
 
 A program of the grid is a row with all its queries. Its tokens come in chunks of a few runs, whose
-pages are copied side by side into one of several VMEM slots while earlier chunks are computed. The
-chunks of all rows form one stream: a row's last chunk is followed by the next row's first, so short
-rows wait no longer for memory. Pages without tokens are not read, empty rows are skipped, and
-tables
-are fetched one row at a time: as prefetched scalars those of 128 rows of 65,536 tokens would fill
-all of a core's 1 MiB. Statistics of chunks are merged as they come (FlashAttention, arXiv
-2205.14135, section 3.1, Algorithm 1).
-
-Scores are sums over several pools of keys, and one pool has the values: keys and values of heads,
-or a latent that is both plus a rotary key. Positions without a token may hold NaN from earlier use:
-scores are masked there, and values zeroed.
+pages are copied side by side into one of several VMEM slots while earlier chunks, also of earlier
+rows, are computed. Scores are sums over several pools of keys, and one pool has the values: keys
+and values of heads, or a latent that is both plus a rotary key.
 
 Axes: L layers, U pages, B rows, D table entries, K kv heads, M queries of one, X width in the pool,
 V of values, S positions of a chunk, N slots.
@@ -42,21 +34,14 @@ ROW, CHUNK, NEXT, STARTED, TAKEN, ENTERED = range(6)
 
 
 class Config(NamedTuple):
-    """Sizes.
+    """Sizes."""
 
-    Attributes:
-        runs: maximum runs of a chunk; a power of two.
-        chunk_bytes: maximum bytes of a chunk, unless one run is more.
-        slots: chunks in VMEM: one being read, the others in transfer.
-        rows: maximum queries of one matmul.
-        parts: parts that rows are split into if their number divides: v4 and v5p have two cores
-            that share a device's grid.
-    """
-
-    runs: int = 8
-    chunk_bytes: int = 1 << 20
-    slots: int = 4
-    rows: int = 256
+    runs: int = 8  # maximum runs of a chunk; a power of two
+    chunk_bytes: int = 1 << 20  # maximum bytes of a chunk, unless one run is more
+    slots: int = 4  # chunks in VMEM: one being read, the others in transfer
+    rows: int = 256  # maximum queries of one matmul
+    # parts that rows are split into if their number divides: v4 and v5p have two cores that share a
+    # device's grid
     parts: int = 2
 
 
@@ -66,9 +51,7 @@ def sized(queries: Sequence[jax.Array], pools: Sequence[jax.Array]) -> Config:
 
 
 class _Sizes(NamedTuple):
-    """Sizes that follow from the shapes: runs of a chunk, heads and queries of one matmul, queries
-    of a head with padding.
-    """
+    """Runs of a chunk, heads and queries of one matmul, and queries of a head with padding."""
 
     runs: int
     heads: int
@@ -97,14 +80,7 @@ def _sizes(queries: Sequence[jax.Array], pools: Sequence[jax.Array], config: Con
 def require(
     queries: Sequence[jax.Array], pools: Sequence[jax.Array], value: int, width: int
 ) -> None:
-    """Raises if ``attend`` cannot serve these arrays.
-
-    Args:
-        value: index of the pool of values, of which ``width`` dimensions are needed.
-
-    Raises:
-        NotImplementedError: with the reason.
-    """
+    """Raises ``NotImplementedError`` if ``attend`` cannot serve these arrays."""
     require_one_dtype(queries, pools)
     if wrong := [pool.shape[-1] for pool in pools if pool.shape[-1] % LANES]:
         raise NotImplementedError(f"a pool's width {wrong[0]} is not a multiple of {LANES}")
@@ -176,8 +152,8 @@ class _Positions:
 
 
 class _Stream:
-    """The chunks of rows ``[start, stop)`` in sequence: one is read while the next ones, also of
-    later rows, are in transfer.
+    """The chunks of rows up to ``stop`` in sequence: one is read while the next ones are in
+    transfer.
 
     Args:
         pools: ``[L, U, K, PAGE, X]``, and the slots ``[N, K, S, X]`` of each.
@@ -213,9 +189,7 @@ class _Stream:
             jax.lax.fori_loop(0, self.slots - 1, lambda i, _: self._start(), None)
 
     def take(self, b: jax.Array, chunk: jax.Array) -> jax.Array:
-        """Waits for the next chunk, which must be this one, and starts another; returns its
-        slot.
-        """
+        """Waits for the next chunk, which is this one, and starts another; returns its slot."""
         slot = rem(self.state[TAKEN], self.slots)
         self._each_page(b, chunk, slot, "wait")
         self._start()
@@ -228,6 +202,8 @@ class _Stream:
         empty = lambda b: (b < self.stop) & (self.rows.chunks(jnp.minimum(b, last)) == 0)  # noqa: E731
         return jax.lax.while_loop(empty, lambda b: b + 1, b)
 
+    # One row's at a time: as prefetched scalars the tables of 128 rows of 65,536 tokens would fill
+    # all of a core's 1 MiB.
     def _table(self, b: jax.Array, slot: Any) -> Any:
         return pltpu.make_async_copy(
             self.table.at[b], self.tables.at[slot], self.table_sem.at[slot]
@@ -403,8 +379,8 @@ def attend(
     how: Config | None = None,
     interpret: Any = False,
 ) -> Partial:
-    """Attends from each row's queries to its runs from ``first`` on; returns ``[B, K, M, 1]`` twice
-    and ``[B, K, M, width]``.
+    """Attends from each row's queries to its runs from ``first`` on; ``[B, K, M, 1]`` twice and
+    ``[B, K, M, width]``.
 
     Args:
         queries: ``[B, K, M, H_i]`` for the keys of the i-th pool; scores are the sum over them.

@@ -51,12 +51,6 @@ def paged_attention(
         k, v: ``[L, U, K, PAGE, X]``, X at least H; the rest is padding.
         rows: pages of each row.
         scale: factor on scores.
-        implementation: ``auto``, ``xla``, ``pallas_tpu``, ``pallas_gpu`` or ``cpu``, see
-            ``dispatch``.
-        interpret: run a named kernel in Pallas' interpreter; None: on a CPU.
-
-    Raises:
-        ValueError: shapes that do not match, or an implementation that cannot serve them.
     """
     (B, K, _, H), pools = q.shape, (k.shape, v.shape)
     if any(len(pool) != 5 or pool[2:4] != (K, PAGE) or pool[4] < H for pool in pools):

@@ -4,25 +4,16 @@ from typing import NamedTuple
 
 
 class Shape(NamedTuple):
-    """One call on one device.
+    """One call on one device."""
 
-    Attributes:
-        rows: rows that decode, teams, or blocks of prefill.
-        heads: kv heads.
-        queries: queries of a kv head: heads of its group, times rows of a team or tokens of a
-            block.
-        head_dim, width: of queries, and of keys in the pool.
-        positions: capacity of a table.
-        dtype: dtype of queries and pool.
-    """
-
-    rows: int
-    heads: int
+    rows: int  # rows that decode, teams, or blocks of prefill
+    heads: int  # kv heads
+    # queries of a kv head: heads of its group, times rows of a team or tokens of a block
     queries: int
-    head_dim: int
+    head_dim: int  # this and width: of queries, and of keys in the pool
     width: int
-    positions: int
-    dtype: str = "bfloat16"
+    positions: int  # capacity of a table
+    dtype: str = "bfloat16"  # dtype of queries and pool
 
 
 # Qwen3-30B-A3B (32 heads over 4), Qwen3-4B (32 over 8), SmolLM2-135M (9 over 3, of 64); shapes with

@@ -1,12 +1,10 @@
 """Slot LoRA on GPUs: two kernels that load and store rows by their numbers, so only these numbers
 are sorted.
 
-Tiles have rows of one slot only, as in packed LoRA's kernels, so no result depends on other rows.
-The order of rows and tiles (``Turn``) follows from the slots only; a sampler computes it once for
-all layers and steps. Inner products are computed in parts of the depth, and a row's outputs block
-by block, each in its own program, because a decode batch has few tiles and a GPU more than a
-hundred processors. One program for both matmuls of a tile, with the order computed for each
-projection, took an H100 12 ms of a step of Qwen3-4B's 36 layers, as long as the bare base.
+Tiles have rows of one slot only, so no result depends on other rows. The order of rows and tiles
+(``Turn``) follows from the slots only; a sampler computes it once for all layers and steps. Inner
+products are computed in parts of the depth, and a row's outputs block by block, each in its own
+program: a decode batch has few tiles and a GPU more than a hundred processors.
 
 Axes: M rows, T rows of a tile, D in, F out, R rank, W slots, V tiles, S parts of D.
 """
@@ -31,38 +29,26 @@ PROGRAMS = 512  # about four per processor of an H100
 
 
 class Config(NamedTuple):
-    """Block sizes, powers of two of at least 16, and the number of parts.
+    """Block sizes, powers of two of at least 16, and the number of parts."""
 
-    Attributes:
-        depth: columns of the rows in one step.
-        parts: S.
-        columns: columns of a block of the result.
-        stages: pipelined loads.
-    """
-
-    depth: int
-    parts: int
-    columns: int
+    depth: int  # columns of the rows in one step
+    parts: int  # S
+    columns: int  # columns of a block of the result
     warps: int
-    stages: int = 3
+    stages: int = 3  # pipelined loads
 
 
 @struct.dataclass
 class Turn:
-    """Rows by slot, in tiles.
+    """Rows by slot, in tiles."""
 
-    Attributes:
-        rows: ``[M]`` int32, row numbers in the order of their slots.
-        slot, first, stop: ``[V]`` int32, each tile's slot, its start in ``rows`` and the end of its
-            slot's rows; unused tiles begin and end at 0.
-        tile: T.
-    """
-
-    rows: jax.Array
+    rows: jax.Array  # `[M]` int32, row numbers in the order of their slots
+    # slot, first, stop: `[V]` int32, each tile's slot, its start in `rows` and the end of its
+    # slot's rows; unused tiles begin and end at 0
     slot: jax.Array
     first: jax.Array
     stop: jax.Array
-    tile: int = struct.field(pytree_node=False)
+    tile: int = struct.field(pytree_node=False)  # T
 
 
 def turn(slot: jax.Array, W: int) -> Turn:
@@ -139,9 +125,7 @@ def _ranks(R: int, w: jax.Array) -> Span:
 
 
 def _each(program: jax.Array, counts: Sequence[int], bodies: Sequence[Any]) -> None:
-    """Runs the body of this program's projection with its number there; programs are numbered
-    projection by projection.
-    """
+    """Runs the body of this program's projection; programs are numbered by projection."""
     start = 0
     for count, body in zip(counts, bodies):
         own = program - start
@@ -213,9 +197,7 @@ def _parts(
     how: Config,
     interpret: Any,
 ) -> list[jax.Array]:
-    """Returns each projection's inner products of rows and factors in parts, ``[S, M, R]`` float32;
-    nothing is written for rows without a slot.
-    """
+    """Returns each projection's inner products of rows and factors in parts, ``[S, M, R]``."""
     M = x.shape[0]
     return pl.pallas_call(
         functools.partial(_slot_lora_shrink, tile=order.tile, how=how),
@@ -266,11 +248,7 @@ def add_each(
     how: Config | None = None,
     interpret: Any = False,
 ) -> list[jax.Array]:
-    """Returns ``add`` for several projections of the same rows, in two launches.
-
-    Args:
-        order: ``turn`` of the slots if it is known.
-    """
+    """Returns ``add`` for several projections of the same rows, in two launches."""
     order = turn(slot, a[0].shape[0]) if order is None else order
     how = config(x, a[0], sum(y.shape[1] for y in onto), order) if how is None else how
     scale = jnp.ones((x.shape[0],), jnp.float32) if scale is None else scale.astype(jnp.float32)

@@ -56,11 +56,9 @@ def add(
     """Returns ``onto + scale (x a^T) b`` by each row's slot, ``[M, F]``.
 
     Args:
-        x: ``[M, D]``.
         a, b: ``[W, R, D]`` and ``[W, R, F]``.
         onto: ``[M, F]``; its memory is reused if possible.
         slot: ``[M]`` int32, in any order; -1 is none.
-        scale: ``[M]`` float32.
         first: index of slot 0 in the stacks.
     """
     return packed.add(
@@ -177,9 +175,7 @@ def expand(
     config: Config = Config(),
     interpret: Any = False,
 ) -> jax.Array:
-    """Returns ``onto + h b`` by each row's slot, ``[M, F]``; ``h [M, R]`` float32 is rounded to the
-    dtype of ``onto`` first.
-    """
+    """Returns ``onto + h b`` by each row's slot, ``[M, F]``; ``h [M, R]`` is rounded first."""
     F, R, tile = onto.shape[1], b.shape[1], tiles.tile_rows(onto, config)
     kernel = functools.partial(_expand_kernel, C=tiles.chunk_size(R), R=R, columns=config.columns)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)

@@ -54,19 +54,6 @@ PLAIN = """%test (c: (s32[], bf16[4,64,32])) -> pred[] {
   ROOT %lt = pred[]{:T(512)} compare(%n, %limit), direction=LT, metadata={op_name="jit(f)/while/cond/lt"}
 }
 """  # noqa: E501
-FUSED = """%compared (f0: s32[], f1: s32[]) -> pred[] {
-  %f0 = s32[] parameter(0)
-  %f1 = s32[] parameter(1)
-  ROOT %lt = pred[] compare(%f0, %f1), direction=LT
-}
-
-%test (c: (s32[], bf16[4,64,32])) -> pred[] {
-  %limit = s32[] constant(5)
-  %c = (s32[], bf16[4,64,32]{2,1,0}) parameter(0)
-  %n = s32[] get-tuple-element(%c), index=0
-  ROOT %fused = pred[] fusion(%n, %limit), kind=kLoop, calls=%compared
-}
-"""
 DATA = """%test (c: (s32[], bf16[4,64,32])) -> pred[] {
   %yes = pred[] constant(true)
   %c = (s32[], bf16[4,64,32]{2,1,0}) parameter(0)
@@ -79,11 +66,10 @@ DATA = """%test (c: (s32[], bf16[4,64,32])) -> pred[] {
     ("condition", "noted", "trips", "unknown"),
     [
         (PLAIN, "", 5, 0),
-        (FUSED, "", 5, 0),
         (DATA, "", 1, 1),
         (DATA, ', backend_config={"known_trip_count":{"n":"7"}}', 7, 0),
     ],
-    ids=["constant", "fused", "data", "noted"],
+    ids=["constant", "data", "noted"],
 )
 def test_collectives_count_as_often_as_their_loop_runs(condition, noted, trips, unknown):
     cost = hlo.Module(LOOP.replace("CONDITION", condition).replace("NOTED", noted)).cost()
@@ -110,49 +96,19 @@ ENTRY %main (a: bf16[8], b: bf16[8]) -> f32[8] {
 """
 
 
+DOT = "dot(%a, %b), lhs_batch_dims={0}, lhs_contracting_dims={2}, rhs_batch_dims={0}"
+BATCH = "convolution(%a, %b), window={size=4 stride=3 lhs_dilate=4}, dim_labels=0bf_0io->0bf"
+PADDED = "convolution(%a, %b), window={size=2 pad=1_1}, dim_labels=bf0_0oi->bf0"
+
+
 @pytest.mark.parametrize(
     ("lhs", "rhs", "out", "op", "products"),
     [
-        (
-            "6,50,30",
-            "6,30,70",
-            "6,50,70",
-            "dot(%a, %b), lhs_batch_dims={0}, lhs_contracting_dims={2}, rhs_batch_dims={0}",
-            6 * 50 * 30 * 70,
-        ),
-        (
-            "8,20,30",
-            "1,30,70",
-            "8,20,70",
-            "convolution(%a, %b), window={size=1}, dim_labels=0bf_0io->0bf",
-            8 * 20 * 30 * 70,
-        ),
-        (
-            "4,50,30",
-            "4,30,70",
-            "4,50,70",
-            "convolution(%a, %b), window={size=4 stride=3 lhs_dilate=4}, dim_labels=0bf_0io->0bf",
-            4 * 50 * 30 * 70,
-        ),
-        (
-            "8,4,50,30",
-            "8,4,70,30",
-            "8,4,50,70",
-            (
-                "convolution(%a, %b), window={size=8x4 stride=7x3 lhs_dilate=8x4},"
-                " dim_labels=01bf_01oi->01bf"
-            ),
-            8 * 4 * 50 * 30 * 70,
-        ),
-        (
-            "2,3,9",
-            "2,4,3",
-            "2,4,10",
-            "convolution(%a, %b), window={size=2 pad=1_1}, dim_labels=bf0_0oi->bf0",
-            2 * 3 * 4 * 18,
-        ),
+        ("6,50,30", "6,30,70", "6,50,70", DOT, 6 * 50 * 30 * 70),
+        ("4,50,30", "4,30,70", "4,50,70", BATCH, 4 * 50 * 30 * 70),
+        ("2,3,9", "2,4,3", "2,4,10", PADDED, 2 * 3 * 4 * 18),
     ],
-    ids=["dot", "plain", "batch", "two batch", "padded"],
+    ids=["dot", "batch", "padded"],
 )
 def test_flops_of_dots_and_of_the_convolutions_that_stand_for_them(lhs, rhs, out, op, products):
     text = MATRIX.replace("LHS", lhs).replace("RHS", rhs).replace("OUT", out).replace("OP", op)
@@ -192,17 +148,3 @@ def test_collectives_in_a_loop_of_unknown_length_are_minima_but_in_a_step():
     assert (step.unknown_loops, step.least) == (0, frozenset())
     assert (once.unknown_loops, once.least) == (1, frozenset(once.counts))
     assert step.counts == once.counts
-
-    def nested(x):
-        def body(carry):
-            return jax.lax.while_loop(
-                lambda y: jnp.sum(y) < 9, lambda y: jax.lax.psum(y, "i") + 1, carry
-            )
-
-        return jax.lax.while_loop(lambda y: jnp.sum(y) < 5, lambda y: body(y @ y), x)
-
-    devices = jax.make_mesh((8,), ("i",))
-    fn = jax.shard_map(nested, mesh=devices, in_specs=P(), out_specs=P(), check_vma=False)
-    module = hlo.Module(jax.jit(fn).lower(jnp.ones((4, 4))).compile().as_text(), steps=True)
-    cost = module.cost()  # the outer loop is the step, the one inside it is not
-    assert (cost.unknown_loops, cost.least) == (1, {"all-reduce"})

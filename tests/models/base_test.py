@@ -6,7 +6,6 @@ import json
 import shutil
 from pathlib import Path
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -45,19 +44,6 @@ def ckpt(hf_dirs, tmp_path):
     return tmp_path / "ckpt"
 
 
-def test_a_base_knows_its_dimensions_and_size(hf_dirs, tiny_base, mesh):
-    base, model = tiny_base("qwen3"), oracles.torch_model(hf_dirs("qwen3"))
-    assert base.nbytes == sum(4 * p.numel() for p in model.parameters())
-    assert base.dtype == jnp.float32
-    assert base.directory == hf_dirs("qwen3")
-    assert base.mesh is mesh
-    half = base_lib.load(str(hf_dirs("qwen3")), mesh, "bfloat16")
-    assert half.dtype == jnp.bfloat16
-    assert half.nbytes * 2 == base.nbytes
-    # of the files, not of the copy in memory
-    assert half.fingerprint == base.fingerprint != tiny_base("llama").fingerprint
-
-
 def test_packaged_names_are_found_in_any_case(smollm2):
     assert (
         base_lib.resolve("SmolLM2-135M-Instruct")
@@ -68,12 +54,6 @@ def test_packaged_names_are_found_in_any_case(smollm2):
     # of 8 bits with 2 bytes for 32, norms in float32, and the layers at 5 bits
     rows, others = 49152 * 576, 30 * 2 * 576 + 576
     assert smollm2.nbytes == rows * 34 // 32 + 4 * others + (134_515_008 - rows - others) * 20 // 32
-
-
-def test_a_directory_wins_over_a_packaged_name(ckpt, monkeypatch):
-    ckpt.rename(ckpt.parent / "tiny-random")
-    monkeypatch.chdir(ckpt.parent)
-    assert base_lib.load("tiny-random", make_mesh({"data": 8})).cfg.d_model == 48
 
 
 @pytest.fixture

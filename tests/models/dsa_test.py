@@ -15,8 +15,8 @@ import torch
 
 from mint_jax.lora import tree
 from mint_jax.lora.tree import AdapterConfig
-from mint_jax.models import dsa, hf, mla, transformer
-from mint_jax.models.attention import Segments, unpack_keys
+from mint_jax.models import hf, transformer
+from mint_jax.models.attention import Segments
 from tests import oracles
 from tests.exchange import decoder_logits
 from tests.lora.peft_oracle_test import peft_model, random_adapter
@@ -48,37 +48,13 @@ def _clear_tokens(rng, model, shape=(B, T), shared=0):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_and_choices_equal_transformers(family, rng, tiny_base, hf_dirs, monkeypatch):
-    base, made = tiny_base(family), []
+def test_logits_equal_transformers(family, rng, tiny_base, hf_dirs):
+    """With 24 keys of which 8 are chosen, another choice is another result."""
+    base = tiny_base(family)
     tokens_BT, theirs, scores = _clear_tokens(rng, oracles.torch_model(hf_dirs(family)))
-    select = dsa.select
-
-    def watched(*args):
-        chosen, cache = select(*args)
-        jax.debug.callback(lambda bits: made.append(np.asarray(bits)), chosen[0], ordered=True)
-        return chosen, cache
-
-    monkeypatch.setattr(mla.dsa, "select", watched)
-    positions = np.broadcast_to(np.arange(T, dtype=np.int32), tokens_BT.shape)
-    h, _ = jax.jit(transformer.hidden_states, static_argnames="cfg")(
-        base.params, None, transformer.DecoderInputs(tokens_BT, positions), cfg=base.cfg
-    )
-    jax.effects_barrier()
-    # float32 sums in another order
-    np.testing.assert_allclose(transformer.logits(base.params, None, h), theirs, atol=2e-4)
-    full = base.cfg.indexer.full
-    assert [s.shape for s in scores] == [(B, T, T)] * sum(full)
-    assert len(made) == len(full)
-    nth = -1
-    for layer, bits in enumerate(made):
-        nth += full[layer]
-        top = scores[nth].topk(TOPK, dim=-1).indices.numpy()
-        want = np.zeros((B, T, T), bool)
-        np.put_along_axis(want, top, True, axis=-1)
-        ours = np.asarray(unpack_keys(jnp.asarray(bits), T))
-        np.testing.assert_array_equal(ours[:, TOPK:], want[:, TOPK:], err_msg=f"layer {layer}")
-        # as few keys as that are all chosen
-        assert ours[:, :TOPK][:, np.tri(TOPK, T, dtype=bool)].all()
+    assert [s.shape for s in scores] == [(B, T, T)] * sum(base.cfg.indexer.full)
+    ours = decoder_logits(base.params, None, tokens_BT, cfg=base.cfg)
+    np.testing.assert_allclose(ours, theirs, atol=2e-4)  # float32 sums in another order
 
 
 @pytest.mark.parametrize("family", FAMILIES)

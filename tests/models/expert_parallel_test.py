@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 
 from mint_jax import sharding
-from mint_jax.lora.tree import AdapterStack
-from mint_jax.lora.view import AdapterView, RankBucket, attach_rows
+from mint_jax.lora.view import AdapterView, RankBucket
 from mint_jax.mesh import make_mesh
 from mint_jax.models import expert_parallel
-from mint_jax.models.expert_parallel import AllToAll, Gather, routed
+from mint_jax.models.expert_parallel import AllToAll, Gather
 from tests.marks import first
 from tests.models.experts_test import _assert_close as _assert_equal
 from tests.models.experts_test import _ours as _run
@@ -153,81 +152,3 @@ def test_another_policy_s_routing_changes_no_bit(sizes, way, rng):
         # that block is the second of the first bucket
         others = [i for i in range(len(got)) if not (len(got) == 2 and i == 1)]
         np.testing.assert_array_equal(got[np.array(others)], want[np.array(others)])
-
-
-L, S, LAYER = 2, 3, 1
-
-
-def _stacks(rng):
-    """Two rank buckets of three slots, all layers."""
-    return {
-        rank: AdapterStack(
-            {
-                n: {f: _normal(rng, (L, S, E, rank, ENDS[n][f == "b"]), 0.4) for f in "ab"}
-                for n in ENDS
-            },
-            _normal(rng, (S,)) + 3,
-            rank,
-        )
-        for rank in (2, 4)
-    }
-
-
-def _rows_run(x, ids, weights, p, stacks, slots):
-    return routed(x, ids, weights, p, attach_rows(stacks, slots).in_layer(jnp.int32(LAYER)))
-
-
-def _rows_over_mesh(run, sizes, x, ids, weights, p, stacks, slots):
-    """Experts, and slots of them, where they are in use; rows as they come."""
-    mesh = make_mesh(sizes)
-    split = sharding.partition(("experts",), mesh)
-    p = _of_stack(p, mesh)
-    factors = jax.NamedSharding(mesh, jax.sharding.PartitionSpec(None, None, *split))
-    stacks = {
-        b: AdapterStack(
-            jax.device_put(s.factors, jax.tree.map(lambda _: factors, s.factors)), s.scale, b
-        )
-        for b, s in stacks.items()
-    }
-    with jax.set_mesh(mesh):
-        return jax.device_get(run(x, ids, weights, p, stacks, slots))
-
-
-@pytest.mark.bits
-@pytest.mark.parametrize("routing", ["random", "one_expert"])
-def test_rows_that_name_slots_are_gathered_and_equal_one_device(routing, rng, monkeypatch):
-    """However many tokens there are; and what another row's slot holds, or which it names, changes
-    no bit.
-    """
-    monkeypatch.setattr(expert_parallel, "GATHER_TOKENS", 0)
-    sizes = MESHES["expert4-tensor2"]
-    (x, ids, weights, p, _, _) = _problem(rng, routing, rows=4)
-    stacks = _stacks(rng)
-    B = len(x)
-    bucket, run = rng.integers(-1, 2, B), jax.jit(lambda *args: _rows_run(*args))
-    slots = {
-        rank: np.where(bucket == i, rng.integers(0, S, B), -1).astype(np.int32)
-        for i, rank in enumerate(stacks)
-    }
-    # a row of one adapter and one of the bare base at least
-    slots[2][0], slots[4][0], slots[2][1], slots[4][1] = 1, -1, -1, -1
-    got = _rows_over_mesh(run, sizes, x, ids, weights, p, stacks, slots)
-    _assert_equal(got, jax.device_get(jax.jit(_rows_run)(x, ids, weights, p, stacks, slots)))
-
-    nan = AdapterStack(
-        jax.tree.map(lambda v: v.at[:, 1].set(jnp.nan), stacks[2].factors), stacks[2].scale, 2
-    )
-    others = slots[2] != 1
-    spoilt = _rows_over_mesh(run, sizes, x, ids, weights, p, stacks | {2: nan}, slots)
-    np.testing.assert_array_equal(spoilt[others], got[others])
-    visits = np.any(np.asarray(ids) >= 0, axis=(1, 2))
-    assert np.isnan(spoilt[~others & visits]).any(axis=(1, 2)).all()
-
-    moved = {
-        rank: np.where(np.arange(B) < B // 2, named, -1).astype(np.int32)
-        for rank, named in slots.items()
-    }
-    moved[4][B // 2 :] = rng.integers(0, S, B - B // 2)
-    other = _rows_over_mesh(run, sizes, x, ids, weights, p, stacks, moved)
-    np.testing.assert_array_equal(other[: B // 2], got[: B // 2])
-    assert run._cache_size() == 1

@@ -136,8 +136,12 @@ def test_a_layer_of_a_stack_is_that_layer_alone(name, form, request, rng):
             jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
-@pytest.mark.parametrize("name", BLOCKS)
-def test_outputs_and_gradients_equal_a_loop(name, rng):
+@pytest.mark.parametrize(
+    ("name", "form"), [*((n, "cpu") for n in BLOCKS), ("two_buckets", "accelerators")]
+)
+def test_outputs_and_gradients_equal_a_loop(name, form, request, rng):
+    if form == "accelerators":
+        request.getfixturevalue("form_of_accelerators")
     x, ids, weights, p, lora, g = problem = _problem(rng, name)
     y, grads = _ours(*problem)
     _assert_close((y, grads), _loop(*problem))

@@ -15,7 +15,6 @@ import torch
 from mint_jax import params as params_lib
 from mint_jax.errors import UserError
 from mint_jax.lora.config import AdapterConfig
-from mint_jax.mesh import make_mesh
 from mint_jax.models import base as base_lib
 from mint_jax.models import hf, transformer
 from mint_jax.models.config import read_config
@@ -65,21 +64,6 @@ def even_dir(tmp_path_factory):
         return oracles.save_tiny("even", directory)
 
 
-@pytest.mark.parametrize(
-    "name", ["llama_bias", "llama_tied", "qwen3", "qwen3_moe", "moonlight", "glm"]
-)
-def test_every_tensor_is_read_once_and_exactly(name, hf_dirs, mesh):
-    params = _load(hf_dirs(name), mesh)
-    theirs = safetensors.torch.load_file(hf_dirs(name) / "model.safetensors")
-    ours = dict(hf.tensors(params, read_config(hf_dirs(name))))
-    assert set(ours) == set(theirs)
-    for key, value in theirs.items():
-        np.testing.assert_array_equal(ours[key], value.numpy(), err_msg=key)
-    kind = list(read_config(hf_dirs(name)).stacks)[-1]
-    layer = params[kind]["attn"]["o"]["w"][-1]  # our own orientation is [in, out]
-    np.testing.assert_array_equal(layer, theirs["model.layers.2.self_attn.o_proj.weight"].numpy().T)
-
-
 def test_indexed_shards_load_as_one_file_does(hf_dirs, tmp_path, mesh):
     directory = oracles.save_tiny("qwen3", tmp_path, max_shard_size="20KB")
     index = json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]
@@ -125,11 +109,8 @@ class _Counting:
         return value
 
 
-@pytest.mark.parametrize(
-    "sizes", [{"fsdp": 8}, {"fsdp": 2, "tensor": 4}, {"data": 2, "fsdp": 2, "tensor": 2}]
-)
-def test_loading_on_eight_devices_reads_only_their_slices(sizes, even_dir, mesh, monkeypatch):
-    cfg, mesh8 = read_config(even_dir), make_mesh(sizes)
+def test_loading_on_eight_devices_reads_only_their_slices(even_dir, mesh, mesh8, monkeypatch):
+    cfg = read_config(even_dir)
     whole = hf.load(even_dir, cfg, mesh)
     reads, tensor = {}, hf.Checkpoint.tensor
 
@@ -145,7 +126,7 @@ def test_loading_on_eight_devices_reads_only_their_slices(sizes, even_dir, mesh,
         path: array.size // array.addressable_shards[0].data.size
         for path, array in params_lib.leaves_with_path(sharded)
     }
-    assert ways["dense/attn/q/w"] == 8 // sizes.get("data", 1)
+    assert ways["dense/attn/q/w"] == 4
     assert len(sharded["dense"]["attn"]["q"]["w"].sharding.device_set) == 8
     specs = transformer.abstract(cfg)
     for path, spec in params_lib.leaves_with_path(specs):

@@ -1,6 +1,4 @@
-"""The kernel of GPUs against float64, and what it is lowered to; its isolation is in
-``models/grouped_test.py``, with the other forms'.
-"""
+"""The kernel of GPUs against float64, and its isolation."""
 
 import functools
 
@@ -74,3 +72,18 @@ def test_a_groups_rows_keep_their_bits_wherever_others_end(rng):
         ]
         seen.add(np.array(got).tobytes())
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_what_is_not_finite_in_one_group_stays_there(rng, value):
+    """In its rows, or in its matrix; rows behind the last group give zeros."""
+    made = (5, 9, 0, 13), 4, 40, 50, False, False, "float32", "float32"
+    x, w, sizes, _ = problem(rng, *made)
+    others = np.r_[0:5, 14:31]
+    want = np.array(kernel(x, w, sizes, None, False, SMALL))
+    bad_x, bad_w = x.at[np.array([7, -1]), 3].set(value), w.at[1, 2, 2].set(value)
+    for rows, matrices in ((bad_x, w), (x, bad_w), (bad_x, bad_w)):
+        got = np.array(kernel(rows, matrices, sizes, None, False, SMALL))
+        np.testing.assert_array_equal(got[others], want[others])
+        assert not np.isfinite(got[5:14]).all()
+        assert not got[27:].any()

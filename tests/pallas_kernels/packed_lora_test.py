@@ -100,48 +100,49 @@ def test_values_and_gradients_are_those_of_float64(rng, form, case):
     )
 
 
+def check_isolation(rng, both, x, a, b, onto, factor):
+    """Asserts that non-finite factors, rows and cotangents change no bit of other adapters' rows
+    and gradients, and are seen in their own; ``both(x, a, b, onto, factor, g)`` runs both passes.
+    """
+    g = [jnp.array(rng.normal(size=y.shape), y.dtype) for y in onto]
+    clean = jax.tree.leaves(both(x, a, b, onto, factor, g))
+    row = int(rng.choice(np.flatnonzero(np.array(factor) >= 0)))
+    bad, W = int(factor[row]), a[0].shape[0]
+    mine = np.array(factor) == bad
+    for value in (np.nan, np.inf, -np.inf):
+        for where in ("a", "b", "x", "g"):
+            args = {"x": [x], "a": list(a), "b": list(b), "g": list(g)}
+            k = 0 if where == "x" else int(rng.integers(len(a)))
+            at = (bad, int(rng.integers(a[0].shape[1]))) if where in "ab" else (row,)
+            at = (*at, int(rng.integers(args[where][k].shape[-1])))
+            args[where][k] = args[where][k].at[at].set(value)
+            made = both(args["x"][0], args["a"], args["b"], onto, factor, args["g"])
+            reached = False
+            for one, other in zip(jax.tree.leaves(made), clean, strict=True):
+                others = ~mine if len(one) == len(mine) else np.arange(W) != bad
+                same = np.array(one)[others].tobytes() == np.array(other)[others].tobytes()
+                assert same, (where, value)
+                reached |= not np.isfinite(np.array(one, np.float32)[~others]).all()
+            assert reached, "and it is told"
+
+
 # Tiles of 32 rows with six adapters and more, and with three; a word of memory with two factors.
 @pytest.mark.parametrize(
     "case", first(1, [(5, 16, "float32"), (12, 16, "float32"), (3, 1, "bfloat16")]), ids=str
 )
 @pytest.mark.parametrize("form", FORMS)
 def test_what_is_not_finite_stays_with_its_adapter(rng, form, case):
-    """In factors, rows and cotangents: every other row and gradient keeps its bits, also beside it
-    in the matrix unit.
-    """
+    """Also beside it in the matrix unit."""
     run, R, dtype = case
     add, backward = FORMS[form]
     x, a, b, onto, factor = arguments(rng, 90, 128, (128, 256), R, 30, dtype)
     factor = jnp.array(np.repeat(rng.permutation(30)[: -(-90 // run)], run)[:90].astype(np.int32))
-    g, zeros = [jnp.array(rng.normal(size=y.shape), y.dtype) for y in onto], jnp.zeros_like(x)
-    clean = jax.tree.leaves((add(x, a, b, onto, factor), backward(x, a, b, g, zeros, factor)))
-    bad = int(factor[rng.integers(90)])
-    mine = np.array(factor) == bad
-    row = int(rng.choice(np.flatnonzero(mine)))
-    for value in (np.nan, np.inf, -np.inf):
-        for where in ("a", "b", "x", "g"):
-            args = {"x": x, "a": list(a), "b": list(b), "g": list(g)}
-            if where == "x":
-                args["x"] = x.at[row, rng.integers(128)].set(value)
-            else:
-                k = int(rng.integers(2))
-                at = (row,) if where == "g" else (bad, int(rng.integers(R)))
-                args[where][k] = args[where][k].at[(*at, int(rng.integers(128)))].set(value)
-            made = jax.tree.leaves(
-                (
-                    add(args["x"], args["a"], args["b"], onto, factor),
-                    backward(args["x"], args["a"], args["b"], args["g"], zeros, factor),
-                )
-            )
-            reached = False
-            for one, other in zip(made, clean, strict=True):
-                others = ~mine if len(one) == len(mine) else np.arange(30) != bad
-                assert np.array(one)[others].tobytes() == np.array(other)[others].tobytes(), (
-                    where,
-                    value,
-                )
-                reached |= not np.isfinite(np.array(one, np.float32)[~others]).all()
-            assert reached, "and it is told"
+
+    def both(x, a, b, onto, factor, g):
+        zeros = jnp.zeros_like(x)
+        return add(x, a, b, onto, factor), backward(x, a, b, g, zeros, factor)
+
+    check_isolation(rng, both, x, a, b, onto, factor)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -225,16 +226,3 @@ def test_an_implementation_says_why_it_does_not_serve_and_auto_takes_the_next(rn
     made = packed_lora.packed_lora(x, a, b, onto, factor)
     close(made, reference.packed_lora(x, a, b, onto, factor), "bfloat16")
     assert dispatch.fallen.total() == before + 1
-
-
-@pytest.mark.parametrize("form", ["pallas_gpu"])
-def test_gpus_serve_any_rank_and_width_in_blocks_of_their_own_choice(rng, form):
-    M, D, widths, R, W = 50, 96, (40, 7), int(rng.integers(1, 13)), 9
-    x, a, b, onto, factor = arguments(rng, M, D, widths, R, W, "float32")
-    add, backward = (
-        jax.jit(functools.partial(f, interpret=True)) for f in (pallas_gpu.add, pallas_gpu.backward)
-    )
-    close(add(x, a, b, onto, factor), reference.packed_lora(x, a, b, onto, factor), "float32")
-    dx, da, db = reference.gradients(x, a, b, onto, factor)
-    wanted = dx + np.array(x, np.float64), da, db
-    close(backward(x, a, b, onto, x, factor), wanted, "float32")

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
 
 from mint_jax.models import quantised
 from pallas_kernels.packed_matmul import pallas_tpu, reference, xla
@@ -139,32 +138,3 @@ def test_what_is_not_finite_stays_with_its_adapter(rng, form, many):
             assert any(not np.isfinite(np.array(one, np.float32)[mine]).all() for one in made), (
                 "and it is told"
             )
-
-
-@pytest.mark.long
-def test_the_kernel_has_no_races_and_reads_nothing_that_was_not_written(rng):
-    """In the interpreter that keeps the device's memories and clocks, where scratch begins as NaN;
-    several chunks and tiles, and a NaN.
-    """
-    x, w, _, a, b, _ = arguments(rng, 48, 128, (128,), 64, 4, 2, "float32")
-    sizes = jnp.array([20, 22], jnp.int32)  # a tile of 16 rows has both
-    factor = jnp.array(
-        [0] * 3 + [2] * 7 + [4] * 2 + [6] * 7 + [-1] + [1] * 9 + [3] + [5] + [7] * 5 + [-1] * 12,
-        jnp.int32,
-    )
-    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
-
-    how = {
-        "how": pallas_tpu.Config(rows=16, columns=128),
-        "interpret": pltpu.InterpretParams(detect_races=True),
-    }
-    made = pallas_tpu.matmul(x, w, sizes, a, b, factor, **how)
-    close(made, reference.packed_matmul(x, w, sizes, a, b, factor), "float32")
-    assert not interpret_pallas_call.races.races_found
-    b = [b[0].at[3, 0, 0].set(jnp.nan)]
-    [again] = pallas_tpu.matmul(x, w, sizes, a, b, factor, **how)
-    assert not interpret_pallas_call.races.races_found
-    bad = np.zeros((48, 128), bool)
-    bad[29, 0] = True
-    assert (np.isnan(np.array(again)) == bad).all()
-    assert np.array(again)[~bad].tobytes() == np.array(made[0])[~bad].tobytes()
