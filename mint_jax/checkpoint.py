@@ -1,12 +1,9 @@
 """Training checkpoints through Orbax: asynchronous, atomic, the last few kept.
 
 A checkpoint has a tree of arrays, further trees that restore alone, and one JSON value, committed
-together. ``save`` returns once the arrays are copied off the devices, ``wait`` once everything is
-on disk. A crash at any moment leaves the earlier checkpoints intact. Digests of the files are
-committed with them, and a changed file is never restored.
-
-Several processes make the same calls in the same order on one shared folder; each writes its own
-shards.
+together. A crash at any moment leaves the earlier checkpoints intact. Digests of the files are
+committed with them, and a changed file is never restored. Several processes make the same calls in
+the same order on one shared folder; each writes its own shards.
 """
 
 import asyncio
@@ -71,30 +68,26 @@ def _damage(folder: Path) -> str:
     """Describes the first damaged file of a checkpoint; empty if all files are intact."""
     for name in (DIGESTS, COMMITTED):
         if not (folder / name).is_file():
-            return _absent(folder / name)
+            return f"{folder / name} is missing"
     own, _, text = (folder / DIGESTS).read_bytes().partition(b"\n")
     if hashlib.sha256(text).hexdigest().encode() != own:
         return f"{folder / DIGESTS} has changed since it was written"
     for name, (size, digest) in json.loads(text).items():
         path = folder / name
         if not path.is_file():
-            return _absent(path)
-        if path.stat().st_size != size:
-            return f"{path} has {path.stat().st_size} bytes, {size} were written"
-        if _digest(path)[1] != digest:
+            return f"{path} is missing"
+        found = _digest(path)
+        if found[0] != size:
+            return f"{path} has {found[0]} bytes, {size} were written"
+        if found[1] != digest:
             return f"{path} has changed since it was written"
     return ""
-
-
-def _absent(path: Path) -> str:
-    return f"{path} is {'no file' if path.exists() else 'missing'}"
 
 
 class Checkpoints:
     """Numbered checkpoints of one run.
 
     Args:
-        directory: folder of the checkpoints.
         keep: number of newest checkpoints to keep.
         on_commit: called in the caller's thread with the step, once that step is durable.
     """
@@ -126,12 +119,12 @@ class Checkpoints:
     def save(
         self, step: int, arrays: Any, extra: Any, items: Mapping[str, Any] | None = None
     ) -> None:
-        """Starts saving after waiting for the previous save, so at most one is in flight.
+        """Starts saving after waiting for the previous save; returns once the arrays are copied off
+        the devices.
 
         Args:
-            items: further trees by name;
-                ``orbax.checkpoint.StandardCheckpointer().restore(directory / "step_9" / name)``
-                restores one in any program.
+            items: further trees by name, which ``orbax.checkpoint.StandardCheckpointer`` restores
+                from ``step_9/NAME`` in any program.
 
         Raises:
             UserError: the disk is full or not writable; earlier checkpoints stay valid.
@@ -168,27 +161,18 @@ class Checkpoints:
         self._pending = None
 
     def _explain(self, error: Exception) -> UserError:
-        full = (
-            getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
-            or "No space left" in str(error)
-            or "RESOURCE_EXHAUSTED" in str(error)
-        )
-        first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        reason = "no space left on the disk" if full else first
-        remedy = (
-            "free disk space or set --workdir to a larger disk"
-            if full
-            else "check that the folder is writable"
-        )
+        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+        if full or "No space left" in str(error) or "RESOURCE_EXHAUSTED" in str(error):
+            reason = "no space left on the disk"
+            remedy = "free disk space or set --workdir to a larger disk"
+        else:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            remedy = "check that the folder is writable"
         last = self._newest()
-        kept = (
-            f"step {last} is the last valid checkpoint"
-            if last is not None
-            else "no checkpoint was written yet"
-        )
+        kept = f"step {last} is the last valid checkpoint"
         return UserError(
             f"saving a checkpoint in {self.directory} failed ({reason}): {remedy}, then start again"
-            f" with the same command; {kept}"
+            f" with the same command; {kept if last is not None else 'no checkpoint is there yet'}"
         )
 
     def latest(self) -> int | None:
@@ -201,14 +185,9 @@ class Checkpoints:
         return max(self._steps(), default=None)
 
     def _steps(self) -> list[int]:
-        """Returns the steps of all folders with a final name, which Orbax gives to complete
-        checkpoints only.
-        """
-        return [
-            step
-            for path in self.directory.iterdir()
-            if path.is_dir() and (step := _step_of(path)) is not None
-        ]
+        """Returns the steps of all folders with a final name: the complete checkpoints."""
+        folders = (path for path in self.directory.iterdir() if path.is_dir())
+        return [step for folder in folders if (step := _step_of(folder)) is not None]
 
     def _check(self, step: int) -> None:
         """Checks on process 0 that every file of a checkpoint is unchanged."""
@@ -224,16 +203,15 @@ class Checkpoints:
                 return
             older = sorted((s for s in self._steps() if s < step), reverse=True)
             whole = next((s for s in older if not _damage(self.directory / f"step_{s}")), None)
-            remedy = (
-                f"restore it from a copy, or remove {folder} and start again with the same command"
-                f" to resume from step {whole}"
-                if whole is not None
-                else (
-                    f"restore it from a copy, or remove {self.directory} to start over; no older"
-                    " checkpoint is whole"
+            remedy = f"remove {self.directory} to start over; no older checkpoint is whole"
+            if whole is not None:
+                remedy = (
+                    f"remove {folder} and start again with the same command to resume from step"
+                    f" {whole}"
                 )
+            raise UserError(
+                f"checkpoint {step} is damaged: {damage}: restore it from a copy, or {remedy}"
             )
-            raise UserError(f"checkpoint {step} is damaged: {damage}: {remedy}")
 
         if step == self._pending:
             self.wait()
@@ -255,26 +233,6 @@ class Checkpoints:
             raise UserError(f"{self.directory} has no checkpoint to resume from")
         restored = self._restore(step, arrays=_like(arrays), extra=ocp.args.JsonRestore())
         return step, restored["arrays"], restored["extra"]
-
-    def has(self, step: int, item: str) -> bool:
-        """Returns true if a checkpoint has a further tree of this name, by process 0's view."""
-        self._check(step)
-        return multihost.agree(
-            "items of a checkpoint", lambda: (self.directory / f"step_{step}" / item).is_dir()
-        )
-
-    def has_array(self, step: int, name: str) -> bool:
-        """Returns true if a checkpoint's arrays have this name in a path, by process 0's view."""
-
-        def look() -> bool:
-            with ocp.StandardCheckpointer() as checkpointer:
-                metadata: Any = checkpointer.metadata(
-                    self.directory / f"step_{step}" / "arrays"
-                ).item_metadata
-            return name in _keys(metadata.tree)
-
-        self._check(step)
-        return multihost.agree("names in a checkpoint", look)
 
     def restore_item(self, step: int, item: str, arrays: Any) -> Any:
         """Restores one further tree of a checkpoint; arguments and errors as in ``restore``."""
@@ -302,14 +260,6 @@ def _like(arrays: Any) -> Any:
     return ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, arrays))
 
 
-def _keys(tree: Any) -> set[str]:
-    """Returns all keys of nested dicts."""
-    children = (
-        tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
-    )
-    return set(tree if isinstance(tree, dict) else ()).union(*map(_keys, children))
-
-
 class _DropClosedLoop:
     """Unraisable-exception hook that drops late writes of a failed save; ``wait`` raises it."""
 
@@ -317,10 +267,8 @@ class _DropClosedLoop:
         self._hook = hook
 
     def __call__(self, unraisable: Any) -> None:
-        if not (
-            isinstance(unraisable.exc_value, RuntimeError)
-            and str(unraisable.exc_value) == "Event loop is closed"
-        ):
+        error = unraisable.exc_value
+        if not isinstance(error, RuntimeError) or str(error) != "Event loop is closed":
             self._hook(unraisable)
 
 

@@ -24,10 +24,7 @@ class Program(NamedTuple):
     """Program of declared shapes.
 
     Attributes:
-        key: key for ``Programs``.
-        name: name for display.
-        build: lowers and compiles the program without running it; jit finds it when called with
-            such arguments.
+        build: lowers and compiles the program without running it; jit then finds it.
         urgency: 0 for programs of the first request, 1 for faster ones, 2 for rarely used ones.
     """
 
@@ -38,20 +35,14 @@ class Program(NamedTuple):
 
 
 class Programs:
-    """Programs compiled one after another in a background thread, urgent ones first, while ready
-    ones run.
-
-    XLA releases the GIL while it compiles. ``close`` does not wait for the running compilation,
-    which cannot be interrupted.
+    """Programs of distinct keys compiled in a background thread, urgent ones first, while ready
+    ones run. XLA releases the GIL while it compiles.
 
     Args:
-        todo: all programs, with distinct keys.
         changed: called in the thread after each program and after a failure.
-        compiled: called before each compilation with the program's name, the number of ready
-            programs and the total.
+        compiled: called before each compilation with name, number of ready programs, and total.
 
     Attributes:
-        total: number of programs.
         now: name of the program being compiled; empty if none is.
         failed: exception of a failed compilation; no program is compiled after it.
     """
@@ -76,7 +67,7 @@ class Programs:
         self._thread.start()
 
     def close(self) -> None:
-        """Stops before the next program."""
+        """Stops before the next program, without waiting for the running compilation."""
         self.closed = True
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -125,29 +116,21 @@ class Programs:
 
 
 def abstract(tree: Any) -> Any:
-    """Returns shapes and shardings of a tree's arrays for compiling, since the arrays may be
-    donated meanwhile. An array that is not committed to a device has no sharding here: a call moves
-    it to the others.
-    """
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(
-            x.shape, x.dtype, sharding=x.sharding if x.committed else None
-        ),
-        tree,
-    )
+    """Returns shapes and shardings of a tree's arrays, which may be donated while it compiles."""
+
+    def shape_of(x: Any) -> jax.ShapeDtypeStruct:
+        # a call moves an array that is not committed to the others' devices
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding if x.committed else None)
+
+    return jax.tree.map(shape_of, tree)
 
 
 class Announcer:
-    """Prints a line when a compilation has taken ``after`` seconds, and one when it ends.
-
-    Args:
-        out: output stream; the current stderr by default.
-    """
+    """Prints a line when a compilation has taken ``after`` seconds, and one when it ends."""
 
     def __init__(self, after: float = AFTER_S, out: TextIO | None = None):
         self._after, self._out = after, out
-        # by compiling thread
-        self._waiting: dict[int, tuple[threading.Timer, threading.Event]] = {}
+        self._waiting: dict[int, tuple[threading.Timer, threading.Event]] = {}  # by thread
 
     def started(self, event: str, value: float, **about: str | int) -> None:
         """Listens to scalars."""

@@ -1,9 +1,7 @@
-"""Digests of stored bytes: BLAKE3 (O'Connor, Aumasson, Neves, Wilcox-O'Hearn 2020), 256 bits, 64
-hex digits.
+"""Digests of stored bytes: BLAKE3 (O'Connor, Aumasson, Neves, Wilcox-O'Hearn 2020), 64 hex digits.
 
-Every load of a revision hashes all its bytes. With SHA-256 that was two thirds of a load: 85 ms of
-CPU for the 105 MB of a rank-1 adapter of Qwen3-30B-A3B; BLAKE3 takes 19 ms (AVX2, one core). It is
-a cryptographic hash of the same width, and its tree lets several cores hash one long message.
+Every load of a revision hashes all its bytes. SHA-256 took 85 ms for the 105 MB of a rank-1 adapter
+of Qwen3-30B-A3B; BLAKE3 takes 19 ms (AVX2, one core), and several cores can hash one message.
 """
 
 import numpy as np

@@ -36,10 +36,8 @@ def own_traceback(error: BaseException) -> str:
     while one is not None and one not in chain:
         chain.append(one)
         one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
-    kept = [
-        [frame for frame in one.stack if not frame.filename.startswith(_PACKAGE)] for one in chain
-    ]
-    if any(kept):
-        for one, frames in zip(chain, kept):
+    theirs = [[f for f in one.stack if not f.filename.startswith(_PACKAGE)] for one in chain]
+    if any(theirs):
+        for one, frames in zip(chain, theirs):
             one.stack = traceback.StackSummary.from_list(frames)
     return "".join(shown.format()).rstrip()

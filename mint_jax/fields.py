@@ -29,12 +29,9 @@ class Settings:
         vars(self).update(check(type(self), vars(self), type(self).__name__))
 
     def __repr__(self) -> str:
-        shown = [
-            f"{f.name}={getattr(self, f.name)!r}"
-            for f in dataclasses.fields(self)  # type: ignore[arg-type]
-            if getattr(self, f.name) != f.default
-        ]
-        return f"{type(self).__name__}({', '.join(shown)})"
+        given = {f.name: (getattr(self, f.name), f.default) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
+        shown = ", ".join(f"{n}={value!r}" for n, (value, usual) in given.items() if value != usual)
+        return f"{type(self).__name__}({shown})"
 
 
 def check(cls: type, values: Mapping[str, Any], what: str) -> dict[str, Any]:
@@ -60,11 +57,8 @@ def unknown(said: str, name: object, known: Iterable[str]) -> UserError:
     """Returns the error for a name that is not in ``known``, with the nearest known name."""
     known = list(known)
     near = difflib.get_close_matches(str(name), known, 1)
-    return UserError(
-        f"{said} {name!r}"
-        + (f", did you mean {near[0]!r}?" if near else "")
-        + f"; choose from {', '.join(known)}"
-    )
+    hint = f", did you mean {near[0]!r}?" if near else ""
+    return UserError(f"{said} {name!r}{hint}; choose from {', '.join(known)}")
 
 
 @functools.cache
@@ -109,7 +103,6 @@ def _checked(kind: Any, value: Any, where: str) -> Any:
         if kind is plain and isinstance(value, abstract) and not isinstance(value, bool):
             return plain(value)  # type: ignore[call-overload]
     if (isinstance(kind, type) and not isinstance(value, kind)) or kind in (int, float):
-        raise UserError(
-            f"{where} is {value!r:.80}; expected {_WORDS.get(kind, f'a {kind.__name__}')}"
-        )
+        wanted = _WORDS.get(kind, f"a {kind.__name__}")
+        raise UserError(f"{where} is {value!r:.80}; expected {wanted}")
     return value

@@ -16,14 +16,11 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8
 
 
 def keep_freed_memory() -> bool:
-    """Makes glibc keep freed memory instead of returning it to the kernel.
+    """Makes glibc keep freed memory instead of returning it to the kernel; false without glibc.
 
     XLA on CPU allocates and frees its temporaries (over 1 GB in a training step) in every call.
-    Returned to the kernel, they cost a page fault per 4 KiB of the next call. Returns false outside
-    Linux with glibc.
+    Returned to the kernel, they cost a page fault per 4 KiB of the next call.
     """
-    if not sys.platform.startswith("linux"):
-        return False
     try:
         mallopt = ctypes.CDLL("libc.so.6").mallopt
     except (OSError, AttributeError):
@@ -40,10 +37,9 @@ def keep_freed_memory() -> bool:
 def give_back_freed_memory() -> bool:
     """Returns the memory of ``keep_freed_memory`` to the kernel; false without glibc.
 
-    Call it between phases of different sizes: one phase's holes do not fit the other's temporaries,
-    and the heap grows by both. GRPO of eight policies on SmolLM2-135M had 2.2 to 2.4 GB in its
-    update, growing each step, and 1.9 GB with this call; the update takes a tenth longer, since its
-    pages fault again.
+    Call it between phases of different sizes: one phase's holes do not fit the other's temporaries.
+    GRPO of eight policies on SmolLM2-135M had 2.4 GB in its update, growing each step, and 1.9 GB
+    with this call; the update takes a tenth longer, since its pages fault again.
     """
     try:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
@@ -57,8 +53,7 @@ def run_in_the_calling_thread() -> None:
 
     In JAX's own thread a program frees its temporaries up to 3 ms after its results. The next
     program then allocated new ones, and the heap kept both (78 MB in GRPO of eight policies on
-    SmolLM2). Decoding and training take the same time either way. Programs over several devices are
-    not affected.
+    SmolLM2). Programs over several devices are not affected.
     """
     jax.config.update("jax_cpu_enable_async_dispatch", False)
 
@@ -73,11 +68,9 @@ def leave_out_absent_tpu() -> None:
     chosen: str = jax.config.jax_platforms  # type: ignore[attr-defined]
     if chosen or importlib.util.find_spec("libtpu") is None:
         return
-    gpu = any(
-        importlib.util.find_spec(name)
-        for name in ("jax_cuda12_plugin", "jax_cuda13_plugin", "jax_rocm7_plugin")
-    )
-    if not gpu and not any(glob.glob(pattern) for pattern in ("/dev/accel*", "/dev/vfio/[0-9]*")):
+    plugins = ("jax_cuda12_plugin", "jax_cuda13_plugin", "jax_rocm7_plugin")
+    devices = ("/dev/accel*", "/dev/vfio/[0-9]*")
+    if not any(map(importlib.util.find_spec, plugins)) and not any(map(glob.glob, devices)):
         jax.config.update("jax_platforms", "cpu")
 
 
@@ -85,15 +78,12 @@ def threads_for_simulated_devices() -> int | None:
     """Gives XLA's CPU client more threads than simulated devices; returns the number, or None if
     there is one device or the user set it.
 
-    Every collective blocks a thread of the pool until all its devices arrive, and a device may wait
-    in two at once, since independent collectives of two mesh axes run in any order. XLA has one
-    thread per device on few cores: eight devices on two cores deadlocked in a training step over
-    expert=4 x tensor=2.
+    Every collective blocks a thread until all its devices arrive, and a device may wait in two at
+    once. XLA has one thread per device on few cores: eight devices on two cores deadlocked in a
+    training step over expert=4 x tensor=2.
     """
-    # the last flag wins
-    found = re.findall(
-        r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", "")
-    )
+    flag, flags = r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", "")
+    found = re.findall(flag, flags)  # the last one wins
     devices = int(found[-1]) if found else jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
     if devices <= 1 or "NPROC" in os.environ or "PJRT_NPROC" in os.environ:
         return None
@@ -140,9 +130,7 @@ def leave(status: int) -> None:
 
 
 def keep_stdout() -> None:
-    """Keeps native libraries off stdout, which is for the result; gloo reports every connection
-    there.
-    """
+    """Keeps native libraries, such as gloo, off stdout, which is for the result."""
     sys.stdout.flush()
     result = os.dup(1)
     os.dup2(2, 1)
@@ -157,18 +145,14 @@ def rss_bytes() -> int:
 
 
 def peak_rss_bytes() -> int:
-    """Returns the peak resident memory of this process, since its start or the last
-    ``reset_peak_rss``.
-    """
+    """Returns the peak resident memory since the start or the last ``reset_peak_rss``."""
     status = Path("/proc/self/status")
     if status.is_file():
-        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-        return int(line.split()[1]) * 1024
+        return int(status.read_text().partition("VmHWM:")[2].split()[0]) * 1024
     import resource
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-        1 if sys.platform == "darwin" else 1024
-    )
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def reset_peak_rss() -> bool:

@@ -1,10 +1,9 @@
 """Termination within seconds of SIGINT or SIGTERM, whatever the main thread is doing.
 
 Python runs signal handlers between bytecodes of the main thread, so a handler waits while XLA
-compiles or a program runs. An exception raised by a handler may also end in a callback that
-discards it. The wakeup descriptor writes the signal's number to a pipe at once. A thread reads it,
-prints a line, and ends the process if a clean exit takes longer than ``GRACE_S``. Everything
-acknowledged is on disk by then, as for a killed process.
+compiles, and its exception may be discarded by a callback. The wakeup descriptor writes the
+signal's number to a pipe at once. A thread reads it, prints a line, and ends the process if a clean
+exit takes longer than ``GRACE_S``. Everything acknowledged is on disk by then.
 """
 
 import contextlib
@@ -24,7 +23,6 @@ AGAIN_S = 1.0  # seconds after the second signal
 
 _standing: list[Callable[[], str]] = []  # where the program resumes; the last one is used
 DISCARDING = ("__del__", "_xla_gc_callback")  # functions whose exceptions Python discards
-
 IMPORTING = "<frozen importlib._bootstrap>"
 _leave: list[Callable[[int, str], None]] = []  # the argument of ``install``
 _repeated: list[int] = []  # signals delivered a second time by this module
@@ -34,11 +32,7 @@ _grace: list[float] = []  # seconds of the active blocks; the last one is used
 
 def install(leave: Callable[[int, str], None]) -> None:
     """Makes both signals raise ``Interrupted`` in the main thread, the caller, and end the process
-    if that does not.
-
-    Args:
-        leave: called with exit status and message before the process is ended; notifies other
-            processes of the run.
+    if that does not; ``leave(status, message)`` then notifies other processes of the run.
     """
     _leave.append(leave)
     reading, writing = os.pipe()
@@ -51,9 +45,7 @@ def install(leave: Callable[[int, str], None]) -> None:
 
 @contextlib.contextmanager
 def grace(seconds: float) -> Iterator[None]:
-    """Sets the time for a clean exit if the first signal arrives in the block; a server finishes
-    its answers.
-    """
+    """Sets the time for a clean exit if the first signal arrives in the block."""
     _grace.append(seconds)
     try:
         yield
@@ -62,9 +54,7 @@ def grace(seconds: float) -> Iterator[None]:
 
 
 def restore() -> None:
-    """Restores the handlers of both signals after a native library replaced them, as libtpu does
-    when loaded.
-    """
+    """Restores the handlers after a native library replaced them, as libtpu does when loaded."""
     if threading.current_thread() is threading.main_thread():
         for number in SIGNALS:
             if (handler := signal.getsignal(number)) is not None:
@@ -77,10 +67,8 @@ def standing(where: Callable[[], str]) -> None:
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
-    """Raises ``Interrupted``; where an exception would be discarded, as soon as that code has
-    returned.
-
-    JAX has a callback of the garbage collector; a Ctrl-C inside it was printed and ignored.
+    """Raises ``Interrupted``; where an exception would be discarded, as in JAX's callback of the
+    garbage collector, as soon as that code has returned.
     """
     while frame is not None:
         if frame.f_code.co_filename == IMPORTING and _leave:
@@ -109,11 +97,8 @@ def _deliver(number: int, main: int) -> None:
 def _watch(reading: int, leave: Callable[[int, str], None]) -> None:
     number = _next(reading)
     name, seconds = signal.Signals(number).name, _grace[-1] if _grace else GRACE_S
-    print(
-        f"{name}: stopping within {seconds:.0f} s; once more stops at once",
-        file=sys.stderr,
-        flush=True,
-    )
+    line = f"{name}: stopping within {seconds:.0f} s; once more stops at once"
+    print(line, file=sys.stderr, flush=True)
     deadline = threading.Timer(seconds, _end, (number, leave))
     deadline.daemon = True
     deadline.start()

@@ -30,11 +30,8 @@ def make_mesh(sizes: Mapping[str, int] | None = None, devices: Sequence[Any] | N
     """
     devices = list(jax.devices()) if devices is None else devices
     sizes = {"data": -1} if sizes is None else dict(sizes)
-    unknown = set(sizes) - set(AXES)
-    if unknown:
-        raise UserError(
-            f"mesh axis {sorted(unknown)[0]!r} is unknown; the axes are {', '.join(AXES)}"
-        )
+    if unknown := set(sizes) - set(AXES):
+        raise UserError(f"mesh axis {min(unknown)!r} is unknown; the axes are {', '.join(AXES)}")
     shape = [int(sizes.get(axis, 1)) for axis in AXES]
     if shape.count(-1) > 1:
         raise UserError(f"mesh sizes {dict(zip(AXES, shape))}: only one axis may be -1 (fill)")

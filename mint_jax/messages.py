@@ -71,11 +71,8 @@ def _described(value: Any, parts: list[bytes]) -> Any:
     if isinstance(value, np.ndarray | np.generic):
         return _array(np.asarray(value), parts)
     if isinstance(value, dict):
-        return {
-            "pairs": [
-                [_described(key, parts), _described(one, parts)] for key, one in value.items()
-            ]
-        }
+        pairs = [[_described(key, parts), _described(one, parts)] for key, one in value.items()]
+        return {"pairs": pairs}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return {"record": type(value).__name__, "values": [_described(one, parts) for one in value]}
     return [_described(one, parts) for one in value] if isinstance(value, list | tuple) else value

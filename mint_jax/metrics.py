@@ -53,12 +53,8 @@ class MetricsWriter:
         """Writes one row ``{"step", "name", ...values}``."""
         if self._file is None:
             return
-        line = (
-            json.dumps(
-                {"step": step, "name": name, "time": round(time.time(), 3), **values}
-            ).encode()
-            + b"\n"
-        )
+        row = {"step": step, "name": name, "time": round(time.time(), 3), **values}
+        line = f"{json.dumps(row)}\n".encode()
         with self._explained(self.path):
             while line:  # a nearly full disk takes a part
                 line = line[self._file.write(line) :]
@@ -66,15 +62,13 @@ class MetricsWriter:
             from tensorboardX.proto import event_pb2
             from tensorboardX.summary import scalar
 
-            numbers = {
-                key: value for key, value in values.items() if isinstance(value, int | float)
-            }
             with self._explained(self.path.parent / "tensorboard"):
-                for key, value in numbers.items():
-                    event = event_pb2.Event(  # type: ignore[arg-type]
-                        wall_time=time.time(), step=step, summary=scalar(f"{name}/{key}", value)
-                    )
-                    self._board.write_event(event)
+                for key, value in values.items():
+                    if isinstance(value, int | float):
+                        found: Any = scalar(f"{name}/{key}", value)
+                        now = time.time()
+                        event = event_pb2.Event(wall_time=now, step=step, summary=found)  # type: ignore[attr-defined]
+                        self._board.write_event(event)
                 self._board.flush()
 
     @contextlib.contextmanager
@@ -91,9 +85,7 @@ class MetricsWriter:
             ) from None
 
     def close(self) -> None:
-        """Closes the files. A second call does nothing, as when an interruption meets the end of a
-        run.
-        """
+        """Closes the files, once."""
         files, self._file, self._board = (self._file, self._board), None, None
         for file in files:
             if file is not None:
@@ -128,11 +120,8 @@ class Progress:
     at the end.
 
     Args:
-        total: number of pieces.
         done: pieces done earlier.
         per: pieces per displayed unit: 3 for steps of three policies, 1e6 for bytes shown as MB.
-            The time left is known from the second update on.
-        unit: name of the displayed unit.
     """
 
     def __init__(
@@ -150,8 +139,7 @@ class Progress:
         self._start = time.monotonic()
         self._last = float("-inf")
         self._at = (0.0, done)  # seconds and pieces of the last update
-        # seconds a piece and pieces, of each update but the first
-        self._paces: list[tuple[float, int]] = []
+        self._paces: list[tuple[float, int]] = []  # seconds a piece and pieces, but of the first
         self._started = False
 
     def update(self, done: int, detail: str = "") -> None:
@@ -164,11 +152,9 @@ class Progress:
         if done < self.total and now - self._last < self.every:
             return
         self._last = now
-        eta = (
-            f", {clock(self._pace() * (self.total - done))} left"
-            if self._paces and done < self.total
-            else ""
-        )
+        eta = ""
+        if self._paces and done < self.total:
+            eta = f", {clock(self._pace() * (self.total - done))} left"
         total = math.ceil(self.total / self.per)
         shown = f"{total if done >= self.total else int(done // self.per)}/{total}"
         words = " ".join(word for word in (shown, self.unit, detail) if word)
@@ -184,9 +170,7 @@ class Progress:
             self._at, self._started = (elapsed, done), True
 
     def _pace(self) -> float:
-        """Returns seconds per piece, the median over pieces, so steps that compiled do not
-        count.
-        """
+        """Returns seconds per piece: the median, so that steps that compiled do not count."""
         half = sum(pieces for _, pieces in self._paces) / 2
         for pace, pieces in sorted(self._paces):
             half -= pieces

@@ -1,15 +1,10 @@
 """Several processes as one program: joining, agreeing on decisions of process 0, and reading arrays
-that span processes.
+that span processes. In a single process all of this does nothing.
 
 Every process runs the same code and makes the same device calls in the same order, as JAX requires.
-Process 0 decides whatever may differ between hosts (rewards, the next phase, when to stop), and the
-others receive it through ``agree``, over the coordinator's key-value store, without devices or
-compilation. Where process 0 decides each device call, it sends messages (``post``, ``take``; see
-``messages.py``). Process 0 writes files; all write checkpoints, on a folder that all hosts share.
-In a single process all of this does nothing.
-
-Environment variables for machines that JAX does not recognise: ``MINT_COORDINATOR`` (host:port of
-process 0), ``MINT_PROCESSES`` (number of processes), ``MINT_PROCESS`` (index of this one, from 0).
+Process 0 decides whatever may differ between hosts, and the others receive it through ``agree``,
+over the coordinator's key-value store; or it sends messages (``post``, ``take``). Process 0 writes
+files; all write checkpoints, on a folder that all hosts share.
 """
 
 import functools
@@ -33,26 +28,19 @@ from jax.sharding import NamedSharding, PartitionSpec
 from mint_jax import host
 from mint_jax.errors import UserError
 
+# for machines that JAX does not recognise: host:port of process 0, number of processes, own index
 VARIABLES = ("MINT_COORDINATOR", "MINT_PROCESSES", "MINT_PROCESS")
-# interval at which a waiting process checks the others; a wait has no limit, since a reward may
-# take hours
-POLL_S = 5
+POLL_S = 5  # between looks at the others; a wait has no limit, since a reward may take hours
 LEAVE_S = 10  # seconds a failing process 0 waits for others that fail with it
 BARRIER_S = 3600  # seconds to wait for the slowest process
-# number of agreements kept in the coordinator's memory
-FORGET_EVERY = 1024
-# messages dropped together once every process has taken them; at most twice as many wait
-POSTS = 256
+FORGET_EVERY = 1024  # agreements kept in the coordinator's memory
+POSTS = 256  # messages dropped together once all have taken them; at most twice as many wait
 FAILED = "mint/failed"
 
 T = TypeVar("T")
-# counters that name keys and barriers, equal in every process; several threads of process 0 post
-_agreements, _meetings, _posts, _posting = (
-    itertools.count(),
-    itertools.count(),
-    itertools.count(),
-    threading.Lock(),
-)
+# counters that name keys and barriers, equal in every process
+_agreements, _meetings, _posts = itertools.count(), itertools.count(), itertools.count()
+_posting = threading.Lock()  # several threads of process 0 post
 
 
 def join(
@@ -68,20 +56,21 @@ def join(
         environment: source of ``VARIABLES``; all three or none are set.
         detect: without them, joins the TPU pod, SLURM or MPI job that JAX detects.
         expected: number of started processes; 0 accepts any number.
-        timeout_s: seconds to wait for the others.
+        timeout_s: seconds to wait for the others. JAX does not return from that wait: then the
+            process prints one line and exits with status 1.
 
     Raises:
         UserError: variables are missing or wrong, nothing is detected, the coordinator is
-            unreachable, or the number of processes is not ``expected``. If the others do not
-            arrive, the process prints one line and exits with status 1, since JAX does not return
-            from that wait; a restart may succeed.
+            unreachable, or the number of processes is not ``expected``.
     """
     settings = _settings(environment)
     if settings is None and not detect:
         return
     options: dict[str, Any] = {}
+    where = "the detected cluster"
     if settings is not None:
         coordinator, processes, process = settings
+        where = f"{coordinator} as process {process} of {processes}"
         options = {
             "coordinator_address": coordinator,
             "num_processes": processes,
@@ -92,15 +81,9 @@ def join(
         if host in ("localhost", "127.0.0.1"):  # JAX would listen on every interface
             options["coordinator_bind_address"] = f"127.0.0.1:{port}"
     logging.getLogger("jax._src.distributed").setLevel(logging.ERROR)
-    where = (
-        "the detected cluster"
-        if settings is None
-        else f"{settings[0]} as process {settings[2]} of {settings[1]}"
-    )
     # JAX aborts with a stack trace after its own timeout: exit earlier, with one line
-    watch = threading.Timer(
-        timeout_s, _give_up, [_not_joined(where, f"the others did not come in {timeout_s} s")]
-    )
+    late = _not_joined(where, f"the others did not come in {timeout_s} s")
+    watch = threading.Timer(timeout_s, _give_up, [late])
     watch.daemon = True
     watch.start()
     try:
@@ -131,9 +114,8 @@ def topology() -> str:
         UserError: in every process; names the first with another number of devices than process 0.
     """
     number = next(_meetings)
-    _client().key_value_set(
-        f"mint/host/{number}/{index()}", json.dumps([platform.node(), jax.local_device_count()])
-    )
+    own = json.dumps([platform.node(), jax.local_device_count()])
+    _client().key_value_set(f"mint/host/{number}/{index()}", own)
 
     def compare() -> str:
         hosts = [json.loads(_wait_for(f"mint/host/{number}/{i}")) for i in range(count())]
@@ -180,16 +162,10 @@ def _settings(environment: Mapping[str, str]) -> tuple[str, int, int] | None:
             f"MINT_COORDINATOR is {coordinator!r}; expected host:port of process 0, such as"
             " 10.0.0.2:8476"
         )
-    numbers = {}
     for name in ("MINT_PROCESSES", "MINT_PROCESS"):
         if not found[name].isdecimal():
             raise UserError(f"{name} is {found[name]!r}; expected a whole number")
-        numbers[name] = int(found[name])
-    processes, process = numbers["MINT_PROCESSES"], numbers["MINT_PROCESS"]
-    if processes < 1:
-        raise UserError(
-            f"MINT_PROCESSES is {processes}; expected how many processes there are, at least 1"
-        )
+    processes, process = int(found["MINT_PROCESSES"]), int(found["MINT_PROCESS"])
     if process >= processes:
         raise UserError(
             f"MINT_PROCESS is {process}; with MINT_PROCESSES={processes} expected 0 to"
@@ -217,9 +193,8 @@ def agree(name: str, make: Callable[[], T]) -> T:
     """Returns ``make()`` of process 0 in every process; the others do not call it. All processes
     must call this in the same order.
 
-    Args:
-        name: subject of the agreement, for errors.
-        make: returns a JSON value; tuples arrive as lists, floats bit for bit.
+    ``make`` returns a JSON value; tuples arrive as lists, floats bit for bit. ``name`` is for
+    errors.
 
     Raises:
         the exception of ``make`` on process 0. The others raise the same ``UserError``, or
@@ -243,9 +218,8 @@ def _decide(key: str, name: str, make: Callable[[], T]) -> T:
         text = json.dumps(message | {"value": value})
     except BaseException as error:
         kind = "mistake" if isinstance(error, UserError) else "failure"
-        _client().key_value_set(
-            key, json.dumps(message | {kind: str(error) or type(error).__name__})
-        )
+        message[kind] = str(error) or type(error).__name__
+        _client().key_value_set(key, json.dumps(message))
         raise
     _client().key_value_set(key, text)
     return value
@@ -284,10 +258,8 @@ def post(message: bytes) -> None:
     """Sends a message from process 0, any thread, to every other process; ``take`` returns them in
     this order.
 
-    On loopback a message of up to 10 KB arrives after 0.35 ms, one of 100 KB after 1.3, of 1 MB
-    after 11 (two busy cores). ``multihost_utils.broadcast_one_to_all`` takes 0.95 ms up to 100 KB
-    and 4 ms for 1 MB, but it is a device collective: it waits behind device work, needs all shapes
-    in advance, and an idle process would wait in a collective that times out.
+    On loopback up to 10 KB arrive after 0.35 ms, 1 MB after 11. ``broadcast_one_to_all`` is faster
+    for 1 MB (4 ms), but it waits behind device work and needs all shapes in advance.
     """
     with _posting:
         number = next(_posts)
@@ -315,10 +287,6 @@ def take() -> bytes:
 
 def require_same(what: str, make: Callable[[], Any]) -> None:
     """Compares a value that every process derives from its own files and options.
-
-    Args:
-        what: name of the value in the error.
-        make: returns a JSON value; not called in a single process.
 
     Raises:
         UserError: in every process; names the first that differs from process 0.
@@ -353,19 +321,14 @@ def barrier(name: str) -> None:
 
 def to_host(tree: Any) -> Any:
     """Copies a tree of arrays to numpy, complete in every process; all processes must call it with
-    the same tree.
-
-    An array that no process has completely is first gathered on the devices, by one program for
-    all.
+    the same tree. Arrays that no process has completely are first gathered on the devices.
     """
     return jax.tree.map(np.asarray, jax.device_get(whole(tree)))
 
 
 def whole(tree: Any) -> Any:
-    """Returns the arrays of a tree in a form that this process has completely; the device part of
-    ``to_host``.
-
-    ``jax.device_get`` then copies them to the host in any thread, without the other processes.
+    """Returns the arrays of a tree complete in this process: the device part of ``to_host``.
+    ``jax.device_get`` may then copy them in any thread, without the other processes.
     """
     leaves, treedef = jax.tree.flatten(tree)
     split = [
@@ -396,14 +359,10 @@ def replicate(tree: Any, mesh: Any) -> Any:
 
 
 def place(tree: Any, shardings: Any) -> Any:
-    """Puts host arrays that are equal in every process on devices; each process puts its own parts
-    independently.
-
-    ``jax.device_put`` would compare the values in a collective, which must not wait for other
-    threads' programs.
-    """
+    """Puts host arrays that are equal in every process on devices; each process puts its parts."""
     if count() == 1:
         return jax.device_put(tree, shardings)
+    # device_put would compare the values in a collective, which must not wait for other threads
 
     def put(x: Any, where: Any) -> jax.Array:
         value = np.asarray(x)
@@ -416,10 +375,8 @@ def leave(status: int, reason: str) -> None:
     """Ends a failed process of several; a single one only if it abandons a thread, see
     ``host.leave``.
 
-    A normal exit would wait for the others, which may wait for this one. The others abort without
-    process 0's key-value store, so process 0 gives processes that fail for the same reason
-    ``LEAVE_S`` seconds to report it. The rest read the reason at their next wait, or lose the
-    connection, and exit.
+    A normal exit would wait for the others, which may wait for this one; they read the reason at
+    their next wait. Process 0 holds the key-value store, so it gives the others time to report.
     """
     if count() == 1:
         host.leave(status)
@@ -429,13 +386,11 @@ def leave(status: int, reason: str) -> None:
     try:
         _client().key_value_set(f"{FAILED}/{index()}", f"process {index()}: {reason}")
         deadline = time.monotonic() + LEAVE_S
-        while (
-            is_main()
-            and time.monotonic() < deadline
-            and len(_client().key_value_dir_get(FAILED)) < count()
-        ):
-            time.sleep(0.1)
         if is_main():
+            while time.monotonic() < deadline:
+                if len(_client().key_value_dir_get(FAILED)) == count():
+                    break
+                time.sleep(0.1)
             time.sleep(1)  # lets them print before they end
     finally:
         os._exit(status)

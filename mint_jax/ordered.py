@@ -41,11 +41,8 @@ _segment_sum.defvjp(_forward, _backward)
 def sorted_sum(values: jax.Array, ids: jax.Array, many: int) -> jax.Array:
     """Computes ``segment_sum`` by a scan over the values sorted by id."""
     order = jnp.argsort(ids, stable=True)
-    present, values, dtype = (
-        ids[order],
-        values[order].astype(jnp.promote_types(values.dtype, jnp.float32)),
-        values.dtype,
-    )
+    present, dtype = ids[order], values.dtype
+    values = values[order].astype(jnp.promote_types(dtype, jnp.float32))
     changes = present[1:] != present[:-1]
     one = jnp.ones((1,), bool)
     leads = jnp.concatenate([one, changes]).reshape(-1, *(1,) * (values.ndim - 1))
@@ -55,11 +52,9 @@ def sorted_sum(values: jax.Array, ids: jax.Array, many: int) -> jax.Array:
 
     _, sums = jax.lax.associative_scan(meet, (leads, values))
     ends = jnp.concatenate([changes, one])
-    return (
-        jnp.zeros((many, *values.shape[1:]), dtype)
-        .at[jnp.where(ends, present, many)]
-        .set(sums.astype(dtype), mode="drop")
-    )
+    places = jnp.where(ends, present, many)
+    out = jnp.zeros((many, *values.shape[1:]), dtype)
+    return out.at[places].set(sums.astype(dtype), mode="drop")
 
 
 @jax.custom_vjp

@@ -34,10 +34,7 @@ class ParamSpec:
 
     def __post_init__(self):
         if len(self.shape) != len(self.axes):
-            raise ValueError(
-                f"shape {self.shape} has {len(self.shape)} dimensions but axes {self.axes} name"
-                f" {len(self.axes)}"
-            )
+            raise ValueError(f"shape {self.shape} and axes {self.axes} differ in length")
 
     @property
     def size(self) -> int:
@@ -89,6 +86,5 @@ def count(specs: Tree) -> int:
 
 def nbytes(tree: Tree) -> int:
     """Returns the bytes of a tree of specs or arrays."""
-    return sum(
-        math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree)
-    )
+    leaves = jax.tree.leaves(tree)
+    return sum(math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize for leaf in leaves)

@@ -7,58 +7,40 @@ from typing import Any
 
 from mint_jax.errors import UserError
 
-_OTHER_FORMATS = [  # formats mistaken for weights, by first bytes
-    (b"PK\x03\x04", "a zip archive (PyTorch's format, which can run code when it is read)"),
-    (b"PK\x05\x06", "an empty zip archive"),
-    (b"\x80\x02", "a pickle, which can run code when it is read"),
-    (b"\x80\x03", "a pickle, which can run code when it is read"),
-    (b"\x80\x04", "a pickle, which can run code when it is read"),
-    (b"\x80\x05", "a pickle, which can run code when it is read"),
-    (b"\x1f\x8b", "gzip data"),
-    (b"\x28\xb5\x2f\xfd", "zstd data"),
-    (b"GGUF", "a GGUF file"),
-    (b"\x93NUMPY", "a numpy file"),
-    (b"\x89HDF", "an HDF5 file"),
-]
+_PICKLE = "a pickle, which can run code when it is read"
+_OTHER_FORMATS = {  # formats mistaken for weights, by first bytes
+    b"PK\x03\x04": "a zip archive (PyTorch's format, which can run code when it is read)",
+    b"PK\x05\x06": "an empty zip archive",
+    **{bytes([0x80, protocol]): _PICKLE for protocol in (2, 3, 4, 5)},
+    b"\x1f\x8b": "gzip data",
+    b"\x28\xb5\x2f\xfd": "zstd data",
+    b"GGUF": "a GGUF file",
+    b"\x93NUMPY": "a numpy file",
+    b"\x89HDF": "an HDF5 file",
+}
 
 
 def header_size(head: bytes, size: int, most: int, what: str) -> int:
-    """Returns N from a file's first 8 bytes.
-
-    Args:
-        size: size of the whole file, bytes.
-        most: limit on N.
-        what: name of the header in messages.
+    """Returns N, at most ``most``, from the first 8 bytes of a file of ``size`` bytes.
 
     Raises:
-        UserError: the file has another format, is truncated, or N is too large.
+        UserError: the file has another format, is truncated, or N is too large; names ``what``.
     """
     if len(head) < 8:
-        raise UserError(
-            f"{what} is missing: the file has {size} bytes, which is less than the length of a"
-            " header"
-        )
+        raise UserError(f"{what} is missing: the file has {size} bytes, and a header at least 8")
     count = int.from_bytes(head[:8], "little")
     if count > min(size - 8, most):
-        if (other := other_format(head)) is not None:
-            raise UserError(f"{what} is missing: the file is {other}")
+        for start, other in _OTHER_FORMATS.items():
+            if head.startswith(start):
+                raise UserError(f"{what} is missing: the file is {other}")
         raise UserError(
             f"{what} claims {count} bytes, the file has {size - 8} behind it and {most} are allowed"
         )
     return count
 
 
-def other_format(head: bytes) -> str | None:
-    """Returns the name of another file format by its first 8 bytes; None if unknown."""
-    return next((what for start, what in _OTHER_FORMATS if head.startswith(start)), None)
-
-
 def parse_json(text: bytes | str, what: str) -> Any:
-    """Parses strict JSON: no NaN, no infinities, no repeated names.
-
-    Raises:
-        UserError: names ``what``.
-    """
+    """Parses strict JSON: no NaN, no infinities, no repeated names. Errors name ``what``."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
@@ -78,18 +60,12 @@ def parse_json(text: bytes | str, what: str) -> Any:
         raise
     except RecursionError:
         raise UserError(f"{what} is nested too deeply") from None
-    except (
-        ValueError
-    ) as error:  # includes UnicodeDecodeError, JSONDecodeError and integers of thousands of digits
+    except ValueError as error:  # of unicode, of JSON, and of integers of thousands of digits
         raise UserError(f"{what} is not JSON ({str(error)[:100]})") from None
 
 
 def parse_object(text: bytes | str, what: str) -> dict[str, Any]:
-    """Parses a JSON object with ``parse_json``.
-
-    Raises:
-        UserError: names ``what``.
-    """
+    """Parses a JSON object with ``parse_json``."""
     found = parse_json(text, what)
     if not isinstance(found, dict):
         raise UserError(f"{what} is not a JSON object")

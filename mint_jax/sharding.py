@@ -69,23 +69,16 @@ def parts_here(size: int, name: str) -> int:
 
 def cache_axes(heads: int | None) -> tuple[str, str | None]:
     """Returns the logical axes that split a cache on the current mesh: of its rows and pages, and
-    of its heads.
+    of its heads (None for latents, which all heads share).
 
-    Each device of a tensor group keeps a part: some heads, or some rows where heads do not divide
-    or are shared (four key heads over eight devices, or latents). Decoding then moves queries and
-    partial sums, never the cache.
-
-    Args:
-        heads: K of keys and values; None for latents, which all heads share.
+    Each device of a tensor group keeps some heads, or some rows where heads do not divide or are
+    shared. Decoding then moves queries and partial sums, never the cache.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or ways("kv_heads", mesh) == 1:
         return "batch", None
-    return (
-        ("batch", "kv_heads")
-        if heads is not None and heads % ways("kv_heads", mesh) == 0
-        else ("cache_rows", None)
-    )
+    divides = heads is not None and heads % ways("kv_heads", mesh) == 0
+    return ("batch", "kv_heads") if divides else ("cache_rows", None)
 
 
 def partition(axes: Sequence[str | None], mesh: Mesh) -> PartitionSpec:
@@ -98,8 +91,7 @@ def partition(axes: Sequence[str | None], mesh: Mesh) -> PartitionSpec:
     out: list[Axis] = []
     for name in axes:
         present = mesh_axes(name, mesh)
-        clash = used.intersection(present)
-        if clash:
+        if clash := used.intersection(present):
             raise ValueError(
                 f"axes {tuple(axes)} map mesh axis {sorted(clash)[0]!r} to two dimensions: change"
                 " sharding.RULES"
@@ -110,20 +102,14 @@ def partition(axes: Sequence[str | None], mesh: Mesh) -> PartitionSpec:
 
 
 def sharding_of(spec: ParamSpec, mesh: Mesh) -> NamedSharding:
-    """Returns the sharding of one parameter.
-
-    Raises:
-        UserError: mesh axes do not divide a dimension; names the dimension, the axis and the
-            remedy.
+    """Returns the sharding of one parameter. Raises ``UserError`` if mesh axes do not divide a
+    dimension.
     """
     pspec = partition(spec.axes, mesh)
     for size, name, entry in zip(spec.shape, spec.axes, pspec):
-        ways = 1
-        for axis in (entry,) if isinstance(entry, str) else (entry or ()):
-            ways *= mesh.shape[axis]
-        if size % ways:
+        if size % (parts := ways(name, mesh)):
             raise UserError(
-                f"mesh axis {entry!r} splits {ways} ways, which does not divide dimension {name!r}"
+                f"mesh axis {entry!r} splits {parts} ways, which does not divide dimension {name!r}"
                 f" of size {size}: choose mesh sizes that divide it (--config.mesh.tensor, .fsdp,"
                 " .expert)"
             )

@@ -24,24 +24,13 @@ from mint_jax.digest import blake3_of
 ROOT = Path(__file__).parents[1]
 CODE = ("mint_jax", "pallas_kernels", "benchmarks", "configs", "pyproject.toml", "constraints")
 ALWAYS = ("jax", "jaxlib", "numpy")
-WHERE_USED = (
-    "torch",
-    "transformers",
-    "peft",
-    "libtpu",
-    "psycopg",
-    "orbax-checkpoint",
-    "tensorstore",
-)
+WHERE_USED = ("torch", "transformers", "peft", "libtpu", "psycopg", "orbax-checkpoint")
+WHERE_USED += ("tensorstore",)
 FIELDS = ("commit", "dirty", "date", "versions", "machine", "config")
 
 
 def stamp(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns commit, date, versions, machine and resolved config of this process.
-
-    Args:
-        config: plain config, as saved in the workdir.
-    """
+    """Returns commit, date, versions, machine and plain config of this process."""
     return {
         **code(),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -56,10 +45,8 @@ def code() -> dict[str, Any]:
     checkout.
     """
     commit = _git("log", "-1", "--format=%H", "--", *CODE)
-    return {
-        "commit": commit,
-        "dirty": bool(_git("status", "--porcelain", "--", *CODE)) if commit else None,
-    }
+    dirty = bool(_git("status", "--porcelain", "--", *CODE)) if commit else None
+    return {"commit": commit, "dirty": dirty}
 
 
 def changes() -> str | None:
@@ -69,23 +56,17 @@ def changes() -> str | None:
     if not code()["dirty"]:
         return None
     added = (_git("ls-files", "--others", "--exclude-standard", "--", *CODE) or "").splitlines()
-    texts = [
-        (_git("diff", "HEAD", "--", *CODE) or "").encode(),
-        *((ROOT / name).read_bytes() for name in added),
-    ]
-    return blake3_of(b"\0".join(texts))
+    changed = (_git("diff", "HEAD", "--", *CODE) or "").encode()
+    return blake3_of(b"\0".join([changed, *((ROOT / name).read_bytes() for name in added)]))
 
 
 def versions() -> dict[str, str]:
     """Returns the versions of Python, of the packages that always compute, and of other imported
     packages.
     """
-    used = [
-        name for name in WHERE_USED if name.replace("-", "_").split("_checkpoint")[0] in sys.modules
-    ]
-    return {"python": platform.python_version()} | {
-        name: importlib.metadata.version(name) for name in (*ALWAYS, *used)
-    }
+    used = [name for name in WHERE_USED if name.removesuffix("-checkpoint") in sys.modules]
+    found = {name: importlib.metadata.version(name) for name in (*ALWAYS, *used)}
+    return {"python": platform.python_version()} | found
 
 
 def machine() -> dict[str, Any]:
@@ -99,21 +80,17 @@ def machine() -> dict[str, Any]:
 
 
 def _cpu() -> str:
-    try:
-        found = re.search(
-            r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE
-        )
-    except OSError:
-        found = None
+    info = Path("/proc/cpuinfo")
+    text = info.read_text() if info.is_file() else ""
+    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
     return found[1].strip() if found else platform.processor() or platform.machine()
 
 
 def _git(*arguments: str) -> str | None:
     """Returns the output of git for this package's checkout; None outside a checkout."""
+    command = ["git", "-C", str(ROOT), *arguments]
     try:
-        done = subprocess.run(
-            ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, timeout=30
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
@@ -133,12 +110,6 @@ def without_paths(tree: Any) -> Any:
 def absolute_path(text: str) -> bool:
     """Returns true if a value is a path on one machine."""
     return bool(re.match(r"(/|~|[A-Za-z]:\\|file:)", text))
-
-
-def lacks(report: Mapping[str, Any]) -> list[str]:
-    """Returns the keys that a report's stamp lacks."""
-    found = report.get("stamp", {})
-    return [name for name in FIELDS if found.get(name) is None]
 
 
 def load(path: Path) -> dict[str, Any]:

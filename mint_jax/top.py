@@ -1,9 +1,7 @@
-"""Live table of a server: ``python -m mint_jax.top --url=http://127.0.0.1:8000 [--key=KEY]
-[--once]``.
+"""Live table of a server: ``python -m mint_jax.top --url=http://127.0.0.1:8000 [--key=KEY]``.
 
 Reads ``/debug/state`` and ``/metrics``, which require a key of scope ``admin`` if the server has
-keys. Tokens per second and device shares are between two polls, costs are totals. The table waits
-for a server that is down. Ctrl-C ends it.
+keys. Tokens per second and device shares are between two polls, costs are totals.
 """
 
 import argparse
@@ -36,40 +34,23 @@ class ServerUnreachable(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Look:
-    """State of a server at one moment.
-
-    Attributes:
-        state: answer of ``/debug/state``.
-        requests: answered requests since the start, from ``/metrics``.
-    """
+    """Answer of ``/debug/state``, and answered requests since the start, from ``/metrics``."""
 
     state: dict[str, Any]
     requests: float
 
     @classmethod
     def at(cls, url: str, key: str | None) -> "Look":
-        """Polls a server.
-
-        Raises:
-            ServerUnreachable: the server does not answer.
-        """
+        """Polls a server. Raises ``ServerUnreachable``."""
         state = json.loads(_read(f"{url}/debug/state", key))
         families = text_string_to_metric_families(_read(f"{url}/metrics", key).decode())
-        counted = (
-            s.value
-            for family in families
-            for s in family.samples
-            if s.name == "mint_http_requests_total"
-        )
-        return cls(state, sum(counted))
+        samples = (sample for family in families for sample in family.samples)
+        return cls(state, sum(s.value for s in samples if s.name == "mint_http_requests_total"))
 
     def since(self, before: "Look") -> float:
         """Returns the seconds since ``before``; 0 if the server restarted in between."""
-        return (
-            max(0.0, self.state["at"] - before.state["at"])
-            if self.state["up_s"] >= before.state["up_s"]
-            else 0.0
-        )
+        restarted = self.state["up_s"] < before.state["up_s"]
+        return 0.0 if restarted else max(0.0, self.state["at"] - before.state["at"])
 
 
 def _read(url: str, key: str | None) -> bytes:
@@ -78,27 +59,19 @@ def _read(url: str, key: str | None) -> bytes:
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
             return answer.read()
     except urllib.error.HTTPError as error:
-        why = (
-            "give it a key of scope admin by --key"
-            if error.code in (401, 403)
-            else "is this a server of mint_jax?"
-        )
+        why = "is this a server of mint_jax?"
+        if error.code in (401, 403):
+            why = "give it a key of scope admin by --key"
         raise ServerUnreachable(f"{url} answers {error.code}: {why}") from error
     except (OSError, ValueError) as error:
-        raise ServerUnreachable(
-            f"{url} does not answer: {getattr(error, 'reason', None) or error}"
-        ) from error
+        reason = getattr(error, "reason", None) or error
+        raise ServerUnreachable(f"{url} does not answer: {reason}") from error
 
 
 def table_of(now: Look, before: Look) -> RenderableType:
     """Returns the table of two polls."""
-    return Group(
-        Panel(
-            _summary(now, before),
-            title=Text(f"{now.state['base']}, up {_seconds(now.state['up_s'])}"),
-        ),
-        _policies(now, before),
-    )
+    title = Text(f"{now.state['base']}, up {_seconds(now.state['up_s'])}")
+    return Group(Panel(_summary(now, before), title=title), _policies(now, before))
 
 
 def _summary(now: Look, before: Look) -> RenderableType:
@@ -106,37 +79,25 @@ def _summary(now: Look, before: Look) -> RenderableType:
     engine, residency, training = state["engine"], state["residency"], state["training"]
     busy = _rate(state["measured_s"] - before.state["measured_s"], passed, "{:.0%}")
     asked = _rate(now.requests - before.requests, passed, "{:.1f}")
-    rows, pages, places = engine["rows"], engine["pages"], training["policies"]
-    slots = sum(training["slots"].values())
+    rows, pages = engine["rows"], engine["pages"]
+    used = f"{pages['count'] - pages['available']}/{pages['count']}"
+    places = [f"{n} in {where}" for where, n in sorted(training["policies"].items())]
+    slots = f"no policies; {sum(training['slots'].values())} slots"
+    memory = [n for n in state["memory"]["devices"] if n is not None]
+    flights = [f"{tenant} {count}" for tenant, count in sorted(state["tokens_in_flight"].items())]
     lines = {
         "state": f"{state['trouble'] or 'ready'}, devices {busy} busy, {asked} requests/s",
         "sampling": (
             f"rows {rows['running']}/{rows['most']}, {rows['waiting'] + rows['swapped']} waiting;"
-            f" pages {pages['count'] - pages['available']}/{pages['count']}, {pages['cached']}"
-            " cached"
+            f" pages {used}, {pages['cached']} cached"
         ),
-        "training": (
-            f"{training['waiting']} requests; policies "
-            + ", ".join(f"{n} in {where}" for where, n in sorted(places.items()))
-            if places
-            else f"{training['waiting']} requests, no policies; {slots} slots"
-        ),
+        "training": f"{training['waiting']} requests; policies: {', '.join(places) or slots}",
         "adapters": (
             f"{len(residency['resident'])} in slots, {residency['loads']['unfinished']} being"
             " loaded"
         ),
-        "memory": ", ".join(
-            [
-                f"host {_bytes(state['memory']['rss'])}",
-                *(_bytes(n) for n in state["memory"]["devices"] if n is not None),
-            ]
-        ),
-        "tokens in flight": (
-            ", ".join(
-                f"{tenant} {count}" for tenant, count in sorted(state["tokens_in_flight"].items())
-            )
-            or "none"
-        ),
+        "memory": ", ".join([f"host {_bytes(state['memory']['rss'])}", *map(_bytes, memory)]),
+        "tokens in flight": ", ".join(flights) or "none",
     }
     grid = Table.grid(padding=(0, 2))
     for name, line in lines.items():
@@ -149,15 +110,10 @@ def _policies(now: Look, before: Look) -> Table:
     measured = now.state["measured_s"] - before.state["measured_s"]
     left_out = now.state["policies_left_out"]
     table = Table(box=None, caption=f"and {left_out} more" if left_out else None)
-    for column in NAMES:
-        table.add_column(
-            column,
-            overflow="fold",
-            no_wrap=column != "policy",
-            min_width=14 if column == "policy" else None,
-        )
-    for column in NUMBERS:
-        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("policy", overflow="fold", min_width=14)
+    for column in (*list(NAMES)[1:], *NUMBERS):
+        justify = "right" if column in NUMBERS else "left"
+        table.add_column(column, justify=justify, overflow="fold", no_wrap=True)
     for one in now.state["policies"]:
         was = were.get(one["policy"], one)
         table.add_row(
@@ -178,9 +134,8 @@ def _rate(change: float, by: float, form: str) -> str:
 
 def _seconds(seconds: float) -> str:
     minutes, seconds = divmod(int(seconds), 60)
-    return (
-        f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {seconds} s"
-    )
+    hours, rest = divmod(minutes, 60)
+    return f"{hours} h {rest} min" if hours else f"{minutes} min {seconds} s"
 
 
 def _bytes(count: float) -> str:
@@ -196,10 +151,8 @@ def follow(
 ) -> None:
     """Shows the table until Ctrl-C or ``ended``."""
     before: Look | None = None
-    with (
-        Live(console=console, auto_refresh=False) as live,
-        contextlib.suppress(KeyboardInterrupt),
-    ):
+    live = Live(console=console, auto_refresh=False)
+    with live, contextlib.suppress(KeyboardInterrupt):
         while not ended():
             try:
                 now = Look.at(url, key)
@@ -223,11 +176,8 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
     given = parser.parse_args(arguments)
     console, url = console or Console(), given.url.rstrip("/")
     if not 0 < given.interval <= 3600 or not url.startswith(("http://", "https://")):
-        print(
-            f"url is {given.url!r} and interval {given.interval}; expected http://HOST:PORT and"
-            " seconds up to 3600",
-            file=sys.stderr,
-        )
+        found = f"url is {given.url!r} and interval {given.interval}"
+        print(f"{found}; expected http://HOST:PORT and seconds up to 3600", file=sys.stderr)
         return 2
     if not given.once:
         follow(url, given.key, given.interval, console)

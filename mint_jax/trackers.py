@@ -37,7 +37,6 @@ class Trackers:
     Args:
         workdir: keeps the ids of their runs.
         named: target of each tracker: a W&B project, an MLflow experiment; empty disables it.
-        config: config of the job, shown with the curves.
 
     Raises:
         UserError: a package is missing, or a run cannot be started.
@@ -54,20 +53,16 @@ class Trackers:
             for kind, where in wanted.items():
                 begun = functools.partial(KINDS[kind], where, Path(workdir), ids.get(kind), config)
                 self._trackers[kind] = _usable(kind, where, begun)
-            write_file(
-                self._file, json.dumps(ids | {kind: one.id for kind, one in self._trackers.items()})
-            )
+            ids |= {kind: one.id for kind, one in self._trackers.items()}
+            write_file(self._file, json.dumps(ids))
 
         if wanted:
             multihost.agree("trackers", begin)
 
     def write(self, step: int, name: str, values: Mapping[str, Any]) -> None:
         """Writes the numbers of one row as ``name/metric``."""
-        numbers = {
-            f"{name}/{key}": float(value)
-            for key, value in values.items()
-            if isinstance(value, int | float)
-        }
+        found = ((key, value) for key, value in values.items() if isinstance(value, int | float))
+        numbers = {f"{name}/{key}": float(value) for key, value in found}
         for kind, one in self._trackers.items():
             self._try(kind, lambda one=one: one.log(step, name, numbers))
 
@@ -78,28 +73,23 @@ class Trackers:
             self._try(kind, lambda one=one: one.close(finished))
 
     def _try(self, kind: str, call: Callable[[], None]) -> None:
+        say = functools.partial(print, file=sys.stderr, flush=True)
         try:
             call()
-        except Exception as error:
-            # a server's, a network's or the package's own: none of them is a reason to stop
-            # training
+        except Exception as error:  # an outage of a tracker is no reason to stop training
             if kind not in self._silent:
-                what = (
-                    str(error).strip().splitlines()[0][:200]
-                    if str(error).strip()
-                    else type(error).__name__
-                )
-                print(
-                    f"{kind} does not take metrics ({what}); they are in metrics.jsonl, and the run"
-                    " goes on",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                where = "they are in metrics.jsonl, and the run goes on"
+                say(f"{kind} does not take metrics ({_first_line(error)}); {where}")
             self._silent.add(kind)
         else:
             if kind in self._silent:
-                print(f"{kind} takes metrics again", file=sys.stderr, flush=True)
+                say(f"{kind} takes metrics again")
             self._silent.discard(kind)
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0][:300] if text else type(error).__name__
 
 
 def check(named: Mapping[str, str]) -> None:
@@ -138,12 +128,9 @@ def _usable(kind: str, where: str, call: Callable[[], T]) -> T:
             f" 'mint-jax[{kind}]'"
         ) from None
     except Exception as error:
-        what = (
-            str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
-        )
         raise UserError(
-            f"{kind}={where!r} cannot begin a run ({what}): check its address and key, or leave"
-            f" {kind} empty"
+            f"{kind}={where!r} cannot begin a run ({_first_line(error)}): check its address and"
+            f" key, or leave {kind} empty"
         ) from None
 
 
@@ -163,9 +150,8 @@ class _Wandb:
         self._named: set[str] = set()
 
     def log(self, step: int, name: str, numbers: Mapping[str, float]) -> None:
-        # W&B's own step never goes back, and drops what is sent for an earlier one: a policy that
-        # another one is ahead of, as under the overlapped schedule, and what a resumed run does
-        # again. So each policy's step is a metric, which its others are drawn over.
+        # W&B's own step never goes back and drops rows of an earlier one: of a policy that another
+        # is ahead of, or of a resumed run. So each policy's step is a metric of its own.
         if name not in self._named:
             self._run.define_metric(f"{name}/*", step_metric=f"{name}/step")
             self._named.add(name)
@@ -185,9 +171,8 @@ class _Mlflow:
         self._client, self._metric = MlflowClient(), Metric
         if id is None:
             found = self._client.get_experiment_by_name(experiment)
-            number = (
-                self._client.create_experiment(experiment) if found is None else found.experiment_id
-            )
+            number = found and found.experiment_id
+            number = number or self._client.create_experiment(experiment)
             run = self._client.create_run(number, run_name=workdir.name)
             self._client.log_dict(run.info.run_id, dict(config), "config.json")
         else:
@@ -197,11 +182,8 @@ class _Mlflow:
 
     def log(self, step: int, name: str, numbers: Mapping[str, float]) -> None:
         now = int(1000 * time.time())
-        metrics = [
-            self._metric(key, value, now, step)
-            for key, value in numbers.items()
-            if math.isfinite(value)
-        ]
+        finite = {key: value for key, value in numbers.items() if math.isfinite(value)}
+        metrics = [self._metric(key, value, now, step) for key, value in finite.items()]
         for start in range(0, len(metrics), self.MOST):
             self._client.log_batch(self.id, metrics=metrics[start : start + self.MOST])
 

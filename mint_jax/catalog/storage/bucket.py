@@ -192,7 +192,7 @@ class _BucketWriter:
         self._filling += view
 
     def _wait(self, remaining: int) -> None:
-        """Waits until at most so many requests are in flight."""
+        """Waits until at most that many requests are in flight."""
         while len(self._under_way) > remaining:
             self._bucket.wait(self._under_way.pop(0), "write to")
 
