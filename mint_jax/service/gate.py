@@ -1,13 +1,10 @@
 """ASGI middleware before every request: keys and scopes, and limits of bytes, seconds and counts.
 
-The meaning of a request is left to the app. A body is read and decompressed before the app is
-called: the app's first ``receive`` gives all of it. The app finds in ``scope["state"]`` the strings
-``tenant``, ``key`` (its id), ``session`` and ``request_id``, the tuple ``scopes``, and
-``by_token``: a token was sent in place of the key. Time limits on heads of requests and on clients
-that do not read are in ``connections.py``.
+A body is read and decompressed before the app is called: the app's first ``receive`` gives all of
+it. The app finds a ``Client`` and ``request_id`` in ``scope["state"]``. Time limits on heads of
+requests and on clients that do not read are in ``connections.py``.
 
-A refusal is ``{"detail": ...}``, or ``{"error": {message, type, param, code}}`` on the paths of
-OpenAI's API. Statuses 408 and 429 are for load only, since clients retry them.
+Statuses 408 and 429 are for load only, since clients retry them.
 """
 
 import asyncio
@@ -22,14 +19,13 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from mint_jax.errors import UserError
-from mint_jax.service import weight
+from mint_jax.service import bodies
 from mint_jax.service.binding import check_hosts, is_ours
-from mint_jax.service.bodies import TooLarge, UnknownCoding, decompress, is_protobuf
 from mint_jax.service.console.sessions import Browsers, covers, sign_in_first
-from mint_jax.service.endpoints import TABLE, Endpoint, Table
+from mint_jax.service.endpoints import TABLE, Endpoint
 from mint_jax.service.exchange import Left, Refusal, Reply, Source, path_of, replay, values
 from mint_jax.service.keys import SCOPES, Key, Keys
 from mint_jax.service.quotas import Quotas
@@ -42,7 +38,7 @@ _ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 _KEY_LIKE = re.compile(r"[A-Za-z0-9_-]{43,}")
 _OPENAI = ("/v1/", "/oai/")
 _POLLS = ("/retrieve_future", "/retrieve_futures")  # not counted: they use a connection alone
-_OFF_LOOP = 1 << 16  # bytes of a body from which it is weighed in a thread
+_OFF_LOOP = 1 << 16  # bytes of a body from which its memory is estimated in a thread
 # of the gate alone: the app gets a whole, plain body and no key
 _HIDDEN = (b"content-encoding", b"content-length", b"transfer-encoding", b"x-api-key")
 _HIDDEN += (b"authorization",)
@@ -83,10 +79,9 @@ class Limits:
         return self.open_body_bytes if endpoint.open else self.body_bytes
 
 
-@dataclasses.dataclass(frozen=True)
-class Client:
-    """The sender of a request, as the app finds it in the request's state; ``key`` is an id, and
-    ``session`` a browser's, else the key's id.
+class Client(NamedTuple):
+    """The sender of a request: ``key`` is an id, ``session`` a browser's, else the key's id;
+    ``by_token``: a token was sent in place of the key.
     """
 
     tenant: str = "-"
@@ -97,49 +92,42 @@ class Client:
 
 
 class Budget:
-    """Bytes of all requests in flight."""
+    """Bytes of all requests in flight, of which ``limit`` may be in use. Thread-safe."""
 
     def __init__(self, limit: int):
-        self.limit, self.used, self.lock = limit, 0, threading.Lock()
+        self.limit, self.used, self._lock = limit, 0, threading.Lock()
 
-
-class Share:
-    """One request's part of the budget until its block ends. Thread-safe."""
-
-    def __init__(self, budget: Budget):
-        self._budget, self._used, self._ended = budget, 0, False
-
-    def take(self, count: int) -> None:
-        """Reserves bytes; releases them if ``count`` is negative.
-
-        Raises:
-            Refusal: 413, they never fit; 429, they do not fit now.
-            Left: the request has ended; a thread still worked for it.
+    @contextlib.contextmanager
+    def share(self) -> Iterator[Callable[[int], None]]:
+        """Yields a function that reserves bytes for one request until the block ends; a negative
+        number releases some. It raises ``Refusal``: 413, they never fit; 429, they do not fit now;
+        ``Left``: the request has ended, a thread still worked for it.
         """
-        budget = self._budget
-        with budget.lock:
-            if self._ended:
-                raise Left
-            if self._used + count > budget.limit:
-                raise Refusal(
-                    413,
-                    f"the request would take {self._used + count} bytes of memory, of at most"
-                    f" {budget.limit}: send fewer data in a request",
-                )
-            if count > 0 and budget.used + count > budget.limit:
-                raise _busy(
-                    f"the server holds {budget.used} bytes of requests, of at most {budget.limit}"
-                )
-            budget.used += count
-            self._used += count
+        own, ended = 0, False
 
-    def __enter__(self) -> "Share":
-        return self
+        def take(count: int) -> None:
+            nonlocal own
+            with self._lock:
+                if ended:
+                    raise Left
+                if own + count > self.limit:
+                    raise Refusal(
+                        413,
+                        f"the request would take {own + count} bytes of memory, of at most"
+                        f" {self.limit}: send fewer data in a request",
+                    )
+                if count > 0 and self.used + count > self.limit:
+                    used = f"the server holds {self.used} bytes of requests"
+                    raise _busy(f"{used}, of at most {self.limit}")
+                self.used += count
+                own += count
 
-    def __exit__(self, *_: object) -> None:
-        with self._budget.lock:
-            self._ended = True
-            self._budget.used -= self._used
+        try:
+            yield take
+        finally:
+            with self._lock:
+                ended = True
+                self.used -= own
 
 
 class Gate:
@@ -149,7 +137,6 @@ class Gate:
         app: an ASGI app; an exception that leaves it is logged and answered with 500.
         keys: None accepts every request as tenant ``default`` with all scopes: for a server on
             loopback, see ``binding.py``. Requests must then name this machine in ``Host``.
-        table: requirements of each path.
         hosts: further names that ``Host`` and ``Origin`` of requests without keys may have.
     """
 
@@ -158,12 +145,11 @@ class Gate:
         app: Any,
         keys: Keys | None,
         limits: Limits | None = None,
-        table: Table = TABLE,
         quotas: Quotas | None = None,
         browsers: Browsers | None = None,
         hosts: Iterable[str] = (),
     ):
-        self.app, self.keys, self.table, self.browsers = app, keys, table, browsers
+        self.app, self.keys, self.browsers = app, keys, browsers
         self.limits, self.quotas = limits or Limits(), quotas or Quotas()
         self.hosts = check_hosts(hosts)
         self.in_flight: collections.Counter[str] = collections.Counter()  # by tenant
@@ -180,30 +166,26 @@ class Gate:
         reply = Reply(send, _request_id(scope["headers"]), path.startswith(_OPENAI))
         source = Source(receive)
         try:
-            endpoint = self.table.find(scope["method"], path)
+            endpoint = TABLE.find(scope["method"], path)
             # an absolute URI, whose host would count in place of the header's, or `*`
             if not path.startswith("/"):
                 raise Refusal(
-                    400,
-                    f"the request is for {path[:80]!r}; send a path that begins with '/', and the"
-                    " host in Host",
+                    400, f"the path is {path[:80]!r}; expected '/...', and the host in Host"
                 )
             is_open = endpoint is not None and endpoint.open
             if not is_open or self.keys is None:
                 client = self._client(scope, path)
             needed = () if endpoint is None else endpoint.scopes or ()
             if needed and not set(needed) & set(client.scopes):
-                raise Refusal(
-                    403,
-                    f"{scope['method']} {path} needs scope {' or '.join(needed)}, and this key has"
-                    f" {', '.join(client.scopes)}: use another key",
-                )
+                own = f"this key has {', '.join(client.scopes)}: use another key"
+                where = f"{scope['method']} {path}"
+                raise Refusal(403, f"{where} needs scope {' or '.join(needed)}, and {own}")
             counted = not is_open and not path.rstrip("/").endswith(_POLLS)
-            with self._count(client.tenant, int(counted)), Share(self.budget) as share:
+            with self._count(client.tenant, int(counted)), self.budget.share() as take:
                 limit = self.limits.body(endpoint)
-                body = await self._body(scope["headers"], source, limit, share)
-                await _weigh(body, endpoint, scope["headers"], share)
-                state = scope.get("state", {}) | vars(client) | {"request_id": reply.id}
+                body = await self._body(scope["headers"], source, limit, take)
+                take(await _memory(body, endpoint, scope["headers"]))
+                state = scope.get("state", {}) | client._asdict() | {"request_id": reply.id}
                 headers = [one for one in scope["headers"] if one[0] not in _HIDDEN]
                 headers.append((b"content-length", str(len(body)).encode()))
                 inner = {**scope, "headers": headers, "state": state}
@@ -220,16 +202,12 @@ class Gate:
             log.exception("request %s failed", reply.id)
             await reply.refuse(Refusal(500, f"internal error, request {reply.id}"), close=False)
         finally:
-            line = {
-                "id": reply.id,
-                "tenant": client.tenant,
-                "key": client.key,
-                "method": scope["method"],
-                "path": _masked(path)[:200],
-                "status": reply.status or 499,
-                "ms": round(1e3 * (time.perf_counter() - started), 1),
-                "bytes_in": source.bytes,
+            line = {"id": reply.id, "tenant": client.tenant, "key": client.key}
+            line |= {"method": scope["method"], "path": _masked(path)[:200]}
+            line |= {"status": reply.status or 499, "bytes_in": source.bytes}
+            line |= {
                 "bytes_out": reply.bytes,
+                "ms": round(1e3 * (time.perf_counter() - started), 1),
             }
             log.info("%s", json.dumps(line))
 
@@ -284,20 +262,16 @@ class Gate:
         """
         named = values(headers, b"host")
         if len(named) != 1 or not is_ours(named[0], self.hosts):
-            names = "".join(f", {host}" for host in sorted(self.hosts))
+            names = ", ".join(["localhost", "127.0.0.1", "[::1]", *sorted(self.hosts)])
             raise Refusal(
                 403,
-                f"Host is {', '.join(named)[:80]!r}; a server without keys answers to localhost,"
-                f" 127.0.0.1, [::1]{names} alone: ask for it there, add the name to its setting"
-                " hosts, or give it keys",
+                f"Host is {', '.join(named)[:80]!r}; a server without keys answers to {names} alone"
+                ": use such a name, add this one to the server's setting hosts, or give it keys",
             )
-        for origin in values(headers, b"origin"):
-            if not is_ours(origin.partition("://")[2], self.hosts):
-                raise Refusal(
-                    403,
-                    "a server without keys takes no requests from pages of other sites: give it"
-                    " keys",
-                )
+        if not all(
+            is_ours(one.partition("://")[2], self.hosts) for one in values(headers, b"origin")
+        ):
+            raise Refusal(403, "a server without keys takes no requests from pages of other sites")
 
     # -- limits
 
@@ -318,16 +292,13 @@ class Gate:
             if not self.in_flight[tenant]:
                 del self.in_flight[tenant]
 
-    async def _body(self, headers: Headers, source: Source, limit: int, share: Share) -> bytes:
+    async def _body(
+        self, headers: Headers, source: Source, limit: int, take: Callable[[int], None]
+    ) -> bytes:
         """Returns the body, decompressed."""
-        for length in values(headers, b"content-length"):
-            if not re.fullmatch("[0-9]{1,18}", length):
-                message = f"Content-Length is {length[:20]!r}; expected a number of bytes"
-                raise Refusal(400, message, close=True)
-            if int(length) > limit:
-                raise Refusal(
-                    413, f"the body has {length} bytes; send at most {limit} in a request"
-                )
+        too_large = f"the body has more than {limit} bytes: send fewer data in a request"
+        if any(int(length) > limit for length in values(headers, b"content-length")):
+            raise Refusal(413, too_large)
         # a list of parts would take 40 bytes for each, and a part may have one
         whole = io.BytesIO()
         try:
@@ -335,11 +306,8 @@ class Gate:
                 while not source.whole:
                     part = await source.read()
                     if source.bytes > limit:
-                        raise Refusal(
-                            413,
-                            f"the body has more than {limit} bytes: send fewer data in a request",
-                        )
-                    share.take(len(part))
+                        raise Refusal(413, too_large)
+                    take(len(part))
                     whole.write(part)
         except TimeoutError:
             message = f"the body did not arrive within {self.limits.body_s} s: send it again"
@@ -350,28 +318,30 @@ class Gate:
         if not codings:
             return body
         with _refused():
-            plain = await asyncio.to_thread(decompress, body, ", ".join(codings), limit, share.take)
-        share.take(-len(body))
+            plain = await asyncio.to_thread(
+                bodies.decompress, body, ", ".join(codings), limit, take
+            )
+        take(-len(body))
         return plain
 
 
-async def _weigh(body: bytes, endpoint: Endpoint | None, headers: Headers, share: Share) -> None:
-    """Reserves the memory of the parsed body before it is parsed."""
+async def _memory(body: bytes, endpoint: Endpoint | None, headers: Headers) -> int:
+    """Returns the memory of the parsed body, before it is parsed."""
     takes_protobuf = endpoint is not None and endpoint.protobuf
-    protobuf = takes_protobuf and any(map(is_protobuf, values(headers, b"content-type")[:1]))
-    weigh = weight.of_protobuf if protobuf else weight.of_json
+    protobuf = takes_protobuf and any(map(bodies.is_protobuf, values(headers, b"content-type")[:1]))
+    estimate = bodies.protobuf_memory if protobuf else bodies.json_memory
     with _refused():
         large = len(body) > _OFF_LOOP
-        share.take(await asyncio.to_thread(weigh, body) if large else weigh(body))
+        return await asyncio.to_thread(estimate, body) if large else estimate(body)
 
 
 @contextlib.contextmanager
 def _refused() -> Iterator[None]:
-    """Refuses a body that cannot be decompressed or weighed."""
+    """Refuses a body that cannot be decompressed, or that would take too much memory."""
     try:
         yield
     except UserError as error:
-        known = {TooLarge: 413, UnknownCoding: 415}
+        known = {bodies.TooLarge: 413, bodies.UnknownCoding: 415}
         raise Refusal(known.get(type(error), 400), str(error)) from error
 
 

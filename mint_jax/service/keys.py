@@ -3,12 +3,8 @@
 ``python -m mint_jax.service.keys add|list|revoke --folder DIR ...`` changes and lists them.
 
 A key is 32 random bytes, shown once as a prefix and 43 characters of base64url. ``keys.json`` has
-its SHA-256, without salt or slow hash: nobody guesses 256 random bits. Only the last 43 characters
-are checked: clients differ in the prefix that they accept, which a user may therefore change (the
-Tinker SDK takes ``tml-``, others ``sk-``).
-
-A server reads the file again when it has changed. The commands replace the file as a whole, with
-permissions for its owner only, one command at a time.
+its SHA-256, without salt or slow hash: nobody guesses 256 random bits. A server reads the file
+again when it has changed. The commands replace it as a whole, one command at a time.
 """
 
 import argparse
@@ -55,9 +51,8 @@ def check_tenant(tenant: str) -> str:
 def _check_scopes(scopes: tuple[str, ...]) -> tuple[str, ...]:
     if not scopes:
         raise UserError(f"the key has no scope; give it some of: {', '.join(SCOPES)}")
-    for scope in scopes:
-        if scope not in SCOPES:
-            raise choice("scope", scope, SCOPES)
+    if unknown := [scope for scope in scopes if scope not in SCOPES]:
+        raise choice("scope", unknown[0], SCOPES)
     return scopes
 
 
@@ -67,9 +62,8 @@ class Key(pydantic.BaseModel):
     Attributes:
         id: by which it is listed and revoked; not secret.
         tenant: owner of what is made with it.
-        scopes: some of ``SCOPES``.
         hash: SHA-256 of the key's last 43 characters, in hexadecimal.
-        created, expires: times; None never expires.
+        expires: None: never.
     """
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
@@ -102,9 +96,13 @@ class ReloadedFile(Generic[T]):
         if self._monotonic() - self._checked >= CHECK_S:
             self._checked = self._monotonic()
             try:
-                self._check()
+                version = ()
+                with contextlib.suppress(FileNotFoundError):
+                    status = self._path.stat()
+                    version = status.st_ino, status.st_mtime_ns, status.st_size, status.st_mode
+                if version != self._version or self._problem:
+                    self._value, self._version, self._problem = self._read(), version, ""
             except OSError as error:
-                self._version = None
                 self._problem = (
                     f"{self._path} cannot be read ({error.strerror}): let the server's user read it"
                 )
@@ -113,15 +111,6 @@ class ReloadedFile(Generic[T]):
         if self._problem:
             raise UserError(self._problem)
         return self._value  # type: ignore[return-value]
-
-    def _check(self) -> None:
-        version = ()
-        with contextlib.suppress(FileNotFoundError):
-            status = self._path.stat()
-            version = status.st_ino, status.st_mtime_ns, status.st_size, status.st_mode
-        if version != self._version:
-            self._version = version
-            self._value, self._problem = self._read(), ""
 
 
 class Keys:
@@ -150,38 +139,32 @@ class Keys:
     def find(self, secret: str) -> Key | None:
         """Returns the key of a secret or of a token; None if it is unknown, revoked or expired.
 
-        Keys are looked up by hash: a client can compute the hash of a guess, but not a guess for a
-        hash, so the time of a lookup reveals nothing.
+        Only the last 43 characters count: the Tinker SDK takes keys ``tml-...``, others ``sk-...``.
+        The time of a lookup by hash reveals nothing: nobody has a guess for a hash.
         """
-        by_hash, by_id = self._file.get()
         if is_token(secret):
-            return self._valid(by_id.get(self.tokens.key_of(secret) or ""))
-        return self._valid(by_hash.get(_hash(secret)) if _SECRET.fullmatch(secret) else None)
+            return self.by_id(self.tokens.key_of(secret) or "")
+        return self.by_id(_hash(secret)) if _SECRET.fullmatch(secret) else None
 
     def by_id(self, id: str) -> Key | None:
-        """Returns a key by id; None if it was revoked or has expired."""
-        return self._valid(self._file.get()[1].get(id))
-
-    def _valid(self, key: Key | None) -> Key | None:
+        """Returns a key by id or hash; None if it was revoked or has expired."""
+        key = self._file.get().get(id)
         if key is None or key.expires is None or self._clock() < key.expires.timestamp():
             return key
         return None
 
-    def _read(self) -> tuple[dict[str, Key], dict[str, Key]]:
-        """Returns keys by hash, and by id."""
+    def _read(self) -> dict[str, Key]:
         path = self._folder / FILE
         if not path.exists():
             raise UserError(
                 f"there is no {path}; make a key with: python -m mint_jax.service.keys add"
                 f" --folder {self._folder} --tenant T --scopes sample,train"
             )
-        if path.stat().st_mode & 0o022:
+        if (mode := path.stat().st_mode) & 0o022:
             raise UserError(
-                f"{path} may be written by others (mode {path.stat().st_mode & 0o777:o}): chmod 600"
-                f" {path}"
+                f"{path} may be written by others (mode {mode & 0o777:o}): chmod 600 {path}"
             )
-        keys = read(self._folder)
-        return {key.hash: key for key in keys}, {key.id: key for key in keys}
+        return {name: key for key in read(self._folder) for name in (key.id, key.hash)}
 
 
 def _hash(secret: str) -> str:
@@ -198,7 +181,7 @@ def read(folder: Path) -> list[Key]:
     path = folder / FILE
     try:
         return _KEYS.validate_json(path.read_bytes())
-    except (pydantic.ValidationError, UserError) as error:
+    except pydantic.ValidationError as error:
         raise UserError(
             f"{path} is not a list of keys ({error}): repair it, or restore a copy of it"
         ) from error
@@ -215,13 +198,12 @@ def add(
     """
     if days is not None and not 0 < days <= 36_500:
         raise UserError(f"days is {days}; expected a number above 0 and at most 36500")
-    scopes = _check_scopes(tuple(dict.fromkeys(scopes)))
     now = datetime.datetime.now(datetime.UTC)
     secret = PREFIX + secrets.token_urlsafe(32)
     key = Key(
         id=secrets.token_hex(6),
         tenant=check_tenant(tenant),
-        scopes=scopes,
+        scopes=_check_scopes(tuple(dict.fromkeys(scopes))),
         hash=_hash(secret),
         created=now,
         expires=None if days is None else now + datetime.timedelta(days=days),
@@ -239,14 +221,11 @@ def revoke(folder: Path, id: str) -> Key:
     """
     with locked(folder):
         keys = read(folder) if (folder / FILE).exists() else []
-        for key in keys:
-            if key.id == id:
-                _write(folder, [other for other in keys if other.id != id])
-                return key
-    raise UserError(
-        f"{folder / FILE} has no key {id!r}: see python -m mint_jax.service.keys list --folder"
-        f" {folder}"
-    )
+        found = next((key for key in keys if key.id == id), None)
+        if found is None:
+            raise UserError(f"{folder / FILE} has no key {id!r}: the command list shows all")
+        _write(folder, [key for key in keys if key is not found])
+    return found
 
 
 @contextlib.contextmanager
@@ -276,19 +255,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command. Prints a new key once, alone on its line. Returns the exit status: 2 for a
     user's mistake.
     """
+    folder = argparse.ArgumentParser(add_help=False)
+    folder.add_argument("--folder", type=Path, required=True, help="the server's folder")
     parser = argparse.ArgumentParser(
         prog="python -m mint_jax.service.keys", description="API keys of a server."
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    adding = commands.add_parser("add", help="make a key and print it, once")
+    adding = commands.add_parser("add", parents=[folder], help="make a key and print it, once")
     adding.add_argument("--tenant", required=True, help="owner of what is made with the key")
     adding.add_argument("--scopes", required=True, help=f"some of {','.join(SCOPES)}")
     adding.add_argument("--days", type=float, help="days until it expires")
-    listing = commands.add_parser("list", help="print all keys, without their secrets")
-    revoking = commands.add_parser("revoke", help="remove a key")
+    commands.add_parser("list", parents=[folder], help="print all keys, without their secrets")
+    revoking = commands.add_parser("revoke", parents=[folder], help="remove a key")
     revoking.add_argument("id", help="as `list` prints it")
-    for command in (adding, listing, revoking):
-        command.add_argument("--folder", type=Path, required=True, help="the server's folder")
     given = parser.parse_args(arguments)
     try:
         if given.command == "add":

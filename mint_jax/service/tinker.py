@@ -8,40 +8,26 @@ another tenant's object 404.
 import asyncio
 import json
 import zlib
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
+import pydantic
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mint_jax.errors import UserError
+from mint_jax.lora.tree import AdapterConfig
 from mint_jax.service import checkpoints, training_calls
+from mint_jax.service import tinker_types as types
 from mint_jax.service.answers import group_of
 from mint_jax.service.book import Model, NotFound
 from mint_jax.service.errors import LONGEST_REASON, reason_of
 from mint_jax.service.futures import Conflict
 from mint_jax.service.handlers import body_of, off_loop, tenant_of
 from mint_jax.service.server import Server
-from mint_jax.service.tinker_types import (
-    MAX_METADATA,
-    REASONS,
-    AdamParams,
-    CreateModel,
-    CreateSession,
-    FinishSession,
-    LoadPlace,
-    LoadWeights,
-    ModelPlace,
-    ModelRef,
-    OptimStep,
-    RequestPlace,
-    SaveForSampler,
-    SaveWeights,
-    SessionRef,
-)
 from mint_jax.service.training_calls import Call, Create, Load, Refused, Save
 from mint_jax.service.validation import parse
-from mint_jax.service.wire import forward_backward as wire_training
+from mint_jax.service.wire import forward_backward as wire
 from mint_jax.train.config import OptimizerConfig
 
 CLIENT_CONFIG = {
@@ -56,14 +42,15 @@ DYNAMIC_CONFIG = {
     "sample_cancel_enabled": True,
     "sample_cancel_max_batch_size": 64,
 }
-ADAM = {  # the optimizer's name and Tinker's default of each of ``AdamParams``
-    "learning_rate": ("learning_rate", 1e-4),
-    "beta1": ("b1", 0.9),
-    "beta2": ("b2", 0.95),
-    "eps": ("eps", 1e-12),
-    "weight_decay": ("weight_decay", 0.0),
-    "grad_clip_norm": ("max_grad_norm", 0.0),
+ADAM = {  # Tinker's defaults
+    "learning_rate": 1e-4,
+    "beta1": 0.9,
+    "beta2": 0.95,
+    "eps": 1e-12,
+    "weight_decay": 0.0,
+    "grad_clip_norm": 0.0,
 }
+T = TypeVar("T", bound=pydantic.BaseModel)
 
 
 def _constant(value: dict[str, Any]) -> Callable[[Any, Request], Awaitable[Response]]:
@@ -79,7 +66,7 @@ class Tinker:
     """The handlers of one server."""
 
     def __init__(self, server: Server):
-        self.server = server
+        self.server, self.book, self.tenancy = server, server.book, server.tenancy
 
     # -- handshake and sessions
 
@@ -89,126 +76,128 @@ class Tinker:
     telemetry = _constant({"status": "accepted"})
 
     async def get_server_capabilities(self, request: Request) -> Response:
-        context = self.server.base.cfg.context
-        model = {"model_name": self.server.name, "max_context_length": context}
-        model |= {"trainable": True, "sampleable": True}
+        model = {"model_name": self.server.name, "trainable": True, "sampleable": True}
+        model["max_context_length"] = self.server.base.cfg.context
         return JSONResponse({"supported_models": [model]})
 
     async def create_session(self, request: Request) -> Response:
-        notes = (await body_of(CreateSession, request)).model_dump()
-        if len(json.dumps(notes)) > 2 * MAX_METADATA:
-            raise UserError(
-                f"{', '.join(notes)} have more than {2 * MAX_METADATA} bytes of JSON together:"
-                " shorten them"
-            )
-        id = await asyncio.to_thread(self.server.book.open_session, tenant_of(request), notes)
+        notes = (await body_of(types.CreateSession, request)).model_dump()
+        if len(json.dumps(notes)) > 2 * types.MAX_METADATA:
+            most = f"{2 * types.MAX_METADATA} bytes of JSON"
+            raise UserError(f"{', '.join(notes)} have more than {most} together: shorten them")
+        id = await asyncio.to_thread(self.book.open_session, tenant_of(request), notes)
         return JSONResponse({"type": "create_session", "session_id": id})
 
     async def session_heartbeat(self, request: Request) -> Response:
-        id = (await body_of(SessionRef, request)).session_id
-        if not self.server.tenancy.is_open(tenant_of(request), id):
+        id = (await body_of(types.SessionRef, request)).session_id
+        if not self.tenancy.is_open(tenant_of(request), id):
             return JSONResponse({"detail": f"session {id[:80]!r} has ended"}, 410)
         return JSONResponse({"type": "session_heartbeat"})
 
     async def finish_session(self, request: Request) -> Response:
-        session = self.server.book.session(tenant_of(request), request.path_params["session"])
-        body = await body_of(FinishSession, request) if await request.body() else FinishSession()
+        session = self.book.session(tenant_of(request), request.path_params["session"])
+        kind = types.FinishSession
+        body = await body_of(kind, request) if await request.body() else kind()
         reason = None if body.reason is None else body.reason.type
-        if reason in REASONS:
-            detail, update = (body.detail or "")[:LONGEST_REASON], self.server.book.update_session
-            await asyncio.to_thread(update, session, finished=reason, detail=detail or None)
+        if reason in types.REASONS:
+            detail = (body.detail or "")[:LONGEST_REASON] or None
+            update = self.book.update_session
+            await asyncio.to_thread(update, session, finished=reason, detail=detail)
         await asyncio.to_thread(self.server.end_session, session.id)
         return JSONResponse({})
 
     # -- models
 
     async def create_model(self, request: Request) -> Response:
-        raw, tenant = await request.body(), tenant_of(request)
-        place = parse(ModelPlace, raw)
-        self.server.tenancy.need_open(tenant, place.session_id)
-        id = f"{place.session_id}:train:{place.model_seq_id}"
-        about: dict[str, Any] = {"metadata": place.user_metadata}
+        raw = await request.body()
+        place = parse(types.ModelPlace, raw)
 
-        def make() -> Call:
-            body = parse(CreateModel, raw)
+        def make(body: types.CreateModel) -> Call:
             self.server.need_base(body.base_model)
-            lora = {} if body.lora_config is None else body.lora_config.model_dump()
-            train = {family: lora.get(family, True) for family in self.server.families}
-            config = self.server.adapter_config(lora.get("rank", 32), train)
-            about.update(self.server.about(config))
+            lora = body.lora_config or types.LoraConfig()
+            train = {name: getattr(lora, name, True) for name in self.server.families}
             # the default seed is the model's name, so that a repeated request is the same
-            seed = lora.get("seed")
-            return Create(config, zlib.crc32(id.encode()) if seed is None else seed)
+            seed = zlib.crc32(place.id.encode()) if lora.seed is None else lora.seed
+            return Create(self.server.adapter_config(lora.rank, train), seed)
 
-        call = _call(make)
-        await self._add(place, tenant, about)
-        return await self._submit(id, tenant, 0, call)
+        call = _call(types.CreateModel, raw, make)
+        config = call.config if isinstance(call, Create) else None
+        return await self._begin(place, tenant_of(request), call, config)
 
     async def load_weights(self, request: Request) -> Response:
+        """Loads a checkpoint, into a new model of a session or into a model in training."""
         raw, tenant = await request.body(), tenant_of(request)
-        call = _call(lambda: self._load(parse(LoadWeights, raw), tenant))
-        if parse(LoadPlace, raw).session_id is None:
-            return await self._train(parse(RequestPlace, raw), tenant, lambda: call)
-        place = parse(ModelPlace, raw)
-        self.server.tenancy.need_open(tenant, place.session_id)
-        about: dict[str, Any] = {"metadata": place.user_metadata}
+
+        def make(body: types.LoadWeights) -> Call:
+            self.server.need_base(body.base_model)
+            self.book.checkpoint(tenant, *checkpoints.parse(body.path), published=True)
+            return Load(body.path, body.optimizer, tenant)
+
+        if parse(types.LoadPlace, raw).session_id is None:
+            return await self._train(request, types.LoadWeights, lambda body, _: make(body))
+        place, call, config = (
+            parse(types.ModelPlace, raw),
+            _call(types.LoadWeights, raw, make),
+            None,
+        )
         if isinstance(call, Load):
-            row = self.server.book.checkpoint(tenant, *checkpoints.parse(call.path), published=True)
+            row = self.book.checkpoint(tenant, *checkpoints.parse(call.path), published=True)
             config = self.server.checkpoints.config(row)
-            about |= self.server.about(config)
-        await self._add(place, tenant, about)
-        return await self._submit(f"{place.session_id}:train:{place.model_seq_id}", tenant, 0, call)
+        return await self._begin(place, tenant, call, config)
 
-    def _load(self, body: LoadWeights, tenant: str) -> Call:
-        self.server.need_base(body.base_model)
-        self.server.book.checkpoint(tenant, *checkpoints.parse(body.path), published=True)
-        return Load(body.path, body.optimizer, tenant)
-
-    async def _add(self, place: ModelPlace, tenant: str, about: Mapping[str, Any]) -> None:
-        """Records a new model, or finds it recorded by an earlier copy of the request."""
+    async def _begin(
+        self, place: types.ModelPlace, tenant: str, call: Call, config: AdapterConfig | None
+    ) -> Response:
+        """Records a new model, or finds it recorded by an earlier copy of the request, and submits
+        its first request.
+        """
+        self.tenancy.need_open(tenant, place.session_id)
+        about = {"metadata": place.user_metadata}
+        about |= {} if config is None else self.server.about(config)
         new = place.session_id, place.model_seq_id, tenant, about
-        model = await asyncio.to_thread(self.server.tenancy.add_model, *new)
+        model = await asyncio.to_thread(self.tenancy.add_model, *new)
         if model.ended is not None:
             raise Conflict(f"model {model.id!r} has ended: give a new one a new model_seq_id")
+        return await self._submit(model.id, tenant, 0, call)
 
     async def get_info(self, request: Request) -> Response:
-        model = self._model(tenant_of(request), (await body_of(ModelRef, request)).model_id)
-        name, rank = self.server.name, model.details.get("rank")
-        arch, tokenizer = self.server.base.cfg.family, self.server.tokenizer
-        info = {
-            "type": "get_info",
-            "model_id": model.id,
-            "model_data": {"model_name": name, "tokenizer_id": tokenizer, "arch": arch},
-            "is_lora": True,
-            "lora_rank": rank,
-            "model_name": name,
-            "optimizer_config": {"type": "adamw"},
-        }
-        return JSONResponse(info)
+        body = await body_of(types.ModelRef, request)
+        model, name = self._model(tenant_of(request), body.model_id), self.server.name
+        data = {"model_name": name, "tokenizer_id": self.server.tokenizer}
+        info = {"type": "get_info", "model_id": model.id, "model_name": name, "is_lora": True}
+        info["model_data"] = data | {"arch": self.server.base.cfg.family}
+        info["lora_rank"] = model.details.get("rank")
+        return JSONResponse(info | {"optimizer_config": {"type": "adamw"}})
 
     async def unload_model(self, request: Request) -> Response:
         tenant = tenant_of(request)
-        model = self._model(tenant, (await body_of(ModelRef, request)).model_id)
+        model = self._model(tenant, (await body_of(types.ModelRef, request)).model_id)
         await asyncio.to_thread(self.server.durable.forget, model.id)
-        await asyncio.to_thread(self.server.book.end_model, model.id)
+        await asyncio.to_thread(self.book.end_model, model.id)
         answer, _ = self.server.answers.begin(group_of(tenant, model.id), None, "")
         self.server.answers.end(answer, {"type": "unload_model", "model_id": model.id})
         return JSONResponse({"request_id": answer.id, "model_id": model.id})
 
     def _model(self, tenant: str, id: str) -> Model:
-        model = self.server.book.model(tenant, id)
+        model = self.book.model(tenant, id)
         if model.ended is not None:
             raise NotFound(
                 f"model {id!r} has ended with its session: load a checkpoint of it into a new one"
             )
-        self.server.tenancy.is_open(tenant, model.session)  # counts as a heartbeat
+        self.tenancy.is_open(tenant, model.session)  # counts as a heartbeat
         return model
 
     # -- training
 
-    async def _train(self, place: RequestPlace, tenant: str, make: Callable[[], Call]) -> Response:
+    async def _train(
+        self, request: Request, kind: type[T], make: Callable[[T, Model], Call]
+    ) -> Response:
+        """Submits the call that is made of a body and its model."""
+        raw, tenant = await request.body(), tenant_of(request)
+        place = parse(types.RequestPlace, raw)
         model = self._model(tenant, place.model_id)
-        return await self._submit(model.id, tenant, place.seq_id, _call(make))
+        call = _call(kind, raw, lambda body: make(body, model))
+        return await self._submit(model.id, tenant, place.seq_id, call)
 
     async def _submit(self, model: str, tenant: str, place: int, call: Call) -> Response:
         """Returns the id of a training request. A model's first request creates the model."""
@@ -216,61 +205,54 @@ class Tinker:
         return JSONResponse({"request_id": id, "model_id": model})
 
     async def forward_backward(self, request: Request) -> Response:
-        body, tenant = await request.body(), tenant_of(request)
+        raw, tenant = await request.body(), tenant_of(request)
         kind = request.headers.get("content-type", "")
-        message = await off_loop(len(body), lambda: wire_training.read(body, kind))
+        message = await off_loop(len(raw), lambda: wire.read(raw, kind))
         model = self._model(tenant, message.model_id)
 
         def make() -> Call:
-            call, spans = message.batch()
-            return self.server.sequences.with_routes(call, spans, tenant)
+            try:
+                call, spans = message.batch()
+                return self.server.sequences.with_routes(call, spans, tenant)
+            except UserError as reason:
+                return Refused(reason_of(reason))
 
-        call = await off_loop(len(body), lambda: _call(make))
+        call = await off_loop(len(raw), make)
         return await self._submit(model.id, tenant, message.seq_id, call)
 
     async def optim_step(self, request: Request) -> Response:
-        raw, tenant = await request.body(), tenant_of(request)
+        def make(body: types.OptimStep, model: Model) -> Call:
+            params = body.adam_params or types.AdamParams()
+            rate, b1, b2, eps, decay, norm = (ADAM | params.model_dump(exclude_none=True)).values()
+            return training_calls.Optim(OptimizerConfig(rate, b1, b2, eps, decay, norm))
 
-        def make() -> Call:
-            return training_calls.Optim(_adam(parse(OptimStep, raw).adam_params or AdamParams()))
-
-        return await self._train(parse(RequestPlace, raw), tenant, make)
+        return await self._train(request, types.OptimStep, make)
 
     async def save_weights(self, request: Request) -> Response:
-        return await self._save(request, "weights")
+        return await self._train(request, types.SaveWeights, lambda body, _: _save("weights", body))
 
     async def save_weights_external(self, request: Request) -> Response:
-        return await self._save(request, "external_weights")
-
-    async def _save(self, request: Request, kind: str) -> Response:
-        raw, tenant = await request.body(), tenant_of(request)
-        place = parse(RequestPlace, raw)
-        return await self._train(place, tenant, lambda: _save(kind, parse(SaveWeights, raw)))
+        kind = "external_weights"
+        return await self._train(request, types.SaveWeights, lambda body, _: _save(kind, body))
 
     async def save_weights_for_sampler(self, request: Request) -> Response:
-        raw, tenant = await request.body(), tenant_of(request)
-        place = parse(RequestPlace, raw)
-        session = self._model(tenant, place.model_id).session
-
-        def make() -> Call:
-            body = parse(SaveForSampler, raw)
-            if body.sampling_session_seq_id is None:
+        def make(body: types.SaveForSampler, model: Model) -> Call:
+            if (number := body.sampling_session_seq_id) is None:
                 return _save("sampler_weights", body)
-            sampler = f"{session}:sample:{body.sampling_session_seq_id}"
-            return Save("sampler_weights", None, sampler)
+            return Save("sampler_weights", None, f"{model.session}:sample:{number}")
 
-        return await self._train(place, tenant, make)
+        return await self._train(request, types.SaveForSampler, make)
 
 
-def _call(make: Callable[[], Call]) -> Call:
-    """Returns a call, or a refusal with the reason why there is none."""
+def _call(kind: type[T], raw: bytes, make: Callable[[T], Call]) -> Call:
+    """Returns the call of a body, or a refusal with the reason why there is none."""
     try:
-        return make()
+        return make(parse(kind, raw))
     except UserError as reason:
         return Refused(reason_of(reason))
 
 
-def _save(kind: str, body: SaveWeights) -> Save:
+def _save(kind: str, body: types.SaveWeights) -> Save:
     return Save(
         kind,
         checkpoints.check_name(body.path),
@@ -278,11 +260,4 @@ def _save(kind: str, body: SaveWeights) -> Save:
         overwrite=body.overwrite,
         metadata=body.user_metadata,
         recipients=tuple(body.age_encryption_recipients or ()),
-    )
-
-
-def _adam(params: AdamParams) -> OptimizerConfig:
-    given = params.model_dump(exclude_none=True)
-    return OptimizerConfig(
-        **{own: given.get(name, default) for name, (own, default) in ADAM.items()}
     )

@@ -6,7 +6,6 @@ A project is only a label here: a tenant has access to all projects.
 
 import asyncio
 import datetime
-import itertools
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -17,53 +16,47 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from mint_jax.digest import blake3_of
 from mint_jax.errors import UserError
 from mint_jax.service import checkpoints, external
+from mint_jax.service import tinker_types as types
 from mint_jax.service.book import Checkpoint, Model, NotFound, Session, iso
 from mint_jax.service.handlers import body_of, tenant_of
 from mint_jax.service.queries import MAX_LISTED, PageQuery, RunsQuery, query_of
 from mint_jax.service.server import Server
-from mint_jax.service.tinker_types import (
-    REASONS,
-    AssignProject,
-    CopyWeights,
-    SearchSessions,
-    SetTtl,
-    Status,
-    WeightsInfo,
-)
 from mint_jax.service.validation import wrong
 
 TRACE = "trace.json"  # a link's file name; the trace is made when the link is followed
-EPOCH = datetime.datetime.fromtimestamp(0, datetime.UTC)
-MICROSECOND = datetime.timedelta(microseconds=1)
 
 
 class Rest:
     """The handlers of one server."""
 
     def __init__(self, server: Server):
-        self.server = server
+        self.server, self.book = server, server.book
+
+    def _session(self, request: Request) -> Session:
+        return self.book.session(tenant_of(request), request.path_params["session"])
+
+    def _row(self, request: Request) -> Checkpoint:
+        names = (request.path_params[name] for name in ("model", "kind", "name"))
+        return self.book.checkpoint(tenant_of(request), *names)
 
     # -- runs and sessions
 
     async def training_runs(self, request: Request) -> Response:
-        query = query_of(RunsQuery, request)
-        (limit, offset), project = _page(query), query.project_id
-        book, tenant = self.server.book, tenant_of(request)
-        found = [self._run(model, tenant) for model in book.models(tenant, limit, offset, project)]
-        return _listed("training_runs", found, offset, limit, book.count_models(tenant, project))
+        query, tenant = query_of(RunsQuery, request), tenant_of(request)
+        models = self.book.models(tenant, *_page(query), query.project_id)
+        runs = [self._run(model, tenant) for model in models]
+        count = self.book.count_models(tenant, query.project_id)
+        return JSONResponse({"training_runs": runs, "cursor": _cursor(query, count)})
 
     async def training_run(self, request: Request) -> Response:
         tenant = tenant_of(request)
-        model = self.server.book.model(tenant, request.path_params["model"])
-        return JSONResponse(self._run(model, tenant))
+        return JSONResponse(
+            self._run(self.book.model(tenant, request.path_params["model"]), tenant)
+        )
 
     def _run(self, model: Model, tenant: str) -> dict[str, Any]:
-        saved = self.server.book.checkpoints(tenant, model.id)
-        newest = {
-            kind: next((_shown(row) for row in saved if row.kind == kind), None)
-            for kind in checkpoints.KINDS
-        }
-        latest = max([model.created, *(row.created for row in saved)])
+        saved = self.book.checkpoints(tenant, model.id)
+        newest = {row.kind: _shown(row) for row in reversed(saved)}
         return {
             "training_run_id": model.id,
             "base_model": self.server.name,
@@ -71,37 +64,35 @@ class Rest:
             "is_lora": True,
             "lora_rank": model.details.get("rank"),
             "corrupted": False,
-            "last_request_time": iso(latest),
-            "last_checkpoint": newest["weights"],
-            "last_sampler_checkpoint": newest["sampler_weights"],
+            "last_request_time": iso(max([model.created, *(row.created for row in saved)])),
+            "last_checkpoint": newest.get("weights"),
+            "last_sampler_checkpoint": newest.get("sampler_weights"),
             "user_metadata": model.details.get("metadata"),
         }
 
     async def sessions(self, request: Request) -> Response:
-        found = self.server.book.sessions(tenant_of(request), *_page(query_of(PageQuery, request)))
+        found = self.book.sessions(tenant_of(request), *_page(query_of(PageQuery, request)))
         return JSONResponse({"sessions": [session.id for session in found]})
 
     async def session(self, request: Request) -> Response:
-        book, tenant = self.server.book, tenant_of(request)
-        found = book.session(tenant, request.path_params["session"])
-        notes = {name: found.details.get(name) for name in ("user_metadata", "display_name")}
-        runs, samplers = book.models_of(tenant, found.id), book.samplers_of(tenant, found.id)
-        return JSONResponse({"training_run_ids": runs, "sampler_ids": samplers} | notes)
+        tenant, found = tenant_of(request), self._session(request)
+        answer = {name: found.details.get(name) for name in ("user_metadata", "display_name")}
+        answer["training_run_ids"] = self.book.models_of(tenant, found.id)
+        answer["sampler_ids"] = self.book.samplers_of(tenant, found.id)
+        return JSONResponse(answer)
 
     async def search(self, request: Request) -> Response:
         """Answers with a page of the tenant's sessions that match, newest first."""
-        query, tenant = await body_of(SearchSessions, request), tenant_of(request)
-        limit, after = query.limit or 50, query.cursor
-        owner = query.owner
+        query, tenant = await body_of(types.SearchSessions, request), tenant_of(request)
+        limit, owner = query.limit or 50, query.owner
         owners = [tenant] if owner is None or owner.type != "user" else owner.owner_urns
         if owners is None:
             raise wrong("owner.owner_urns", None, "a list of owners")
-        every = sorted(self.server.book.sessions(tenant), key=_place, reverse=True)
-        every = every if tenant in owners else []
-        if after is not None:
-            end = (after.last_created_at - EPOCH) // MICROSECOND, after.last_session_id
-            every = [one for one in every if _place(one) < end]
-        found = list(itertools.islice((one for one in every if _fits(query, one)), limit + 1))
+        sessions = self.book.sessions(tenant) if tenant in owners else []
+        found = [one for one in sorted(sessions, key=_place, reverse=True) if _fits(query, one)]
+        if (after := query.cursor) is not None:
+            end = after.last_created_at, after.last_session_id
+            found = [one for one in found if _place(one) < end]
         page, cursor = [self._summary(one) for one in found[:limit]], None
         if len(found) > limit:
             last = page[-1]
@@ -109,89 +100,80 @@ class Rest:
         return JSONResponse({"sessions": page, "next_cursor": cursor})
 
     def _summary(self, session: Session) -> dict[str, Any]:
-        count, nbytes = self.server.book.checkpoint_totals(session.tenant, session.id)
-        notes = session.details
+        count, nbytes = self.book.checkpoint_totals(session.tenant, session.id)
         return {
             "session_id": session.id,
-            "created_at": (EPOCH + _place(session)[0] * MICROSECOND).isoformat(),
+            "created_at": _place(session)[0].isoformat(),
             "owner": session.tenant,
-            "project_id": notes.get("project_id") or "",
+            "project_id": session.details.get("project_id") or "",
             "status": _status(session),
             "checkpoints_count": count,
             "checkpoint_storage_bytes": nbytes,
-            "display_name": notes.get("display_name"),
-            "user_metadata": notes.get("user_metadata"),
+            "display_name": session.details.get("display_name"),
+            "user_metadata": session.details.get("user_metadata"),
         }
 
     async def project(self, request: Request) -> Response:
         """Moves a session, and with it its runs, into a project."""
-        session = self.server.book.session(tenant_of(request), request.path_params["session"])
-        project = (await body_of(AssignProject, request)).project_id
-        self.server.book.update_session(session, project_id=project[:1000])
+        session, body = self._session(request), await body_of(types.AssignProject, request)
+        self.book.update_session(session, project_id=body.project_id[:1000])
         return JSONResponse({})
 
     async def trace_export(self, request: Request) -> Response:
         """Answers with a link to the session's timeline, valid without a key for an hour."""
-        session = self.server.book.session(tenant_of(request), request.path_params["session"])
-        token = self.server.links.make(f"{session.tenant}/{session.id}", TRACE)
-        url = request.url_for("file", token=token)
-        return JSONResponse({"status": "ready", "url": str(url)})
+        session = self._session(request)
+        url = self._url(request, f"{session.tenant}/{session.id}", TRACE)
+        return JSONResponse({"status": "ready", "url": url})
+
+    def _url(self, request: Request, folder: str, name: str) -> str:
+        return str(request.url_for("file", token=self.server.links.make(folder, name)))
 
     # -- checkpoints
 
     async def checkpoints(self, request: Request) -> Response:
-        limit, offset = _page(query_of(PageQuery, request))
-        book, tenant = self.server.book, tenant_of(request)
-        found = [_shown(row) for row in book.checkpoints(tenant, limit=limit, offset=offset)]
-        return _listed("checkpoints", found, offset, limit, book.checkpoint_totals(tenant)[0])
+        query, tenant = query_of(PageQuery, request), tenant_of(request)
+        limit, offset = _page(query)
+        found = [_shown(row) for row in self.book.checkpoints(tenant, limit=limit, offset=offset)]
+        count = self.book.checkpoint_totals(tenant)[0]
+        return JSONResponse({"checkpoints": found, "cursor": _cursor(query, count)})
 
     async def checkpoints_of(self, request: Request) -> Response:
-        book, tenant = self.server.book, tenant_of(request)
-        model = book.model(tenant, request.path_params["model"])
-        found = [_shown(row) for row in book.checkpoints(tenant, model.id)]
+        tenant = tenant_of(request)
+        model = self.book.model(tenant, request.path_params["model"])
+        found = [_shown(row) for row in self.book.checkpoints(tenant, model.id)]
         return JSONResponse({"checkpoints": found})
-
-    def _row(self, request: Request) -> Checkpoint:
-        path = request.path_params
-        return self.server.book.checkpoint(
-            tenant_of(request), path["model"], path["kind"], path["name"]
-        )
 
     async def delete(self, request: Request) -> Response:
         await asyncio.to_thread(self.server.checkpoints.remove, self._row(request))
         return Response(status_code=204)
 
     async def publish(self, request: Request) -> Response:
-        self.server.book.change_checkpoint(self._row(request), public=True)
+        self.book.change_checkpoint(self._row(request), public=True)
         return JSONResponse({})
 
     async def unpublish(self, request: Request) -> Response:
-        self.server.book.change_checkpoint(self._row(request), public=False)
+        self.book.change_checkpoint(self._row(request), public=False)
         return JSONResponse({})
 
     async def ttl(self, request: Request) -> Response:
-        row, body = self._row(request), await body_of(SetTtl, request)
+        row, body = self._row(request), await body_of(types.SetTtl, request)
         seconds = checkpoints.check_ttl(body.ttl_seconds)
-        book = self.server.book
-        book.change_checkpoint(row, expires=None if seconds is None else book.clock() + seconds)
+        expires = None if seconds is None else self.book.clock() + seconds
+        self.book.change_checkpoint(row, expires=expires)
         return JSONResponse({})
 
     async def external_weights_urls(self, request: Request) -> Response:
-        row, links = self._row(request), self.server.links
+        row = self._row(request)
         if row.kind != "external_weights":
             raise UserError(
                 f"{row.path} has no files to download; save_weights_external makes some"
             )
         try:
-            found = sorted(path.name for path in (links.folder / row.digest).iterdir())
+            names = sorted(path.name for path in (self.server.links.folder / row.digest).iterdir())
         except FileNotFoundError:  # removed since its row was read
             raise NotFound(f"there is no checkpoint {row.path}") from None
-        made = {
-            name: str(request.url_for("file", token=links.make(row.digest, name))) for name in found
-        }
-        return JSONResponse(
-            {"urls": made, "expires": iso(self.server.book.clock() + external.LINK_S)}
-        )
+        urls = {name: self._url(request, row.digest, name) for name in names}
+        return JSONResponse({"urls": urls, "expires": iso(self.book.clock() + external.LINK_S)})
 
     async def file(self, request: Request) -> Response:
         path = self.server.links.follow(request.path_params["token"])
@@ -204,40 +186,31 @@ class Rest:
         return FileResponse(path, media_type="application/octet-stream", filename=path.name)
 
     async def weights_info(self, request: Request) -> Response:
-        path = checkpoints.parse((await body_of(WeightsInfo, request)).tinker_path)
-        row = self.server.book.checkpoint(tenant_of(request), *path, published=True)
+        path = checkpoints.parse((await body_of(types.WeightsInfo, request)).tinker_path)
+        row = self.book.checkpoint(tenant_of(request), *path, published=True)
         config = self.server.checkpoints.config(row)
-        info = {
-            "base_model": self.server.name,
-            "is_lora": True,
-            "lora_rank": config.rank,
-            "optimizer_config": {"type": "adamw"},
-        }
-        return JSONResponse(info | self.server.trained_families(config))
+        info = {"base_model": self.server.name, "is_lora": True, "lora_rank": config.rank}
+        info |= self.server.trained_families(config)
+        return JSONResponse(info | {"optimizer_config": {"type": "adamw"}})
 
     async def copy_weights(self, request: Request) -> Response:
-        """Copies a checkpoint into a given session or, as the SDK asks, into a new one.
-
-        The new session belongs to a project, which is only a label here.
+        """Copies a checkpoint into a given session or, as the SDK asks, into a new one of a
+        project.
         """
-        body, tenant = await body_of(CopyWeights, request), tenant_of(request)
+        body, tenant = await body_of(types.CopyWeights, request), tenant_of(request)
         source, ttl_s = body.source_path, checkpoints.check_ttl(body.ttl_seconds)
-        if body.session_id is None:
+        session, place = body.session_id, body.model_seq_id
+        if session is None:
             if (project := body.destination_project_id) is None:
                 raise wrong("destination_project_id", None, "a project, or a session_id")
-            self.server.book.checkpoint(tenant, *checkpoints.parse(source), published=True)
-            key = request.headers.get("x-idempotency-key")
-            again = (
-                None if key is None else blake3_of(json.dumps([tenant, source, key]).encode())[:32]
-            )
-            session = await asyncio.to_thread(
-                self.server.book.open_session, tenant, {"project_id": project}, again
-            )
-            place = 0
-        else:
-            if body.model_seq_id is None:
-                raise wrong("model_seq_id", None, "the number of a model of the session")
-            session, place = body.session_id, body.model_seq_id
+            self.book.checkpoint(tenant, *checkpoints.parse(source), published=True)
+            key, again, place = request.headers.get("x-idempotency-key"), None, 0
+            if key is not None:
+                again = blake3_of(json.dumps([tenant, source, key]).encode())[:32]
+            new = tenant, {"project_id": project}, again
+            session = await asyncio.to_thread(self.book.open_session, *new)
+        if place is None:
+            raise wrong("model_seq_id", None, "the number of a model of the session")
         path = await asyncio.to_thread(self.server.copy, tenant, source, session, place, ttl_s)
         return JSONResponse({"tinker_path": path})
 
@@ -255,15 +228,14 @@ def _shown(row: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _listed(name: str, found: list[Any], offset: int, limit: int, count: int) -> Response:
-    """Returns one page of a list."""
-    cursor = {"offset": offset, "limit": limit, "total_count": count}
-    return JSONResponse({name: found, "cursor": cursor})
-
-
 def _page(query: PageQuery) -> tuple[int, int]:
     """Returns limit and offset."""
     return min(query.limit, MAX_LISTED), query.offset
+
+
+def _cursor(query: PageQuery, count: int) -> dict[str, int]:
+    limit, offset = _page(query)
+    return {"offset": offset, "limit": limit, "total_count": count}
 
 
 def trace_of(server: Server, tenant: str, id: str) -> bytes:
@@ -272,39 +244,39 @@ def trace_of(server: Server, tenant: str, id: str) -> bytes:
     There is a row for each model, with its lifetime, its updates with loss and gradient norm, and
     its checkpoints, and one for each sampler. Times of single requests are not kept.
     """
-    book = server.book
-    session, events = book.session(tenant, id), []
-    now = book.clock()
+    book, events = server.book, []
+    session, row = book.session(tenant, id), -1
 
-    def add(row: int, kind: str, name: str, at: float, args: Any, **more: Any) -> None:
+    def add(kind: str, name: str, at: float, args: Any, **more: Any) -> None:
         event = {"pid": 1, "tid": row, "ph": kind, "name": name, "ts": round(1e6 * at)}
         events.append(event | {"args": args} | more)
 
-    def life(row: int, name: str, begin: float, end: float | None, args: Mapping[str, Any]) -> None:
-        add(row, "M", "thread_name", 0, {"name": name})
-        end = now if end is None else end
-        add(row, "X", name, begin, args, dur=round(1e6 * (end - begin)))
+    def life(name: str, begin: float, end: float | None, args: Mapping[str, Any]) -> None:
+        nonlocal row
+        row += 1
+        add("M", "thread_name", 0, {"name": name})
+        seconds = (book.clock() if end is None else end) - begin
+        add("X", name, begin, args, dur=round(1e6 * seconds))
 
-    life(0, f"session {id}", session.created, session.ended, session.details)
-    rows = 0
-    for rows, name in enumerate(book.models_of(tenant, id), 1):
+    life(f"session {id}", session.created, session.ended, session.details)
+    for name in book.models_of(tenant, id):
         model = book.model(tenant, name)
-        life(rows, model.id, model.created, model.ended, {"rank": model.details.get("rank")})
+        life(model.id, model.created, model.ended, {"rank": model.details.get("rank")})
         for number, point in server.curves.of(model.id, 10_000):
             args = {"number": number, "loss": point.loss, "grad_norm": point.grad_norm}
-            add(rows, "i", "update", point.at, args, s="t")
+            add("i", "update", point.at, args, s="t")
         for saved in book.checkpoints(tenant, model.id):
             name, args = f"{saved.kind}/{saved.name}", {"bytes": saved.nbytes}
-            add(rows, "i", name, saved.created, args, s="t")
-    for row, name in enumerate(book.samplers_of(tenant, id), rows + 1):
+            add("i", name, saved.created, args, s="t")
+    for name in book.samplers_of(tenant, id):
         sampler = server.sampler(tenant, name)
-        life(row, sampler.id, sampler.created, session.ended, {"path": sampler.path})
+        life(sampler.id, sampler.created, session.ended, {"path": sampler.path})
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}).encode()
 
 
-def _place(session: Session) -> tuple[int, str]:
-    """Returns the sort key of a session: creation in microseconds, as in a cursor, and id."""
-    return round(1e6 * session.created), session.id
+def _place(session: Session) -> tuple[datetime.datetime, str]:
+    """Returns the sort key of a session: creation to the microsecond, as in a cursor, and id."""
+    return datetime.datetime.fromtimestamp(session.created, datetime.UTC), session.id
 
 
 def _status(session: Session) -> dict[str, Any] | None:
@@ -316,27 +288,24 @@ def _status(session: Session) -> dict[str, Any] | None:
     return None if reason is None else finished
 
 
-def _fits(query: SearchSessions, session: Session) -> bool:
+def _fits(query: types.SearchSessions, session: Session) -> bool:
     """Returns whether a session matches a search: all filters, and one of id and name."""
-    notes = session.details
+    notes, status, words = session.details, _status(session), query.display_name
     metadata = notes.get("user_metadata") or {}
-    if query.project_ids is not None and notes.get("project_id") not in query.project_ids:
-        return False
-    if any(metadata.get(key) != value for key, value in (query.user_metadata or {}).items()):
-        return False
-    status = _status(session)
-    if query.statuses is not None and not any(_has(one, status) for one in query.statuses):
-        return False
-    if query.session_id is None and query.display_name is None:
-        return True
-    name, words = (notes.get("display_name") or "").lower(), query.display_name
+    name = (notes.get("display_name") or "").lower()
     named = words is not None and all(word in name for word in words.lower().split())
-    return named or session.id == query.session_id
+    anything = query.session_id is None and words is None
+    return (
+        (query.project_ids is None or notes.get("project_id") in query.project_ids)
+        and all(metadata.get(key) == value for key, value in (query.user_metadata or {}).items())
+        and (query.statuses is None or any(_has(one, status) for one in query.statuses))
+        and (anything or named or session.id == query.session_id)
+    )
 
 
-def _has(wanted: Status, found: Mapping[str, Any] | None) -> bool:
+def _has(wanted: types.Status, found: Mapping[str, Any] | None) -> bool:
     """Returns whether a session has a status; none has failed or was cancelled here."""
     if found is None or found["type"] != wanted.type:
         return False
-    reasons = REASONS if wanted.reasons is None else wanted.reasons
+    reasons = types.REASONS if wanted.reasons is None else wanted.reasons
     return wanted.type != "client_finished" or found["reason"]["type"] in reasons

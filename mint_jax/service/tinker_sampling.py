@@ -21,6 +21,7 @@ from mint_jax.rollout.stream import Stream
 from mint_jax.service import answers as answers_
 from mint_jax.service import checkpoints, training_calls
 from mint_jax.service import futures as futures_
+from mint_jax.service import tinker_types as types
 from mint_jax.service.answers import PREFIX, Answer, group_of
 from mint_jax.service.durable import Unavailable
 from mint_jax.service.errors import reason_of
@@ -28,44 +29,36 @@ from mint_jax.service.futures import Category, Conflict, Failed
 from mint_jax.service.handlers import body_of, off_loop, tenant_of
 from mint_jax.service.quotas import Busy
 from mint_jax.service.server import Server
-from mint_jax.service.tinker_types import (
-    CancelFuture,
-    CreateSampler,
-    RetrieveFuture,
-    RetrieveFutures,
-    SamplerRef,
-)
-from mint_jax.service.wire import forward_backward as wire_training
-from mint_jax.service.wire import samples as wire_samples
+from mint_jax.service.wire import forward_backward, samples
 
 CLONE = 1_000_000_000  # the n-th copy of a client numbers its samples from n times this
 POLL_S = 40.0  # the SDK gives up after 45
 GROUP_POLL_S = 30.0
 LARGE = 1 << 20  # bytes of a result from which a client can ask for its size first
 PROTOBUF = "application/x-protobuf"
+Result = tuple[bytes | dict[str, Any], BackgroundTask]  # the latter marks it as delivered
 
 
 class Sampling:
     """The handlers of one server."""
 
     def __init__(self, server: Server):
-        self.server = server
+        self.server, self.answers = server, server.answers
 
     async def create_sampling_session(self, request: Request) -> Response:
-        body, tenant = await body_of(CreateSampler, request), tenant_of(request)
-        session, place, path = body.session_id, body.sampling_session_seq_id, body.model_path
-        self.server.tenancy.need_open(tenant, session)
+        body, tenant = await body_of(types.CreateSampler, request), tenant_of(request)
+        path, server = body.model_path, self.server
+        server.tenancy.need_open(tenant, body.session_id)
         digest = self._weights(tenant, path, body.base_model)
+        new = body.session_id, body.sampling_session_seq_id, tenant
         if path is None:
-            add: Any = self.server.book.add_sampler
-            of: tuple[Any, ...] = (None, None)
+            sampler = await asyncio.to_thread(server.book.add_sampler, *new, None, None)
         else:
-            add, of = self.server.checkpoints.add_sampler, (path,)
-        sampler = await asyncio.to_thread(add, session, place, tenant, *of)
+            sampler = await asyncio.to_thread(server.checkpoints.add_sampler, *new, path)
         if (sampler.path, sampler.digest) != (path, digest):
             raise Conflict(
-                f"sampling session {sampler.id!r} is of {sampler.path or self.server.name}: give"
-                " another a new number"
+                f"sampling session {sampler.id!r} is of {sampler.path or server.name}: give another"
+                " a new number"
             )
         return JSONResponse({"type": "create_sampling_session", "sampling_session_id": sampler.id})
 
@@ -74,42 +67,37 @@ class Sampling:
         if path is None and base_model is None:
             raise UserError("neither model_path nor base_model is given: give one")
         self.server.need_base(base_model)
-        if path is None:
-            return None
-        return self.server.checkpoints.digest(tenant, path)
+        return None if path is None else self.server.checkpoints.digest(tenant, path)
 
     async def join_sampling_session(self, request: Request) -> Response:
-        id = (await body_of(SamplerRef, request)).sampling_session_id
+        id = (await body_of(types.SamplerRef, request)).sampling_session_id
         count = await asyncio.to_thread(self.server.book.join_sampler, tenant_of(request), id)
         return JSONResponse({"type": "join_sampling_session", "client_counter": count})
 
     async def sampler(self, request: Request) -> Response:
         found = self.server.sampler(tenant_of(request), request.path_params["sampler"])
-        return JSONResponse(
-            {"sampler_id": found.id, "base_model": self.server.name, "model_path": found.path}
-        )
+        answer = {"sampler_id": found.id, "base_model": self.server.name}
+        return JSONResponse(answer | {"model_path": found.path})
 
     async def asample(self, request: Request) -> Response:
-        body, tenant, server = await request.body(), tenant_of(request), self.server
-        if trouble := server.trouble(sampling=True):
+        body, tenant = await request.body(), tenant_of(request)
+        if trouble := self.server.trouble(sampling=True):
             raise Unavailable(trouble)
-        where = await off_loop(len(body), lambda: wire_samples.place_of(body))
-        if where.sampling_session_id is not None:
-            group, place = where.sampling_session_id, where.seq_id
-            digest = self.server.sampler(tenant, group).digest
+        where = await off_loop(len(body), lambda: samples.place_of(body))
+        if (sampler := where.sampling_session_id) is not None:
+            place, digest = where.seq_id, self.server.sampler(tenant, sampler).digest
         else:  # SDKs before sampling sessions: a repeated request cannot be recognised
-            group, place = "", None
-            digest = self._weights(tenant, where.model_path, where.base_model)
-        clone = 0 if place is None else place // CLONE
-        answer, new = server.answers.begin(group_of(tenant, group, clone), place, blake3_of(body))
+            place, digest = None, self._weights(tenant, where.model_path, where.base_model)
+        group = group_of(tenant, sampler or "", (place or 0) // CLONE)
+        answer, new = self.answers.begin(group, place, blake3_of(body))
         if new:
             try:
                 await off_loop(len(body), lambda: self._sample(answer, body, tenant, digest))
             except (QueueFull, Busy):
-                server.answers.withdraw(answer)
+                self.answers.withdraw(answer)
                 raise
             except UserError as reason:
-                server.answers.end(answer, failure=reason)
+                self.answers.end(answer, failure=reason)
         ids = [f"{answer.id}.{i}" for i in range(answer.count)]
         return JSONResponse({"request_id": answer.id, "sample_sequence_ids": ids})
 
@@ -119,18 +107,16 @@ class Sampling:
         # a sample without a limit may take the cache's capacity, less a page at each end
         room = min(server.base.cfg.context, max(1, server.engine.cache.most - 2) * PAGE)
         # without a seed a repeated request is another sample
-        spec = wire_samples.spec_of(body, room, eos, zlib.crc32(answer.id.encode()))
+        spec = samples.spec_of(body, room, eos, zlib.crc32(answer.id.encode()))
         stream = server.submit(dataclasses.replace(spec.request, revision=digest, tenant=tenant))
         answer.what, answer.count = stream, stream.request.n
 
         def ended(stream: Stream) -> None:
             try:
                 completions = stream.result()
+                if any(completion.finish == "cancelled" for completion in completions):
+                    raise UserError("this sample was cancelled before it was done: ask again")
             except Exception as failure:
-                server.answers.end(answer, failure=failure)
-                return
-            if any(completion.finish == "cancelled" for completion in completions):
-                failure = UserError("this sample was cancelled before it was done: ask again")
                 server.answers.end(answer, failure=failure)
                 return
             for i, completion in enumerate(completions):
@@ -143,63 +129,67 @@ class Sampling:
     # -- futures
 
     async def retrieve_future(self, request: Request) -> Response:
-        body, tenant = await body_of(RetrieveFuture, request), tenant_of(request)
-        id, small = body.request_id, body.allow_metadata_only
+        body, tenant = await body_of(types.RetrieveFuture, request), tenant_of(request)
         protobuf = PROTOBUF in request.headers.get("accept", "")
-        if id.startswith(PREFIX):
-            return await self._answer(id, tenant, protobuf, small)
+        get = self._sampled if body.request_id.startswith(PREFIX) else self._trained
+        if (found := await get(body.request_id, tenant, protobuf)) is None:
+            return JSONResponse({"queue_state": "active"}, 408)
+        result, then = found
+        if isinstance(result, dict):
+            return JSONResponse(result, background=then)
+        if body.allow_metadata_only and len(result) > LARGE:
+            size = {"status": "complete_metadata", "response_payload_size": len(result)}
+            return JSONResponse(size)
+        kind = PROTOBUF if protobuf else "application/json"
+        return Response(result, media_type=kind, background=then)
+
+    async def _trained(self, id: str, tenant: str, protobuf: bool) -> Result | None:
         futures = self.server.durable.futures
         model, call = futures.about(id)
         if self.server.book.owner(model) != tenant:
             raise futures_.unknown(id)
-        outcome = await futures.wait_task(id, POLL_S)
-        if outcome is None:
-            return _not_yet()
+        if (outcome := await futures.wait_task(id, POLL_S)) is None:
+            return None
         then = BackgroundTask(futures.delivered, id)
         if isinstance(outcome, Failed):
-            failure = {"error": outcome.error, "category": outcome.category.value}
-            return JSONResponse(failure, background=then)
+            return {"error": outcome.error, "category": outcome.category.value}, then
         raw = outcome.result
         if call != "forward_backward":
-            result = _result(call, model, training_calls.decode_result(raw))
-            return JSONResponse(result, background=then)
-        body = await off_loop(
-            len(raw), lambda: wire_training.encode(training_calls.decode_result(raw), protobuf)
-        )
-        return _payload(body, protobuf, small, then)
+            return _result(call, model, training_calls.decode_result(raw)), then
 
-    async def _answer(self, id: str, tenant: str, protobuf: bool, small: bool) -> Response:
-        answers = self.server.answers
+        def encode() -> bytes:
+            return forward_backward.encode(training_calls.decode_result(raw), protobuf)
+
+        return await off_loop(len(raw), encode), then
+
+    async def _sampled(self, id: str, tenant: str, protobuf: bool) -> Result | None:
         self._own(id, tenant)
-        if (answer := await answers.wait(id, POLL_S)) is None:
-            return _not_yet()
-        then = BackgroundTask(answers.delivered, answer)
+        if (answer := await self.answers.wait(id, POLL_S)) is None:
+            return None
+        then = BackgroundTask(self.answers.delivered, answer)
         if answer.failure is not None:
             category = Category.USER if isinstance(answer.failure, UserError) else Category.SERVER
-            failure = {"error": reason_of(answer.failure), "category": category.value}
-            return JSONResponse(failure, background=then)
+            return {"error": reason_of(answer.failure), "category": category.value}, then
         if isinstance(answer.value, dict):
-            return JSONResponse(answer.value, background=then)
+            return answer.value, then
         spec, completions = answer.value
-        body = await asyncio.to_thread(wire_samples.encode, completions, spec, protobuf)
-        return _payload(body, protobuf, small, then)
+        return await asyncio.to_thread(samples.encode, completions, spec, protobuf), then
 
     def _own(self, id: str, tenant: str) -> Answer:
         """Returns a tenant's answer."""
-        answer = self.server.answers.find(id)
+        answer = self.answers.find(id)
         if not answer.group.startswith(f"{tenant}/"):
             raise answers_.unknown(id)
         return answer
 
     async def retrieve_futures(self, request: Request) -> Response:
-        body, tenant = await body_of(RetrieveFutures, request), tenant_of(request)
+        body, tenant = await body_of(types.RetrieveFutures, request), tenant_of(request)
         sampler = self.server.sampler(tenant, body.target.sampling_session_id).id
         group = group_of(tenant, sampler, body.target.cloned_sampler_id)
-        answers = self.server.answers
         received = body.retrieved_request_ids or ()
-        answers.acknowledge(id for id in received if answers.is_in(id, group))
+        self.answers.acknowledge(id for id in received if self.answers.is_in(id, group))
         timeout = GROUP_POLL_S if body.timeout is None else min(GROUP_POLL_S, body.timeout)
-        ended, cursor = await answers.wait_group(group, body.prev_cursor, timeout)
+        ended, cursor = await self.answers.wait_group(group, body.prev_cursor, timeout)
         found = [
             {"request_id": one.id, "state": "finished" if one.failure is None else "failed"}
             for one in ended
@@ -207,36 +197,23 @@ class Sampling:
         return JSONResponse({"completions": found, "cursor": cursor})
 
     async def cancel_future(self, request: Request) -> Response:
-        body, tenant = await body_of(CancelFuture, request), tenant_of(request)
+        body, tenant = await body_of(types.CancelFuture, request), tenant_of(request)
         single = [] if body.request_id is None else [body.request_id]
-        ids = [*(body.request_ids or ()), *single]
-        for answer in [self._own(id, tenant) for id in ids]:
+        for answer in [self._own(id, tenant) for id in [*(body.request_ids or ()), *single]]:
             if isinstance(answer.what, Stream):
                 answer.what.cancel()
         self.server.engine.wake()
         return JSONResponse({})
 
 
-def _bytes_of(completion: Completion) -> int:
+def _bytes_of(done: Completion) -> int:
     """Estimates the bytes of a completion in memory, with its numbers as Python objects."""
-    done = completion
     numbers = (done.tokens, done.logprobs, done.drawn_logprobs, done.prompt_logprobs)
     tables = (done.top_logprobs, done.top_prompt_logprobs)
     tables += (done.target_prompt_logprobs, done.prompt_alternatives)
     pairs = sum(len(place) for table in tables for place in table or ())
     routes = sum(x.nbytes for x in (done.routes, done.prompt_routes) if x is not None)
     return 1000 + 40 * sum(len(one or ()) for one in numbers) + 120 * pairs + routes
-
-
-def _not_yet() -> Response:
-    return JSONResponse({"queue_state": "active"}, 408)
-
-
-def _payload(body: bytes, protobuf: bool, small: bool, then: BackgroundTask) -> Response:
-    """Returns a result; only the size of a large one, if the client asks for that first."""
-    if small and len(body) > LARGE:
-        return JSONResponse({"status": "complete_metadata", "response_payload_size": len(body)})
-    return Response(body, media_type=PROTOBUF if protobuf else "application/json", background=then)
 
 
 def _result(call: str, model: str, result: dict[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,7 @@
 """JSON bodies of Tinker's API.
 
 A training request with a valid place (model and number) is accepted; any other mistake fails its
-future. Each such body therefore extends a class of its place fields, which is validated first;
-OpenAPI documents the place only.
+future. The class of its place is therefore validated first, and OpenAPI documents the place only.
 """
 
 import json
@@ -20,9 +19,7 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 
 def _small(value: dict[str, Any]) -> dict[str, Any]:
     if len(json.dumps(value)) > MAX_METADATA:
-        raise ValueError(
-            f"has more than {MAX_METADATA} bytes of JSON: store it elsewhere, and give its location"
-        )
+        raise ValueError(f"has more than {MAX_METADATA} bytes of JSON: give a location instead")
     return value
 
 
@@ -46,6 +43,11 @@ class ModelPlace(SessionRef):
 
     model_seq_id: Place
     user_metadata: Metadata | None = None
+
+    @property
+    def id(self) -> str:
+        """The model's id."""
+        return f"{self.session_id}:train:{self.model_seq_id}"
 
 
 class RequestPlace(ModelRef):

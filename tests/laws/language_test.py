@@ -62,7 +62,6 @@ ROOMS = [
     "mint_jax/service/tokens.py",
     "mint_jax/service/tool_calls.py",
     "mint_jax/service/validation.py",
-    "mint_jax/service/weight.py",
     "mint_jax/service/wire",
     "mint_jax/train",
     "pallas_kernels",

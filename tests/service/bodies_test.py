@@ -1,18 +1,28 @@
-"""Bodies within bounds of bytes and depth."""
+"""Bodies within bounds: of bytes and depth, and of the memory that parsed values take."""
 
+import ctypes
 import functools
 import gzip
+import json
 import multiprocessing
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
 
+import numpy as np
 import pytest
 import zstandard
 
 from mint_jax.errors import UserError
+from mint_jax.service import bodies
 from mint_jax.service.bodies import FRAMES, TooLarge, UnknownCoding, decompress, depth_of
+from mint_jax.service.wire import messages
 from tests.memory import assert_takes_at_most
 
 LIMIT = 1 << 20
 FRESH = multiprocessing.get_context("forkserver")
+by_coding = pytest.mark.parametrize("coding", ["gzip", "zstd"])
 
 
 def packed(data, coding):
@@ -35,24 +45,24 @@ def assert_fresh_process_takes(limit, body, coding):
     assert process.exitcode == 0
 
 
-@pytest.mark.parametrize("coding", ["gzip", "zstd"])
+@by_coding
 def test_what_was_compressed_comes_back(coding, rng):
-    for size in (0, 1, 100, 70_000, LIMIT):
+    for size in (0, 1, 70_000, LIMIT):
         data = rng.integers(0, 7, size, dtype="uint8").tobytes()
         assert decompress(packed(data, coding), coding, LIMIT) == data
     parts = [rng.bytes(1000), b"", b"0" * 100_000]
-    assert decompress(b"".join(packed(part, coding) for part in parts), coding, LIMIT) == b"".join(
-        parts
-    )
+    frames = b"".join(packed(part, coding) for part in parts)
+    assert decompress(frames, coding, LIMIT) == b"".join(parts)
 
 
-@pytest.mark.parametrize("coding", ["gzip", "zstd"])
+@by_coding
 def test_a_bomb_costs_no_more_than_the_limit(coding):
-    packer = zstandard.ZstdCompressor().compressobj() if coding == "zstd" else None
-    zeros, bomb = bytes(1 << 24), b""
-    if packer is None:
-        bomb = gzip.compress(zeros) * 64  # a gigabyte in 64 members of a megabyte in all
+    """A gigabyte of zeros in a megabyte."""
+    zeros = bytes(1 << 24)
+    if coding == "gzip":
+        bomb = gzip.compress(zeros) * 64
     else:
+        packer = zstandard.ZstdCompressor().compressobj()
         bomb = b"".join(packer.compress(zeros) for _ in range(64)) + packer.flush()
     del zeros
     assert len(bomb) < 2 << 20
@@ -63,73 +73,38 @@ def test_the_densest_frame_there_can_be():
     """Blocks of one repeated byte: four bytes give 128 KiB."""
     block = (128 << 10 << 3 | 1 << 1).to_bytes(3, "little") + b"0"
     # no length, a window of 128 KiB, no last block
-    frame = bytes.fromhex("28b52ffd 00 38".replace(" ", "")) + block * 400
-    assert len(decompress(frame[:-4] + (1).to_bytes(3, "little"), "zstd", 64 << 20)) == 399 * (
-        128 << 10
-    )
+    frame = bytes.fromhex("28b52ffd0038") + block * 400
     assert_fresh_process_takes(LIMIT + (20 << 20), frame, "zstd")
 
 
-def frame_of(claimed, data):
-    """A zstd frame of one raw block that claims to have another length, and a window of 128 KiB."""
-    return (
-        bytes.fromhex("28b52ffdc038")
-        + claimed.to_bytes(8, "little")
-        + (len(data) << 3 | 1).to_bytes(3, "little")
-        + data
-    )
+@pytest.mark.parametrize("claimed", [1 << 50, 2**64 - 2, 10, 0])
+def test_what_a_frame_claims_of_its_length_costs_nothing(claimed):
+    """A frame of one raw block of 100 bytes, and a window of 128 KiB."""
+
+    def frame(length):
+        head = bytes.fromhex("28b52ffdc038") + length.to_bytes(8, "little")
+        return head + (100 << 3 | 1).to_bytes(3, "little") + b"0" * 100
+
+    assert decompress(frame(100), "zstd", LIMIT) == b"0" * 100
+    assert_takes_at_most(0, lambda: refused(frame(claimed), "zstd", UserError, "zstd"))
 
 
-def test_what_a_frame_claims_of_its_length_costs_nothing():
-    assert decompress(frame_of(100, b"0" * 100), "zstd", LIMIT) == b"0" * 100
-    # one segment
-    whole = (
-        bytes.fromhex("28b52ffde0")
-        + (1 << 50).to_bytes(8, "little")
-        + (100 << 3 | 1).to_bytes(3, "little")
-        + b"0" * 100
-    )
-    for bad in (
-        frame_of(1 << 50, b"0" * 100),
-        frame_of(2**64 - 2, b"0" * 100),
-        frame_of(10, b"0" * 100),
-        frame_of(0, b"0"),
-        whole,
-    ):
-        assert_takes_at_most(0, lambda bad=bad: refused(bad, "zstd", UserError, "zstd"))
-
-
-@pytest.mark.parametrize("coding", ["gzip", "zstd"])
+@by_coding
 def test_broken_frames_are_told(coding, rng):
     good = packed(rng.bytes(5000), coding)
-    for bad in (
-        b"",
-        b"nothing of this kind",
-        good[:-1],
-        good[: len(good) // 2],
-        good[:1],
-        good + b"more",
-        good + good[:-1],
-    ):
+    for bad in (b"", b"nothing of this kind", good[:-1], good[:1], good + b"more"):
         with pytest.raises(UserError) as raised:
             decompress(bad, coding, LIMIT)
         assert not isinstance(raised.value, TooLarge)
-    flipped = bytearray(gzip.compress(b"text" * 1000))
-    flipped[-6] ^= 1  # its checksum
-    with pytest.raises(UserError, match="not whole gzip"):
-        decompress(bytes(flipped), "gzip", LIMIT)
-    with pytest.raises(UserError, match=f"more than {FRAMES} frames"):
-        decompress(packed(b"", coding) * (FRAMES + 1), coding, LIMIT)
+    refused(packed(b"", coding) * (FRAMES + 1), coding, UserError, f"more than {FRAMES} frames")
 
 
 def test_other_codings_and_wide_windows_are_refused():
     for coding in ("br", "gzip, zstd", "GZIP"):
-        with pytest.raises(UnknownCoding, match="send the body as zstd, gzip"):
-            decompress(b"", coding, LIMIT)
+        refused(b"", coding, UnknownCoding, "send the body as zstd, gzip")
     wide = zstandard.ZstdCompressionParameters(window_log=27)
     packer = zstandard.ZstdCompressor(compression_params=wide).compressobj()
-    with pytest.raises(UserError, match="not whole zstd"):
-        decompress(packer.compress(b"0" * 100) + packer.flush(), "zstd", LIMIT)
+    refused(packer.compress(b"0" * 100) + packer.flush(), "zstd", UserError, "not whole zstd")
 
 
 def nested(depth, rng):
@@ -143,11 +118,152 @@ def nested(depth, rng):
 def test_depth_is_counted_exactly(rng):
     for depth in (0, 1, 7, 64, 5000):
         assert depth_of(nested(depth, rng)) == depth
-    assert depth_of(b"[" * 5_000_000) == 5_000_000
 
 
-@pytest.mark.parametrize("piece", [b'"', b'\\"', b'"\\', b"\\", b'"\\"', b'"a"', b"e", b"{}"])
+@pytest.mark.parametrize("piece", [b'"', b'\\"', b'"\\', b"\\", b'"\\"', b'"a"', b"{}"])
 def test_depth_is_counted_in_linear_time(piece):
     """A million bytes that would take hours if each began a new search to the end."""
     depth_of(b'"' + piece * (1_000_000 // len(piece)) + b"\\")
     depth_of(piece * (1_000_000 // len(piece)))
+
+
+# -- memory of JSON
+
+COUNT = 50_000
+PIECES = ["[]", "{}", '{"":0}', '{"a":{}}', "[[[[[[]]]]]]", "1.5", "257", '"ab"', '""', "true"]
+PIECES += ['"\u65e5\u672c"', '{"a":1,"b":2}', "[0,0]", '{"aa":"bb"}', '"\\u65e5"', '"\U0001f600"']
+PIECES += ["12345678901234567890", '"a\\ud83d\\ude00"', '"a\u00e9z"']
+
+
+def texts():
+    yield from ("[" + ",".join([piece] * COUNT) + "]" for piece in PIECES)
+    yield "{" + ",".join(f'"{i}":{i}' for i in range(COUNT)) + "}"
+    for unit in ("a", "aaa\U0001f600", "\u65e5"):
+        yield json.dumps([unit * 100_000], ensure_ascii=False)
+
+
+def measure():
+    """Prints the texts whose peak or kept bytes are above the estimate."""
+    wrong = []
+    for text in texts():
+        body = text.encode()
+        estimate = bodies.json_memory(body)
+        tracemalloc.start()
+        value = json.loads(body.decode())
+        kept, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert value is not None
+        if peak > estimate + 4096 or kept > estimate:
+            wrong.append([text[:24], estimate, peak, kept])
+    print(json.dumps(wrong))
+
+
+def test_json_takes_no_more_than_was_estimated():
+    """In a process without other threads: a thread that allocates while tracing begins or ends can
+    crash Python 3.11, and XLA's do.
+    """
+    command = [sys.executable, "-c", "from tests.service import bodies_test as t; t.measure()"]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == []
+
+
+def test_too_many_values_are_refused_unread():
+    half = bodies.VALUES // 2
+    lists = b"[" + b"[]," * half + b"[]]"
+    for body in (b"[" * (bodies.VALUES + 1), lists, b'""' * (2 * bodies.VALUES + 2)):
+
+        def refuse(body=body):
+            with pytest.raises(TooLarge, match=f"than {bodies.VALUES} values"):
+                bodies.json_memory(body)
+
+        assert_takes_at_most(0, refuse)
+    assert bodies.json_memory(b"[" + b"0," * (bodies.VALUES - 2) + b"0]") < 1 << 30
+
+
+# -- memory of protobuf
+
+
+class Used(ctypes.Structure):
+    """What glibc's ``mallinfo2`` gives."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (*(f"before{i}" for i in range(4)), "hblkhd", "a", "b", "uordblks", "c", "d")
+    ]
+
+
+def used():
+    """Bytes that are allocated outside of Python's own pools."""
+    read = ctypes.CDLL(None).mallinfo2
+    read.restype = Used
+    told = read()
+    return told.uordblks + told.hblkhd
+
+
+def varint(value):
+    out = b""
+    while value > 127:
+        out, value = out + bytes([value & 127 | 128]), value >> 7
+    return out + bytes([value])
+
+
+def field(number, body):
+    return varint(number << 3 | 2) + varint(len(body)) + body
+
+
+BOMBS = {
+    "empty data": field(3, b"") * COUNT,
+    "empty chunks": field(3, field(1, b"") * COUNT),
+    "chunks of text": field(3, field(1, field(1, field(1, b"abcd"))) * COUNT),
+    "spans": field(3, (field(3, field(1, b"")) + field(4, field(2, b""))) * COUNT),
+    "tensors": field(
+        3, b"".join(field(2, field(1, b"%d" % i) + field(2, field(1, b""))) for i in range(COUNT))
+    ),
+    "shapes": field(3, field(2, field(1, b"a") + field(2, field(4, b"\1" * COUNT)))),
+    "shapes one by one": field(3, field(2, field(1, b"a") + field(2, b"\x20\1" * COUNT))),
+    "options": b"".join(field(7, field(1, b"%d" % i)) for i in range(COUNT)),
+    "unknown fields": field(99, b"") * COUNT,
+    "unknown fields of chunks": field(3, field(1, field(1, field(99, b"") * COUNT))),
+    "one long chunk": field(3, field(1, field(1, field(1, b"a" * COUNT)))),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_protobuf_takes_no_more_than_was_estimated(name):
+    body, message = BOMBS[name], messages.ForwardBackwardRequest()
+    estimate, before = bodies.protobuf_memory(body), used()
+    message.ParseFromString(body)
+    assert used() - before <= estimate + (1 << 16)  # blocks of upb's arena
+
+
+def test_too_many_fields_are_refused_unread(monkeypatch):
+    monkeypatch.setattr(bodies, "FIELDS", COUNT)
+    much = COUNT + 1
+    numbers = field(3, field(2, field(2, field(4, b"\1" * much))))
+    for body in (field(3, b"") * much, field(3, field(1, b"") * much), numbers, b"\x10\1" * much):
+        with pytest.raises(TooLarge, match=f"more than {COUNT} fields"):
+            bodies.protobuf_memory(body)
+
+
+def test_what_is_no_message_is_told():
+    whole = BOMBS["chunks of text"][:100]
+    broken = (b"\x1a", b"\x1a\x05abc", b"\x1a" + b"\xff" * 11, b"\x0b\x0c", b"\x1a\x02\x0a\x05")
+    for body in (whole, *broken, b"\x09abc"):
+        with pytest.raises(UserError, match="message whole"):
+            bodies.protobuf_memory(body)
+
+
+def test_a_batch_of_the_sdk_takes_little():
+    """As many data as it puts into one request, of 1,024 tokens each."""
+    request = messages.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="ppo")
+    for _ in range(1024):
+        datum = request.data.add()
+        datum.model_input.add().encoded_text.tokens = np.zeros(1024, "<i4").tobytes()
+        for name in ("target_tokens", "advantages", "logprobs", "weights"):
+            form = messages.INT64 if name == "target_tokens" else messages.FLOAT32
+            tensor = datum.loss_fn_inputs[name]
+            tensor.dense, tensor.dtype = bytes(1024 * (8 if form == messages.INT64 else 4)), form
+            tensor.shape.append(1024)
+    body = request.SerializeToString()
+    assert len(body) < bodies.protobuf_memory(body) < 6 * len(body)

@@ -18,7 +18,7 @@ import pytest
 import zstandard
 
 from benchmarks.service_client import Served
-from mint_jax.service import weight
+from mint_jax.service import bodies
 
 pytestmark = pytest.mark.long
 
@@ -39,7 +39,7 @@ def bombs():
     """
     JSON, PROTO = {"content-type": "application/json"}, {"content-type": "application/x-protobuf"}
     of_zstd, of_gzip = {"content-encoding": "zstd"}, {"content-encoding": "gzip"}
-    values = weight.VALUES - 10
+    values = bodies.VALUES - 10
     numbers = (
         b'{"model_id":"x","seq_id":1,"forward_backward_input":{"data":['
         + b"1.25," * values
@@ -65,7 +65,7 @@ def bombs():
         ("/api/v1/asample", JSON | of_zstd, zstandard.compress(json.dumps(prompt).encode())),
         ("/v1/completions", JSON | of_zstd, zstandard.compress(text)),
         ("/api/v1/forward_backward", PROTO | of_zstd, zstd(b"\x1a\x00")),
-        ("/api/v1/forward_backward", PROTO | of_zstd, zstd(b"\x1a\x00", 2 * (weight.FIELDS - 1))),
+        ("/api/v1/forward_backward", PROTO | of_zstd, zstd(b"\x1a\x00", 2 * (bodies.FIELDS - 1))),
         ("/api/v1/forward", PROTO, np.zeros(BODY - 1, np.uint8).tobytes()),
     ]
 

