@@ -54,7 +54,6 @@ def run(config: ServeSettings, folder: Path) -> dict[str, Any]:
     # after the check of the extra's packages
     from mint_jax.service import app, binding, gate
     from mint_jax.service.keys import Keys
-    from mint_jax.service.openai_types import OPENAI, WIDE
     from mint_jax.service.quotas import Quota, Quotas
     from mint_jax.service.server import Server
     from mint_jax.service.starting import Starting
@@ -118,8 +117,8 @@ def run(config: ServeSettings, folder: Path) -> dict[str, Any]:
                     server.compile_beside(compiling)
                 opened.enter_context(server.running())
                 servers.append(server)
-            bounds = OPENAI if config.openai_limits else WIDE
-            starting.begin(app.make(server, keys, limits, config.hosts, bounds), server.end_waits)
+            made = app.make(server, keys, limits, config.hosts, config.openai_limits)
+            starting.begin(made, server.end_waits)
             if server.programs is None or server.programs.wait():
                 print(json.dumps({"ready": True, "url": url}), flush=True)
             elif server.programs.failed is not None:

@@ -1,12 +1,8 @@
-"""Answers that live as long as the process: samples, and other results that need not survive a
-restart, after which clients repeat their requests.
+"""Results that need not survive a restart, such as samples: clients repeat their requests then.
 
 An answer is kept until it is acknowledged, ``KEEP_S`` seconds after it was delivered, or
-``FORGOTTEN_S`` after it ended; less long if all answers together exceed ``kept_bytes``. A client
-can poll for a whole group, such as a sampler's requests, and gets the ended ones in the order of a
-cursor.
-
-``end`` may be called from any thread, everything else in the event loop.
+``FORGOTTEN_S`` after it ended; less long if all answers together exceed ``kept_bytes``. ``end`` may
+be called from any thread, everything else in the event loop.
 """
 
 import dataclasses
@@ -35,7 +31,6 @@ class Answer:
         body: digest of the request's body, so that a number is not used for two requests.
         what: a stream to cancel; None once the request has ended.
         count: number of samples.
-        nbytes: memory of the value.
         value, failure: one of them is set once the request has ended.
         place: in the order of its group's ends.
     """
@@ -83,8 +78,7 @@ class Answers:
         kept_bytes: int = KEPT_BYTES,
     ):
         self._clock, self.kept_bytes, self._nbytes = clock, kept_bytes, 0
-        self._lock = threading.Lock()
-        self._waker = Waker()
+        self._lock, self._waker = threading.Lock(), Waker()
         self._answers: dict[str, Answer] = {}
         self._numbers: dict[tuple[str, int], Answer] = {}
         self._ends: dict[str, dict[int, Answer]] = {}  # of each group, by place
@@ -120,11 +114,7 @@ class Answers:
             self._drop(answer)
 
     def end(
-        self,
-        answer: Answer,
-        value: Any = None,
-        failure: BaseException | None = None,
-        nbytes: int = 0,
+        self, answer: Answer, value: Any = None, failure: Exception | None = None, nbytes: int = 0
     ) -> None:
         """Ends a request; ``nbytes`` is the memory of ``value``. If all answers together have too
         many bytes, earlier ones are dropped, delivered ones first.
@@ -147,8 +137,9 @@ class Answers:
         ended = [
             one for one in self._answers.values() if one.ended is not None and one is not newest
         ]
-        ended.sort(key=lambda one: (one.delivered is None, one.delivered or one.ended))
-        for one in ended:
+        for one in sorted(
+            ended, key=lambda one: (one.delivered is None, one.delivered or one.ended)
+        ):
             if self._nbytes <= self.kept_bytes * 3 // 4:  # so that the next answers fit too
                 break
             self._drop(one)

@@ -25,7 +25,6 @@ from mint_jax.service.gate import Gate, Limits
 from mint_jax.service.keys import Keys
 from mint_jax.service.mint_extras import MintExtras
 from mint_jax.service.openai import OpenAI
-from mint_jax.service.openai_types import OPENAI, Bounds
 from mint_jax.service.server import Server
 from mint_jax.service.starting import Starting
 from mint_jax.service.tinker import Tinker
@@ -55,16 +54,16 @@ def make(
     keys: Keys | None = None,
     limits: Limits | None = None,
     hosts: Iterable[str] = (),
-    bounds: Bounds = OPENAI,
+    openai_limits: bool = True,
 ) -> Any:
     """Returns the ASGI application of a running server.
 
     Args:
         hosts: see ``Gate``.
-        bounds: limits of fields of OpenAI's API.
+        openai_limits: refuse what OpenAI's API refuses beyond the engine.
     """
     monitor = monitoring.monitor_of(server)
-    browsers, openai = Browsers(keys), OpenAI(server, bounds)
+    browsers, openai = Browsers(keys), OpenAI(server, openai_limits)
     parts = [kind(server) for kind in (Tinker, Sampling, Rest, MintExtras)]
     tokens = Tokens() if keys is None else keys.tokens
     auth = SimpleNamespace(token=functools.partial(exchange, tokens))
@@ -73,7 +72,7 @@ def make(
         *endpoints.routes(endpoints.openai_endpoints(), openai),
         *monitor.routes(),
         monitoring.cost_route(server.costs),
-        openapi.route(server.base.cfg.context, bounds),
+        openapi.route(server.base.cfg.context, openai_limits),
         *console_routes(server, browsers, openai),
     ]
     app = Starlette(routes=routes, exception_handlers=HANDLERS | {HTTPException: unrouted})
@@ -90,11 +89,9 @@ async def exchange(tokens: Tokens, request: Request) -> Response:
 
 class Web(uvicorn.Server):
     """Serves an application until a signal or ``should_exit`` stops it. Requests in flight are
-    finished; long polls end at once.
+    finished; the ``server`` ends long polls at once.
 
     Args:
-        server: its ``end_waits`` ends long polls.
-        app: from ``make``, or a ``Starting``.
         started: called with the port once connections are accepted.
         options: further options of ``uvicorn.Config``.
 

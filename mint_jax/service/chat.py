@@ -1,13 +1,13 @@
-"""Chats: from messages and tools to a prompt through the checkpoint's chat template, and from an
-answer to tool calls.
+"""Chats: from messages and tools to a prompt by the checkpoint's chat template, and from an answer
+to tool calls.
 
-Calls are parsed in the form that the template writes (``tool_calls.py``). A template without a
-place for tools gets them as text: a list of them in the system message, earlier calls in the
-assistant's content, and results in user messages. A call that ``tool_choice`` demands is sampled
-under a JSON schema instead.
+A template without a place for tools gets them as text: a list of them in the system message,
+earlier calls in the assistant's content, and results in user messages. A call that ``tool_choice``
+demands is sampled under a JSON schema instead of being parsed by ``tool_calls.py``.
 """
 
 import dataclasses
+import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -99,7 +99,6 @@ class Tools:
     """The tools of a chat, and how calls of them are parsed.
 
     Attributes:
-        shown: as the template gets them.
         schemas: JSON schemas of the parameters, by name.
         form: syntax of calls in the answer; None if a call is demanded.
         forced: the tool that must be called; empty: any of them; None: no call is demanded.
@@ -138,10 +137,7 @@ def takes_tools(tokenizer: Tokenizer) -> bool:
 
 
 def tools_of(
-    tools: list[dict[str, Any]] | None,
-    choice: str | dict[str, Any] | None,
-    parallel: bool | None,
-    tokenizer: Tokenizer,
+    tools: list[dict[str, Any]] | None, choice: Any, parallel: bool | None, tokenizer: Tokenizer
 ) -> Tools | None:
     """Returns the tools of a body (see ``ChatBody``); None if none can be called.
 
@@ -167,19 +163,21 @@ def tools_of(
             )
         return Tools(tools, functions, form, parallel=parallel is not False)
     if choice == "required":
-        calls = [_call_schema(name, schema) for name, schema in functions.items()]
+        calls = [
+            {
+                "type": "object",
+                "properties": {"name": {"const": name}, "arguments": schema},
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+            for name, schema in functions.items()
+        ]
         return Tools(tools, functions, None, "", {"anyOf": calls})
     named = choice.get("function") if isinstance(choice, dict) else None
     name = named.get("name") if isinstance(named, dict) else None
     if not isinstance(name, str) or name not in functions:
         raise wrong("tool_choice", choice, "none, auto, required, or one of the tools")
     return Tools(tools, functions, None, name, functions[name])
-
-
-def _call_schema(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
-    properties = {"name": {"const": name}, "arguments": parameters}
-    fields = {"required": [*properties], "additionalProperties": False}
-    return {"type": "object", "properties": properties, **fields}
 
 
 def prompt_of(
@@ -189,11 +187,10 @@ def prompt_of(
     variables: Mapping[str, Any] | None = None,
     opening: bool = True,
 ) -> list[int]:
-    """Returns the token ids of validated messages.
+    """Returns the token ids of validated messages, with ``opening`` up to the reply.
 
     Args:
         variables: further variables of the template.
-        opening: append the opening of a reply.
 
     Raises:
         BadRequest: a variable has a field of its own.
@@ -209,32 +206,26 @@ def prompt_of(
     has_developer = "developer" in (tokenizer.sources[1] or "")
     read = [_for_template(message, has_developer) for message in messages]
     if not takes_tools(tokenizer):
-        read = as_text(read, None if tools is None else tools.shown)
+        read = _as_text(read, None if tools is None else tools.shown)
     elif tools is not None:
         variables["tools"] = tools.shown
     return tokenizer.encode(tokenizer.render(read, opening, **variables), special=False)
 
 
-def as_text(
+def _as_text(
     messages: Sequence[TemplateMessage], tools: Sequence[Any] | None
 ) -> list[TemplateMessage]:
-    """Returns messages with tools, calls and results written as text, for a template without any
-    of them.
-    """
-
-    def written(value: Any) -> str:
-        return json.dumps(value, ensure_ascii=False)
-
+    """Writes tools, calls and results as text, for a template without any of them."""
+    written = functools.partial(json.dumps, ensure_ascii=False)
     out: list[TemplateMessage] = []
     last = None  # the last message's role
     for message in messages:
         role, content = message["role"], message["content"]
-        calls = [
-            {name: call["function"][name] for name in ("name", "arguments")}
-            for call in message.get("tool_calls", ())
-        ]
-        texts = [content, *(f"{MARKER}\n{written(call)}\n{END}" for call in calls)]
         new = {key: value for key, value in message.items() if key != "tool_calls"}
+        texts = [content]
+        for call in message.get("tool_calls", ()):
+            call = {name: call["function"][name] for name in ("name", "arguments")}
+            texts.append(f"{MARKER}\n{written(call)}\n{END}")
         if role in ("tool", "function"):
             texts = [RESULT.format(content=content)]
             if last in ("tool", "function"):
@@ -263,14 +254,10 @@ def _for_template(given: Mapping[str, Any], has_developer: bool) -> TemplateMess
     message["content"] = refusal if content is None else content
     if given["role"] == "developer" and not has_developer:
         message["role"] = "system"
-    if calls := message.pop("tool_calls", None):
-        message["tool_calls"] = [_with_object(call) for call in calls]
-    return message
-
-
-def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns an earlier call with its arguments, JSON text in OpenAI's API, as an object."""
-    arguments = call["function"].get("arguments")
-    if not isinstance(arguments, dict):
-        arguments = tool_calls.value_of(arguments or "{}")
-    return {**call, "function": {**call["function"], "arguments": arguments}}
+    calls = []
+    for call in message.pop("tool_calls", ()):
+        arguments = call["function"].get("arguments")
+        if not isinstance(arguments, dict):  # JSON text, as in OpenAI's API
+            arguments = tool_calls.value_of(arguments or "{}")
+        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
+    return message | ({"tool_calls": calls} if calls else {})

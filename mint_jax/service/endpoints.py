@@ -1,11 +1,7 @@
-"""All endpoints: method, path, scopes, bodies, handler and a summary.
-
-The gate, the routes and OpenAPI are made from this table.
-"""
+"""All endpoints: the gate, the routes and OpenAPI are made from this table."""
 
 import dataclasses
-import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from starlette.routing import Route, compile_path
@@ -29,9 +25,8 @@ class Endpoint:
         path: ``{name}`` stands for one segment, ``{name:path}`` for one or more.
         scopes: one of them is needed; empty: any key; None: no key.
         summary: for OpenAPI; empty: not documented.
-        body: model of the request's JSON; None if it has none.
+        body, query: models of the request's JSON and of its parameters.
         call: name of the handler; empty: the path's last segment.
-        query: model of the query's parameters.
         answer: name of the answer's schema in ``openapi.py``.
         data: bodies may be as large as a batch or a long prompt; others must be small.
         protobuf: bodies may be protobuf, a ``ForwardBackwardRequest``.
@@ -57,18 +52,15 @@ class Endpoint:
         """The endpoint needs no key."""
         return self.scopes is None
 
-    @property
-    def handler(self) -> str:
-        """Name of the handler."""
-        return self.call or self.path.rpartition("/")[2]
 
-
-def _endpoint(prefix: str, method: str, path: str, *row: Any, **more: Any) -> Endpoint:
-    return Endpoint(method, prefix + path, *row, **more)
+def _below(prefix: str, *methods: str) -> Iterator[Callable[..., Endpoint]]:
+    """Yields makers of endpoints below a prefix."""
+    for method in methods:
+        yield lambda path, *row, m=method, **more: Endpoint(m, prefix + path, *row, **more)
 
 
 def operators() -> Iterator[Endpoint]:
-    get = functools.partial(_endpoint, "", "GET")
+    [get] = _below("", "GET")
     yield get("/health", None, "Returns 200: the process is alive.")
     yield get("/ready", None, "Returns whether requests are served now.")
     yield get("/openapi.json", None, "Returns this document.")
@@ -80,10 +72,7 @@ def operators() -> Iterator[Endpoint]:
 
 
 def tinker_endpoints() -> Iterator[Endpoint]:
-    get, post, put, delete = (
-        functools.partial(_endpoint, "/api/v1/", method)
-        for method in ("GET", "POST", "PUT", "DELETE")
-    )
+    get, post, put, delete = _below("/api/v1/", "GET", "POST", "PUT", "DELETE")
     train, sample, read, sampled = ("train",), ("sample",), ("read", "train"), ("read", "sample")
     place, future = tinker.RequestPlace, {"answer": "Future"}
     batch = {"data": True, "protobuf": True, "call": "forward_backward"} | future
@@ -152,21 +141,18 @@ def openai_endpoints() -> Iterator[Endpoint]:
         ("responses", "responses", ResponseBody, "Response", "Answers input with items."),
     )
     for prefix in OPENAI_PREFIXES:
-        get, post, delete = (
-            functools.partial(_endpoint, f"{prefix}/", method)
-            for method in ("GET", "POST", "DELETE")
-        )
+        get, post, delete = _below(f"{prefix}/", "GET", "POST", "DELETE")
         yield get("models", read, "Lists models.", query=ModelsQuery, answer="Models")
         yield get("models/{name:path}", read, "Returns one model.", call="model", answer="Model")
         for path, call, body, answer, summary in bodies:
             yield post(path, sample, summary, body, call, answer=answer, data=True, kinds=kinds)
-        stored = functools.partial(get, "responses/{id}", sample, call="response")
-        yield stored("Returns a stored response.", answer="Response")
-        summary = "Deletes a stored response."
-        yield delete("responses/{id}", sample, summary, call="delete_response", answer="Deleted")
-        load, unload = (openai.LoadAdapter,), (openai.UnloadAdapter,)
-        yield post("load_lora_adapter", admin, "Names a revision.", *load, kinds=(TEXT,))
-        yield post("unload_lora_adapter", admin, "Releases a name.", *unload, kinds=(TEXT,))
+        stored = "responses/{id}"
+        summaries = "Returns a stored response.", "Deletes a stored response."
+        yield get(stored, sample, summaries[0], call="response", answer="Response")
+        yield delete(stored, sample, summaries[1], call="delete_response", answer="Deleted")
+        load, unload = openai.LoadAdapter, openai.UnloadAdapter
+        yield post("load_lora_adapter", admin, "Names a revision.", load, kinds=(TEXT,))
+        yield post("unload_lora_adapter", admin, "Releases a name.", unload, kinds=(TEXT,))
 
 
 def console_endpoints() -> Iterator[Endpoint]:
@@ -201,28 +187,24 @@ class Table:
         self.endpoints = tuple(endpoints)
         self._exact = {(one.method, one.path): one for one in self.endpoints if "{" not in one.path}
         self._patterns = [
-            (one.method, compile_path(one.path)[0], one)
-            for one in self.endpoints
-            if "{" in one.path
+            (one, compile_path(one.path)[0]) for one in self.endpoints if "{" in one.path
         ]
 
     def find(self, method: str, path: str) -> Endpoint | None:
         """Returns the endpoint of a request; None if there is none: it needs any key."""
         method, path = "GET" if method == "HEAD" else method, path.rstrip("/") or "/"
-        matches = (one for m, pattern, one in self._patterns if m == method and pattern.match(path))
+        matches = (e for e, pattern in self._patterns if e.method == method and pattern.match(path))
         return self._exact.get((method, path)) or next(matches, None)
 
 
 def routes(endpoints: Iterable[Endpoint], *owners: Any) -> list[Route]:
     """Returns the routes of endpoints; the handler of each is the method of an owner."""
-    return [
-        Route(
-            one.path,
-            next(getattr(owner, one.handler) for owner in owners if hasattr(owner, one.handler)),
-            methods=[one.method],
-        )
-        for one in endpoints
-    ]
+    out = []
+    for one in endpoints:
+        name = one.call or one.path.rpartition("/")[2]
+        handler = next(getattr(owner, name) for owner in owners if hasattr(owner, name))
+        out.append(Route(one.path, handler, methods=[one.method]))
+    return out
 
 
 TABLE = Table([*operators(), *tinker_endpoints(), *openai_endpoints(), *console_endpoints()])

@@ -53,11 +53,13 @@ CODES: dict[type[Exception], str] = {  # OpenAI's
 }
 
 
+def _first(table: dict[type[Exception], Any], error: Exception) -> Any:
+    return next((value for kind, value in table.items() if isinstance(error, kind)), None)
+
+
 def status_of(error: Exception) -> int:
     """Returns the HTTP status of an exception; 500 for a failure of the server."""
-    own = getattr(error, "status", None)
-    found = (status for kind, status in STATUSES.items() if isinstance(error, kind))
-    return own or next(found, 500)
+    return getattr(error, "status", None) or _first(STATUSES, error) or 500
 
 
 def reason_of(error: BaseException) -> str:
@@ -65,33 +67,25 @@ def reason_of(error: BaseException) -> str:
     return str(error)[:LONGEST_REASON]
 
 
-def answer(error: Exception, openai: bool = False) -> JSONResponse:
-    """Returns the response to a request that failed.
-
-    Args:
-        openai: in the form of OpenAI's API, else of Tinker's.
-    """
-    release(error)
+def body(error: Exception, openai: bool) -> dict[str, Any]:
+    """Returns the JSON of an exception in OpenAI's form, else in Tinker's."""
     status = status_of(error)
     reason = "the server failed: its log says why" if status == 500 else reason_of(error)
     code = error.reason if isinstance(error, QueueFull) else getattr(error, "code", None)
-    code = code or next((code for kind, code in CODES.items() if isinstance(error, kind)), None)
-    param = getattr(error, "param", None)
-    if param is None and isinstance(error, weights.NotFound):
-        param = "model"
-    headers = {}
-    retry_s = getattr(error, "retry_after_s", RETRY_AFTER_S if status == 503 else None)
-    if retry_s is not None:
-        headers = {
-            "retry-after": str(max(1, math.ceil(retry_s))),
-            "retry-after-ms": str(math.ceil(1000 * retry_s)),
-        }
-    return JSONResponse(error_body(status, reason, openai, param, code), status, headers)
+    param = "model" if isinstance(error, weights.NotFound) else getattr(error, "param", None)
+    return error_body(status, reason, openai, param, code or _first(CODES, error))
 
 
 async def handle(request: Request, error: Exception) -> Response:
-    """Handles an exception of a route, as starlette calls it."""
-    return answer(error, request.url.path.startswith(OPENAI_PATHS))
+    """Answers a request that failed, as starlette calls it."""
+    release(error)
+    status, headers = status_of(error), {}
+    retry_s = getattr(error, "retry_after_s", RETRY_AFTER_S if status == 503 else None)
+    if retry_s is not None:
+        seconds, ms = max(1, math.ceil(retry_s)), math.ceil(1000 * retry_s)
+        headers = {"retry-after": str(seconds), "retry-after-ms": str(ms)}
+    openai = request.url.path.startswith(OPENAI_PATHS)
+    return JSONResponse(body(error, openai), status, headers)
 
 
 HANDLERS: dict[Any, Any] = dict.fromkeys((*STATUSES, Exception), handle)  # for starlette

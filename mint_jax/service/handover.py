@@ -6,8 +6,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
-from mint_jax.rollout.stream import Piece, Stream
-
 T = TypeVar("T")
 
 
@@ -39,30 +37,6 @@ class Handover:
             due, self._due = self._due, []
         for call, args in due:
             call(*args)
-
-
-class Inbox:
-    """The pieces of some streams, read by one task of the handover's loop."""
-
-    def __init__(self, handover: Handover):
-        self._handover = handover
-        self._arrived = asyncio.Event()
-        self._pieces: list[tuple[int, Piece | None]] = []
-
-    def follow(self, number: int, stream: Stream) -> None:
-        """Reads a stream from now on; its pieces carry its number."""
-        stream.listen(lambda piece: self._handover.give(self._put, number, piece))
-
-    def _put(self, number: int, piece: Piece | None) -> None:
-        self._pieces.append((number, piece))
-        self._arrived.set()
-
-    async def take(self) -> list[tuple[int, Piece | None]]:
-        """Waits for pieces; returns all as (number of the stream, piece or None at its end)."""
-        await self._arrived.wait()
-        self._arrived.clear()
-        pieces, self._pieces = self._pieces, []
-        return pieces
 
 
 class Waker:

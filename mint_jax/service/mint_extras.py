@@ -1,9 +1,5 @@
-"""Requests of MinT's own client, ``mindlab-toolkit``, beyond Tinker's API: sums of sampler weights.
-
-Its other request, forward and backward of the reverse KL to a reference, is refused: its loss sums
-over the vocabulary at each position, ``sum_v p(v) (log p(v) - log q(v))``, which no training step
-computes here. Log-probabilities of sampled tokens give only an estimate, and a biased one if the
-tokens were not sampled from the policy itself.
+"""Requests of MinT's own client, ``mindlab-toolkit``, beyond Tinker's API: sums of sampler weights,
+and the reverse KL to a reference, which is refused.
 """
 
 import asyncio
@@ -27,6 +23,7 @@ from mint_jax.service.tinker_types import Interpolate, ReverseKl
 from mint_jax.service.training_calls import Refused
 
 MAX_SOURCES = 16
+# its loss sums ``p(v) (log p(v) - log q(v))`` over the vocabulary, which no training step computes
 NO_REVERSE_KL = (
     "forward_backward_reverse_kl needs the whole distribution of policy and reference at every"
     " token, which this server does not compute; for tokens that the policy sampled send"
@@ -43,9 +40,7 @@ class MintExtras:
         self._running: set[asyncio.Task[None]] = set()  # the event loop keeps weak references only
 
     async def interpolate(self, request: Request) -> Response:
-        """Answers with a future. A repeated request makes the same checkpoint again, under the same
-        name.
-        """
+        """Answers with a future; repeated, it makes the same checkpoint of the same name."""
         body, tenant = await body_of(Interpolate, request), tenant_of(request)
         paths, coefficients = body.source_paths, body.coefficients
         if not 1 <= len(paths) == len(coefficients) <= MAX_SOURCES:
@@ -70,14 +65,11 @@ class MintExtras:
         task = asyncio.create_task(end())
         self._running.add(task)
         task.add_done_callback(self._running.discard)
-        return JSONResponse({"request_id": answer.id, "model_id": rows[0].model})
+        return _future(answer.id, rows[0].model)
 
     def _source(self, tenant: str, path: str, published: bool) -> Checkpoint:
-        """Returns the row of sampler weights. The first must belong to the caller: the sum goes to
-        its model.
-
-        Raises:
-            NotFound, UserError: they do not exist, are no sampler weights, or are of another base.
+        """Returns the row of sampler weights. The sum goes to the model of the first, which must be
+        the caller's own.
         """
         where = checkpoints.parse(path)
         if where.kind != "sampler_weights":
@@ -95,8 +87,8 @@ class MintExtras:
     def _sum(
         self, request: str, rows: list[Checkpoint], coefficients: list[float], name: str
     ) -> dict[str, Any]:
-        """Makes the checkpoint and returns the result. Its revision belongs to a policy of its own:
-        all revisions of a policy have one rank, and sums may have another.
+        """Makes the checkpoint and returns the result. Its revision gets a policy of its own: all
+        revisions of a policy have one rank, and sums may have another.
         """
         server, first = self.server, rows[0]
         unpacked = [unpack(server.catalog.load(row.digest)) for row in rows]
@@ -140,7 +132,11 @@ class MintExtras:
         if body.seq_id is not None:
             refused = Refused(NO_REVERSE_KL)
             id = await self.server.durable.submit_task(model.id, body.seq_id + 1, refused)
-            return JSONResponse({"request_id": id, "model_id": model.id})
+            return _future(id, model.id)
         answer, _ = self.server.answers.begin(group_of(tenant, model.id), None, "")
         self.server.answers.end(answer, failure=UserError(NO_REVERSE_KL))
-        return JSONResponse({"request_id": answer.id, "model_id": model.id})
+        return _future(answer.id, model.id)
+
+
+def _future(id: str, model: str) -> Response:
+    return JSONResponse({"request_id": id, "model_id": model})

@@ -9,6 +9,7 @@ client's samples.
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import secrets
 from collections.abc import AsyncIterator
@@ -17,18 +18,17 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.responses import Response as HttpResponse
-from starlette.types import Receive
 
 import mint_jax
 from mint_jax.models.paged import PAGE
 from mint_jax.rollout.request import BadField, ContextExceeded
-from mint_jax.rollout.stream import Stream
+from mint_jax.rollout.stream import Piece, Stream
 from mint_jax.service import errors, openai_types
 from mint_jax.service.durable import Unavailable
 from mint_jax.service.handlers import body_of, tenant_of
-from mint_jax.service.handover import Handover, Inbox
+from mint_jax.service.handover import Handover
 from mint_jax.service.openai_answers import Answer
-from mint_jax.service.openai_types import OPENAI, TOO_LONG, Bounds, ChatBody, CompletionBody
+from mint_jax.service.openai_types import TOO_LONG, ChatBody, CompletionBody
 from mint_jax.service.queries import ModelsQuery, query_of
 from mint_jax.service.responses import (
     Response,
@@ -43,25 +43,27 @@ from mint_jax.service.text_stream import TokenTexts
 from mint_jax.service.validation import BadRequest, check, parse
 from mint_jax.service.weights import Model, Taken
 
-HEADER = "x-mint-revision"
-EVENTS = "text/event-stream"
+Arrived = list[tuple[int, Piece | None]]  # number of the stream; None: it has ended
 
 
 class OpenAI:
-    """The handlers of one server.
+    """The handlers of one server; ``strict``: OpenAI's limits hold, where the engine could do more.
 
-    Args:
-        server: its engine was made with the base tokenizer's ``decode``.
-        bounds: limits of fields.
+    The server's engine was made with the base tokenizer's ``decode``.
     """
 
-    def __init__(self, server: Server, bounds: Bounds = OPENAI):
-        self._server, self.bounds = server, bounds
-        tokenizer = server.base.tokenizer
-        self._texts = None if tokenizer is None else TokenTexts(tokenizer)
-        self._handovers: dict[asyncio.AbstractEventLoop, Handover] = {}
+    def __init__(self, server: Server, strict: bool = True):
+        self._server, self.strict = server, strict
         self._store = Store()
         self._fingerprint = f"mint-jax-{mint_jax.__version__}-{server.base.fingerprint[:12]}"
+
+    @functools.cached_property
+    def _texts(self) -> TokenTexts:
+        return TokenTexts(self._server.base.need_tokenizer())
+
+    @functools.cached_property
+    def _handover(self) -> Handover:
+        return Handover(asyncio.get_running_loop())
 
     # -- completions, chats and responses
 
@@ -77,26 +79,23 @@ class OpenAI:
     async def _serve(self, request: Request, kind: Any) -> HttpResponse:
         raw, tenant = await request.body(), tenant_of(request)
         answer, streams = await asyncio.to_thread(self._start, raw, tenant, kind)
-        headers = {HEADER: answer.model.digest or "base"}
-        if answer.spec.body.stream:
-            events = self._events(answer, streams, request.receive)
-            first = await anext(events)  # an earlier failure has its own status
+        headers = {"x-mint-revision": answer.model.digest or "base"}
+        if not answer.spec.body.stream:
+            async with _watched(streams, request):
+                async for _ in self._arrivals(streams, pieces=False):
+                    pass
+                body = answer.whole([stream.result(0) for stream in streams])
+            return HttpResponse(json.dumps(body), headers=headers, media_type="application/json")
+        events = self._events(answer, streams, request)
+        first = await anext(events)  # an earlier failure has its own status
 
-            async def chained() -> AsyncIterator[str]:
-                yield first
-                async for text in events:
-                    yield text
+        async def chained() -> AsyncIterator[str]:
+            yield first
+            async for text in events:
+                yield text
 
-            headers["cache-control"] = "no-cache"
-            return StreamingResponse(chained(), media_type=EVENTS, headers=headers)
-        async with _watched(streams, request.receive):
-            handover, ends = self._handover(), [asyncio.Event() for _ in streams]
-            for stream, end in zip(streams, ends):
-                stream.when_done(lambda _, end=end: handover.give(end.set))
-            for end in ends:
-                await end.wait()
-            body = answer.whole([stream.result(0) for stream in streams])
-        return HttpResponse(json.dumps(body), headers=headers, media_type="application/json")
+        headers["cache-control"] = "no-cache"
+        return StreamingResponse(chained(), headers=headers, media_type="text/event-stream")
 
     def _start(self, raw: bytes, tenant: str, kind: Any) -> tuple[Answer | Response, list[Stream]]:
         """Validates a body and submits its prompts to the engine, one stream for each; runs in a
@@ -107,39 +106,36 @@ class OpenAI:
         """
         body = parse(kind, raw)
         model = self._server.weights.resolve(body.model, tenant)
-        self._server.base.need_tokenizer()
         if not self._server.engine.is_serving:
             raise Unavailable("sampling has stopped: retry once the server is up again")
         if not isinstance(body, ResponseBody):
-            answer = self._answer(body, model)
-            return answer, self._submit(answer, tenant)
+            return self._submit(body, model, tenant)
         messages = conversation_of(body, tenant, self._store)
         try:
-            answer = self._answer(check(ChatBody, chat_body_of(body, messages)), model)
-            streams = self._submit(answer, tenant)
+            chat = check(ChatBody, chat_body_of(body, messages))
+            answer, streams = self._submit(chat, model, tenant)
         except BadRequest as error:
             raise own_names(error) from None
         return Response(answer, body, messages, tenant, self._store), streams
 
-    def _answer(self, body: CompletionBody | ChatBody, model: Model) -> Answer:
+    def _submit(
+        self, body: CompletionBody | ChatBody, model: Model, tenant: str
+    ) -> tuple[Answer, list[Stream]]:
         base, cache = self._server.base, self._server.engine.cache
-        tokenizer = base.need_tokenizer()
-        assert self._texts is not None, "the base has a tokenizer"
+        tokenizer, texts = base.need_tokenizer(), self._texts
         # an answer may take the cache's capacity for one sample, less a page at each end
         room = min(base.cfg.context, max(1, cache.most - 2) * PAGE)
-        self.bounds.check(body, room)
+        openai_types.check_limits(body, room, self.strict)
         if isinstance(body, CompletionBody):
             spec = openai_types.completion_of(body, tokenizer)
         else:
             spec = openai_types.chat_of(body, tokenizer, room)
-        return Answer(spec, model, self._texts, tokenizer.decode, self._fingerprint)
-
-    def _submit(self, answer: Answer, tenant: str) -> list[Stream]:
-        spec, streams = answer.spec, []
-        request = dataclasses.replace(spec.request, revision=answer.model.digest, tenant=tenant)
+        answer = Answer(spec, model, texts, self._fingerprint)
+        request = dataclasses.replace(spec.request, revision=model.digest, tenant=tenant)
+        streams: list[Stream] = []
         try:
             for prompt in spec.prompts:
-                seed = secrets.randbits(32) if spec.body.seed is None else request.seed
+                seed = secrets.randbits(32) if body.seed is None else request.seed
                 one = dataclasses.replace(request, prompt=prompt.tokens, seed=seed)
                 streams.append(self._server.submit(one))
         except BaseException as error:
@@ -150,41 +146,49 @@ class OpenAI:
                 name = spec.names.get(error.field, error.field)
                 raise BadRequest(name, str(error), code) from None
             raise
-        return streams
+        return answer, streams
 
-    def _handover(self) -> Handover:
-        """Returns the handover into the running loop."""
-        loop = asyncio.get_running_loop()
-        return self._handovers.setdefault(loop, Handover(loop))
+    async def _arrivals(self, streams: list[Stream], pieces: bool) -> AsyncIterator[Arrived]:
+        """Yields what has arrived until all streams have ended: pieces and ends, or only ends."""
+        queue: asyncio.Queue[tuple[int, Piece | None]] = asyncio.Queue()
+        give = self._handover.give
+
+        def put(number: int, piece: Piece | None) -> None:
+            give(queue.put_nowait, (number, piece))
+
+        for number, stream in enumerate(streams):
+            if pieces:
+                stream.listen(functools.partial(put, number))
+            else:
+                stream.when_done(lambda _, number=number: put(number, None))
+        left = len(streams)
+        while left:
+            arrived = [await queue.get()]
+            while not queue.empty():
+                arrived.append(queue.get_nowait())
+            left -= sum(piece is None for _, piece in arrived)
+            yield arrived
 
     async def _events(
-        self, answer: Answer | Response, streams: list[Stream], receive: Receive
+        self, answer: Answer | Response, streams: list[Stream], request: Request
     ) -> AsyncIterator[str]:
         """Yields the text of a streamed answer, all events of a dispatch at once."""
-        inbox, left, started = Inbox(self._handover()), len(streams), False
-        written: Any = answer.written
-        async with _watched(streams, receive):
-            for number, stream in enumerate(streams):
-                inbox.follow(number, stream)
-            while left:
-                arrived = await inbox.take()
-                try:
-                    chunks: list[Any] = answer.chunks(
+        started = False
+        async with _watched(streams, request):
+            try:
+                async for arrived in self._arrivals(streams, pieces=True):
+                    chunks = answer.chunks(
                         [(n, piece) for n, piece in arrived if piece is not None]
                     )
                     for number in [n for n, piece in arrived if piece is None]:
                         chunks += answer.last_chunks(number, streams[number].result(0))
-                        left -= 1
-                except Exception as error:
-                    if not started:
-                        raise
-                    failed = json.loads(bytes(errors.answer(error, openai=True).body))["error"]
-                    chunks, left = answer.failed(failed), 0
-                else:
-                    if not left:
-                        chunks += answer.usage([stream.result(0) for stream in streams])
-                started = True
-                yield "".join(written(chunk) for chunk in chunks)
+                    yield _written(chunks)
+                    started = True
+                yield _written(answer.finish([stream.result(0) for stream in streams]))
+            except Exception as error:
+                if not started:
+                    raise
+                yield _written(answer.failed(errors.body(error, openai=True)["error"]))
             yield answer.end
 
     async def response(self, request: Request) -> HttpResponse:
@@ -219,16 +223,19 @@ class OpenAI:
         return PlainTextResponse(text)
 
     async def unload_lora_adapter(self, request: Request) -> HttpResponse:
-        name, tenant = (
-            (await body_of(openai_types.UnloadAdapter, request)).lora_name,
-            tenant_of(request),
-        )
-        await asyncio.to_thread(self._server.weights.unload, name, tenant)
+        name = (await body_of(openai_types.UnloadAdapter, request)).lora_name
+        await asyncio.to_thread(self._server.weights.unload, name, tenant_of(request))
         return PlainTextResponse(f"Success: adapter {name!r} is unloaded.")
 
 
+def _written(chunks: list[dict[str, Any]]) -> str:
+    """Returns server-sent events; those of responses have a type."""
+    names = (f"event: {chunk['type']}\n" if "type" in chunk else "" for chunk in chunks)
+    return "".join(f"{name}data: {json.dumps(chunk)}\n\n" for name, chunk in zip(names, chunks))
+
+
 @contextlib.asynccontextmanager
-async def _watched(streams: list[Stream], receive: Receive) -> AsyncIterator[None]:
+async def _watched(streams: list[Stream], request: Request) -> AsyncIterator[None]:
     """Cancels streams when the client disconnects or the block ends."""
 
     def cancel() -> None:
@@ -237,7 +244,7 @@ async def _watched(streams: list[Stream], receive: Receive) -> AsyncIterator[Non
                 stream.cancel()
 
     async def watch() -> None:
-        while (await receive())["type"] != "http.disconnect":
+        while (await request.receive())["type"] != "http.disconnect":
             pass
         cancel()
 

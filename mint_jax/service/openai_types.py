@@ -1,5 +1,4 @@
-"""Bodies of ``/completions`` and ``/chat/completions``: OpenAI's fields, and those of vLLM that are
-supported.
+"""Bodies of ``/completions`` and ``/chat/completions``: OpenAI's fields, and vLLM's.
 
 Unknown fields are ignored. Known fields that would change the answer and are not supported are
 refused.
@@ -7,7 +6,6 @@ refused.
 
 import dataclasses
 import json
-import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -19,21 +17,15 @@ from mint_jax.rollout.device import ALTERNATIVES
 from mint_jax.rollout.request import MAX_BIASES, MAX_STOP_IDS, Request
 from mint_jax.service import chat
 from mint_jax.service.chat import ROLES, Message, Tool, Tools
-from mint_jax.service.validation import (
-    BadRequest,
-    Body,
-    Like,
-    Text,
-    TokenId,
-    unsupported,
-    wrong,
-)
+from mint_jax.service.validation import BadRequest, Body, Like, Text, TokenId, unsupported, wrong
 
 # completions of a prompt, prompts of a body, completions of a body
 MAX_SAMPLES, MAX_PROMPTS, MAX_CHOICES = 128, 2048, 4096
 DEFAULT_TOKENS = 16  # of completions, as in OpenAI's API
 START = "<|endoftext|>"  # OpenAI's API reads an empty prompt as the beginning of a document
 TOO_LONG = "context_length_exceeded"  # an error code
+MOST_TOKENS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+MAX_STOPS, MAX_TEMPERATURE, MAX_LOGPROBS = 4, 2.0, 5  # OpenAI's limits, below the engine's
 NAMES = {"stop_ids": "stop_token_ids"}  # fields of ``Request`` that bodies call otherwise
 # fields of the same name in ``Request``, with the same defaults
 SAME = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty")
@@ -43,11 +35,10 @@ Ids = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Schema = dict[str, Any]
 Count = Annotated[int, Field(ge=1)]
 Top = Annotated[int, Field(ge=0, le=ALTERNATIVES)]
-Temperature = Annotated[float, Field(ge=0, le=1e30)]
-TopP = Annotated[float, Field(gt=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 BiasKey = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
+StopIds = Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS // 2, fail_fast=True)]
 ToolChoice = Literal["none", "auto", "required"] | dict[str, Any]
 PROMPTS = Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)
 Prompts = Annotated[
@@ -71,10 +62,10 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # field -> values that mean "not us
 }
 
 
-def refusing(name: str, fields: Mapping[str, tuple[Any, ...]]) -> type[Body]:
+def refusing(base: type[Body], fields: Mapping[str, tuple[Any, ...]]) -> Any:
     """Returns a base class of bodies whose given fields are unsupported."""
     types: dict[str, Any] = {key: (unsupported(values), None) for key, values in fields.items()}
-    return pydantic.create_model(name, __base__=Body, **types)
+    return pydantic.create_model(base.__name__, __base__=base, **types)
 
 
 class StreamOptions(Body):
@@ -89,6 +80,10 @@ class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
 
+    @property
+    def named(self) -> Schema | None:
+        return None if self.json_schema is None else self.json_schema.schema_
+
 
 class StructuredOutputs(Body):
     json_: Schema | None = Field(None, alias="json")
@@ -96,16 +91,14 @@ class StructuredOutputs(Body):
     choice: Annotated[list[Text], Field(min_length=1)] | None = None
 
 
-class SamplingFields(refusing("SamplingFields", UNSUPPORTED)):
-    """Fields that completions and chats share; null is the same as absent."""
+class SamplingFields(refusing(Body, UNSUPPORTED)):
+    """Fields that all bodies share; null is the same as absent."""
 
     model: Text
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
+    temperature: Annotated[float, Field(ge=0, le=1e30)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     presence_penalty: Penalty | None = None
@@ -113,10 +106,15 @@ class SamplingFields(refusing("SamplingFields", UNSUPPORTED)):
     repetition_penalty: Annotated[float, Field(ge=1e-6, le=1e6)] | None = None
     logit_bias: Annotated[dict[BiasKey, Bias], Field(max_length=MAX_BIASES)] | None = None
     stop: Text | list[Text] | None = None
-    stop_token_ids: (
-        Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS // 2, fail_fast=True)] | None
-    ) = None
+    stop_token_ids: StopIds | None = None
     ignore_eos: bool | None = None
+
+
+class ChoicesBody(SamplingFields):
+    """Fields that completions and chats share."""
+
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
     max_tokens: Count | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -124,7 +122,7 @@ class SamplingFields(refusing("SamplingFields", UNSUPPORTED)):
     structured_outputs: StructuredOutputs | None = None
 
 
-class CompletionBody(SamplingFields):
+class CompletionBody(ChoicesBody):
     prompt: Prompts | None = None
     max_tokens: Annotated[int, Field(ge=0)] | None = Field(
         None, description="0 with echo only: the prompt is returned and nothing is sampled."
@@ -134,7 +132,7 @@ class CompletionBody(SamplingFields):
     add_special_tokens: bool | None = None
 
 
-class ChatBody(SamplingFields):
+class ChatBody(ChoicesBody):
     messages: Annotated[list[Annotated[dict[str, Any], Like(Message)]], Field(min_length=1)]
     logprobs: bool | None = None
     top_logprobs: Top | None = None
@@ -156,47 +154,32 @@ class LoadAdapter(UnloadAdapter):
     load_inplace: bool | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Bounds:
-    """Limits of fields that a server sets.
+def maxima(kind: type[Body], context: int, strict: bool) -> dict[str, float]:
+    """Returns the maxima of a body's fields that a server sets.
 
-    Attributes:
-        temperature: maximum.
-        logprobs: maximum number of alternatives in completions.
-        stops: maximum number of stop strings.
-        strict: refuse roles that OpenAI's API does not have.
+    Args:
+        context: maximum number of tokens of an answer.
+        strict: OpenAI's limits hold, where the engine could do more.
     """
-
-    temperature: float = 2.0
-    logprobs: int = 5
-    stops: int = 4
-    strict: bool = True
-
-    def maxima(self, kind: type[Body], context: int) -> dict[str, float]:
-        """Returns the maxima of a body's fields; ``context``: of an answer's tokens."""
-        names = ("max_tokens", "max_completion_tokens", "max_output_tokens")
-        most = dict.fromkeys(names, context) | {"temperature": min(1e30, self.temperature)}
-        if kind is CompletionBody:
-            most["logprobs"] = self.logprobs
-        return {name: value for name, value in most.items() if name in kind.model_fields}
-
-    def check(self, body: SamplingFields, context: int) -> None:
-        """Raises ``BadRequest`` for a field beyond its limit."""
-        for name, most in self.maxima(type(body), context).items():
-            value = getattr(body, name)
-            if value is not None and value > most:
-                raise wrong(name, value, f"at most {most}")
-        if isinstance(body.stop, list) and len(body.stop) > self.stops:
-            raise wrong("stop", body.stop, f"at most {self.stops} strings")
-        if isinstance(body, ChatBody) and self.strict:
-            for i, message in enumerate(body.messages):
-                if message["role"] not in ROLES:
-                    name = f"messages[{i}].role"
-                    raise wrong(name, message["role"], f"one of {', '.join(ROLES)}")
+    most: dict[str, float] = dict.fromkeys(MOST_TOKENS, context)
+    if strict:
+        most["temperature"] = MAX_TEMPERATURE
+        most |= {"logprobs": MAX_LOGPROBS} if kind is CompletionBody else {}
+    return {name: value for name, value in most.items() if name in kind.model_fields}
 
 
-# OpenAI's own limits, and those of the engine
-OPENAI, WIDE = Bounds(), Bounds(math.inf, ALTERNATIVES, 1 << 20, False)
+def check_limits(body: ChoicesBody, context: int, strict: bool) -> None:
+    """Raises ``BadRequest`` for a field beyond its limit, see ``maxima``."""
+    for name, most in maxima(type(body), context, strict).items():
+        if (value := getattr(body, name)) is not None and value > most:
+            raise wrong(name, value, f"at most {most}")
+    if not strict:
+        return
+    if isinstance(body.stop, list) and len(body.stop) > MAX_STOPS:
+        raise wrong("stop", body.stop, f"at most {MAX_STOPS} strings")
+    for i, message in enumerate(body.messages if isinstance(body, ChatBody) else ()):
+        if message["role"] not in ROLES:
+            raise wrong(f"messages[{i}].role", message["role"], f"one of {', '.join(ROLES)}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,9 +195,7 @@ class CompletionSpec:
     """A validated body, ready to be sampled.
 
     Attributes:
-        prompts: at least one.
         request: the sampling settings; its prompt is empty.
-        tools: for parsing tool calls.
         names: the body's names of fields of ``request``, where they differ.
     """
 
@@ -229,10 +210,6 @@ class CompletionSpec:
         return isinstance(self.body, ChatBody)
 
     @property
-    def echo(self) -> bool:
-        return bool(self.body.echo)
-
-    @property
     def logprobs(self) -> bool:
         """The answer has log-probabilities; completions may have them without alternatives."""
         return self.body.logprobs is not None and self.body.logprobs is not False
@@ -244,8 +221,8 @@ class CompletionSpec:
 
     @property
     def whole(self) -> bool:
-        """The answer is known only when a completion ends, so a stream has it in one chunk."""
-        return self.echo and self.logprobs
+        """A stream has each choice in one chunk: the prompt's scores come with its end."""
+        return bool(self.body.echo) and self.logprobs
 
 
 def completion_of(body: CompletionBody, tokenizer: Tokenizer) -> CompletionSpec:
@@ -265,11 +242,8 @@ def completion_of(body: CompletionBody, tokenizer: Tokenizer) -> CompletionSpec:
 
 
 def chat_of(body: ChatBody, tokenizer: Tokenizer, context: int) -> CompletionSpec:
-    """Returns the spec of a body of ``/chat/completions``.
-
-    Args:
-        context: maximum number of tokens of prompt and answer; an answer without a limit of its own
-            may take what the prompt leaves.
+    """Returns the spec of a body of ``/chat/completions``; an answer without a limit of its own may
+    take what the prompt leaves of ``context`` tokens.
 
     Raises:
         BadRequest: names the wrong field.
@@ -301,11 +275,7 @@ def chat_of(body: ChatBody, tokenizer: Tokenizer, context: int) -> CompletionSpe
 
 
 def _request(
-    body: SamplingFields,
-    tokenizer: Tokenizer,
-    max_tokens: int,
-    top: int | None,
-    grammar: Mapping[str, Any],
+    body: ChoicesBody, tokenizer: Tokenizer, max_tokens: int, top: int | None, grammar: Any
 ) -> Request:
     """Returns the sampling settings; ``top`` is the number of alternatives at each token."""
     if body.stream_options is not None and not body.stream:
@@ -330,16 +300,15 @@ def _request(
     )
 
 
-def _grammar(body: SamplingFields) -> tuple[str, dict[str, Any]]:
+def _grammar(body: ChoicesBody) -> tuple[str, dict[str, Any]]:
     """Returns the field that constrains the answer, and the constraint as ``Request`` names it."""
     found: dict[str, dict[str, Any]] = {}
     form, outputs = body.response_format, body.structured_outputs or StructuredOutputs(json=None)
-    if form is not None and form.type == "json_object":
-        found["response_format"] = {"json_schema": '{"type": "object"}'}
-    elif form is not None and form.type == "json_schema":
-        if form.json_schema is None or form.json_schema.schema_ is None:
+    if form is not None and form.type != "text":
+        schema = {"type": "object"} if form.type == "json_object" else form.named
+        if schema is None:
             raise wrong("response_format.json_schema.schema", None, "a JSON schema")
-        found["response_format"] = {"json_schema": json.dumps(form.json_schema.schema_)}
+        found["response_format"] = {"json_schema": json.dumps(schema)}
     if outputs.json_ is not None:
         found["structured_outputs.json"] = {"json_schema": json.dumps(outputs.json_)}
     if outputs.regex is not None:

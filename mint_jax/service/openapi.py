@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from mint_jax.service.endpoints import JSON, OPENAI_PREFIXES, PROTOBUF, TABLE, Endpoint
-from mint_jax.service.openai_types import OPENAI, Bounds
+from mint_jax.service.openai_types import MAX_STOPS, maxima
 
 Schema = dict[str, Any]
 SCHEMAS = "#/components/schemas/"
@@ -67,14 +67,9 @@ ANSWERS = (
 )
 
 
-def route(context: int, bounds: Bounds = OPENAI) -> Route:
-    """Returns the document's route.
-
-    Args:
-        context: maximum number of tokens of an answer.
-        bounds: limits of OpenAI's fields.
-    """
-    made = document(context, bounds)
+def route(context: int, strict: bool) -> Route:
+    """Returns the document's route, see ``openai_types.maxima``."""
+    made = document(context, strict)
 
     async def openapi(_: Request) -> JSONResponse:
         return JSONResponse(made)
@@ -83,8 +78,7 @@ def route(context: int, bounds: Bounds = OPENAI) -> Route:
 
 
 @functools.cache
-def document(context: int, bounds: Bounds = OPENAI) -> Schema:
-    """Returns the document of one server."""
+def document(context: int, strict: bool) -> Schema:
     endpoints = [one for one in TABLE.endpoints if one.summary]
     bodies = {one.body for one in endpoints if one.body is not None}
     _, schemas = pydantic.json_schema.models_json_schema(
@@ -93,10 +87,10 @@ def document(context: int, bounds: Bounds = OPENAI) -> Schema:
     )
     for body in bodies:
         fields = schemas["$defs"][body.__name__].get("properties", {})
-        for field, most in bounds.maxima(body, context).items():
+        for field, most in maxima(body, context, strict).items():
             fields[field]["anyOf"][0]["maximum"] = most
-        if "stop" in fields:
-            fields["stop"]["anyOf"][1]["maxItems"] = bounds.stops
+        if "stop" in fields and strict:
+            fields["stop"]["anyOf"][1]["maxItems"] = MAX_STOPS
     paths: Schema = {}
     for one in endpoints:
         path = one.path.replace(":path}", "}")
@@ -105,7 +99,7 @@ def document(context: int, bounds: Bounds = OPENAI) -> Schema:
             text = {"in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
             paths[path]["parameters"] = [{"name": name} | text for name in names]
     failures = {
-        f"{form}{code}": {"description": text, "content": _json(_failed(form, code))}
+        f"{form}{code}": {"description": text, "content": _failed(form, code)}
         for form in ("Detail", "Error")
         for code, text in STATUSES.items()
     }
@@ -114,30 +108,30 @@ def document(context: int, bounds: Bounds = OPENAI) -> Schema:
         "header": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
     }
     description = "Training and sampling of LoRA policies over one resident base model."
-    components = {"securitySchemes": keys, "responses": failures, "schemas": schemas["$defs"]}
     return {
         "openapi": "3.1.0",
         "info": {"title": "mint_jax", "version": "1", "description": description},
         "paths": paths,
-        "components": components,
+        "components": {
+            "securitySchemes": keys,
+            "responses": failures,
+            "schemas": schemas["$defs"],
+        },
         "security": [{}, {"bearer": []}, {"header": []}],
     }
 
 
-def _json(schema: Schema) -> Schema:
-    return {JSON: {"schema": schema}}
-
-
 def _ref(model: str) -> Schema:
-    return {"$ref": SCHEMAS + model}
+    return {JSON: {"schema": {"$ref": SCHEMAS + model}}}
 
 
 def _failed(form: str, code: int) -> Schema:
-    schema = _ref(form)
+    content = _ref(form)
     if code == 408:  # a long poll without a result
         queue = {"type": "object", "properties": {"queue_state": {"type": "string"}}}
-        schema = {"anyOf": [schema, queue | {"required": ["queue_state"]}]}
-    return schema
+        schema = content[JSON]["schema"]
+        content = {JSON: {"schema": {"anyOf": [schema, queue | {"required": ["queue_state"]}]}}}
+    return content
 
 
 def _operation(one: Endpoint) -> Schema:
@@ -148,12 +142,11 @@ def _operation(one: Endpoint) -> Schema:
     }
     responses[str(one.status)] = {"description": "Success."}
     if one.status == 200:
-        answer = _ref(one.answer) if one.answer else {"type": "object"}
-        content = {kind: {"schema": answer} if kind == JSON else {} for kind in one.kinds}
-        responses["200"]["content"] = content
+        answer = _ref(one.answer) if one.answer else {JSON: {"schema": {"type": "object"}}}
+        responses["200"]["content"] = {kind: answer.get(kind, {}) for kind in one.kinds}
     if one.path == "/ready":
         text = "Not now; the status says why."
-        responses["503"] = {"description": text, "content": _json(_ref("Ready"))}
+        responses["503"] = {"description": text, "content": _ref("Ready")}
     tag = "OpenAI" if openai else "Tinker" if one.path.startswith("/api") else "operators"
     out: Schema = {"summary": one.summary, "tags": [tag], "responses": responses}
     if one.query is not None:
@@ -162,6 +155,6 @@ def _operation(one: Endpoint) -> Schema:
             for name, schema in one.query.model_json_schema()["properties"].items()
         ]
     if one.body is not None:
-        content = _json(_ref(one.body.__name__)) | ({PROTOBUF: {}} if one.protobuf else {})
+        content = _ref(one.body.__name__) | ({PROTOBUF: {}} if one.protobuf else {})
         out["requestBody"] = {"required": True, "content": content}
     return out

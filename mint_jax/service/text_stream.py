@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mint_jax.data.tokenizer import Tokenizer
-from mint_jax.rollout.detokenize import HALF, Decode, Detokenizer, Stops, text_behind
+from mint_jax.rollout.detokenize import HALF, Detokenizer, Stops, text_behind
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -30,7 +30,7 @@ class TokenTexts:
             self._pieces = {i: entry[0] for i, entry in enumerate(vocab)}
         self._bytes = {token["id"]: token["content"].encode() for token in source["added_tokens"]}
         self._is_byte_level = "ByteLevel" in json.dumps(source.get("decoder"))
-        self._decode, self._before = tokenizer.decode, tokenizer.encode("a", special=False)[-1:]
+        self.decode, self._before = tokenizer.decode, tokenizer.encode("a", special=False)[-1:]
         self.special = set(tokenizer.special_ids.values())
 
     def bytes_of(self, token: int) -> bytes:
@@ -44,7 +44,7 @@ class TokenTexts:
             elif (byte := _BYTE.fullmatch(piece)) is not None:
                 data = bytes.fromhex(byte[1])
             else:
-                data = text_behind(self._decode, self._before, [token]).encode()
+                data = text_behind(self.decode, self._before, [token]).encode()
             self._bytes[token] = data
         return self._bytes[token]
 
@@ -60,14 +60,12 @@ class TokenTexts:
 
 
 class Offsets:
-    """Offsets of tokens in a text, in characters.
+    """Offsets of tokens in a text, in characters: ``starts`` has the offset of the character with
+    each token's first byte.
 
     Args:
         prompt: token ids before the text, whose last character its tokens may complete.
         special: special tokens are part of the text, as in prompts.
-
-    Attributes:
-        starts: offset of the character that has each token's first byte.
     """
 
     def __init__(self, texts: TokenTexts, prompt: Sequence[int] = (), special: bool = False):
@@ -113,8 +111,6 @@ class TextStream:
     of the run were already returned.
 
     Args:
-        prompt: token ids before the completion.
-        stop: strings that end it.
         marker: text from which on everything is withheld until ``end``; empty: everything is.
 
     Attributes:
@@ -125,13 +121,13 @@ class TextStream:
 
     def __init__(
         self,
-        decode: Decode,
         texts: TokenTexts,
         prompt: Sequence[int] = (),
         stop: Sequence[str] = (),
         marker: str | None = None,
     ):
-        self._decode, self._marker = decode, marker
+        decode = self._decode = texts.decode
+        self._marker = marker
         self._stops = Stops(decode, stop, prompt) if stop else None
         self._detokenizer = (
             Detokenizer(decode, prompt) if self._stops is None else self._stops.detokenizer

@@ -1,8 +1,5 @@
-"""Short-lived tokens for API keys: Tinker's SDKs exchange their key for one, and renew it in time.
-
-A token is a JSON Web Token (RFC 7519) with the key's id, signed by ``HS256``. Scopes are looked up
-with every request, so a token ends with its key. The signing secret is a file in the keys'
-folder, so that tokens outlive a restart; a server without keys has a secret of its process.
+"""Short-lived tokens, for which Tinker's SDKs exchange their key: JSON Web Tokens (RFC 7519) with
+the key's id. Scopes are looked up with every request, so a token ends with its key.
 """
 
 import contextlib
@@ -24,11 +21,8 @@ OPTIONS = {"verify_exp": False, "verify_iat": False}  # the server's clock decid
 
 
 class Tokens:
-    """Signs and verifies tokens.
-
-    Args:
-        folder: the folder of the keys; None without keys.
-        clock: seconds since 1970.
+    """Signs and verifies tokens. The secret is a file in the keys' ``folder``, so tokens outlive a
+    restart; without keys it is the process's own. ``clock`` gives seconds since 1970.
 
     Raises:
         UserError: the secret's file cannot be read or made, or others may read it.
@@ -59,9 +53,7 @@ def is_token(secret: str) -> bool:
 
 
 def _kept(path: Path) -> bytes:
-    """Returns the signing secret, which is made if missing. It appears whole; of two servers that
-    make it at once, the second reads the first one's.
-    """
+    """Returns the signing secret, made if missing: once, even if two servers start together."""
     try:
         if not path.exists():
             with tempfile.NamedTemporaryFile(dir=path.parent) as made:  # mode 600

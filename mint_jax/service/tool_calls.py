@@ -5,11 +5,11 @@
                  Qwen3-Coder
     key_value    <tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>: GLM-4.5
 
-A call ends where its own syntax ends, not at the next ``</tool_call>``, which may be part of an
-argument.
+A call ends where its own syntax ends: the next ``</tool_call>`` may be part of an argument.
 """
 
 import dataclasses
+import functools
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -59,22 +59,25 @@ def read(answer: str, form: Form, schemas: Schemas) -> tuple[str, list[Call]]:
         except (Unreadable, RecursionError):
             return answer, []
         if found is not None:
-            call, after = found
-            calls.append(call)
+            calls.append(found[0])
             outside.append(answer[end:begin])
-            at = end = _behind_end(answer, after)
+            rest = answer[found[1] :].lstrip()
+            if rest.startswith(END):
+                at = end = len(answer) - len(rest) + len(END)
+            else:  # a truncated answer may end within the tag
+                at = end = len(answer) if END.startswith(rest) else found[1]
     if not calls:
         return answer, []
     outside.append(answer[end:])
     return outside[1] + "\n".join(filter(None, map(str.strip, outside[2:]))), calls
 
 
-def _behind_end(answer: str, at: int) -> int:
-    """Returns the position after the end tag, or after its beginning in a truncated answer."""
-    rest = answer[at:].lstrip()
-    if rest.startswith(END):
-        return len(answer) - len(rest) + len(END)
-    return len(answer) if END.startswith(rest) else at
+def _refuse(name: str) -> Any:
+    raise ValueError(name)
+
+
+# models write line ends as they are
+_DECODER = json.JSONDecoder(strict=False, parse_constant=_refuse)
 
 
 def value_of(text: str) -> Any:
@@ -105,17 +108,9 @@ def _call(name: str, arguments: dict[str, Any]) -> Call:
         raise Unreadable from None
 
 
-def _refuse(name: str) -> Any:
-    raise ValueError(name)
-
-
-# models write line ends as they are
-_DECODER = json.JSONDecoder(strict=False, parse_constant=_refuse)
-
-
 def json_object(answer: str, at: int, _: Schemas) -> tuple[Call, int] | None:
     """One JSON object."""
-    begin = _SPACE.match(answer, at).end()  # type: ignore[union-attr]
+    begin = len(answer) - len(answer[at:].lstrip())
     if not answer.startswith("{", begin):
         return None
     try:
@@ -123,64 +118,43 @@ def json_object(answer: str, at: int, _: Schemas) -> tuple[Call, int] | None:
     except ValueError:
         raise Unreadable from None
     rest = answer[end:].lstrip()
-    if (call := call_of(value)) is None or not (
-        rest.startswith((END, MARKER)) or END.startswith(rest)
-    ):
+    ends = rest.startswith((END, MARKER)) or END.startswith(rest)
+    if not ends or (call := call_of(value)) is None:
         raise Unreadable
     return call, end
 
 
-_SPACE = re.compile(r"\s*")
-_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>")
-_PARAMETER = re.compile(
-    r"\s*<parameter=([^>\n]+)>(.*?)</parameter>(?=\s*(?:<parameter=[^>\n]+>|</function>))",
-    re.DOTALL,
-)
-_FUNCTION_END = re.compile(r"\s*</function>")
-
-
-def xml(answer: str, at: int, schemas: Schemas) -> tuple[Call, int] | None:
-    """A function with its parameters; a line end on both sides of a value is not part of it."""
-    named = _FUNCTION.match(answer, at)
-    if named is None:
-        return None
-    return _pairs(answer, named, _PARAMETER, _FUNCTION_END, schemas, lines=True)
-
-
-_NAME = re.compile(r"\s*([^\s<>{}\[\]\"]+)\s*(?=<arg_key>|</tool_call>)")
-_PAIR = re.compile(
-    r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>(?=\s*(?:<arg_key>|</tool_call>))",
-    re.DOTALL,
-)
-_PAIRS_END = re.compile(r"\s*(?=</tool_call>)")
-
-
-def key_value(answer: str, at: int, schemas: Schemas) -> tuple[Call, int] | None:
-    """A name, and pairs of keys and values."""
-    named = _NAME.match(answer, at)
-    return None if named is None else _pairs(answer, named, _PAIR, _PAIRS_END, schemas)
-
-
 def _pairs(
-    answer: str,
-    named: re.Match[str],
-    pair: re.Pattern[str],
-    end: re.Pattern[str],
-    schemas: Schemas,
-    lines: bool = False,
-) -> tuple[Call, int]:
+    patterns: tuple[str, str, str], answer: str, at: int, schemas: Schemas
+) -> tuple[Call, int] | None:
+    """A name and pairs of keys and values, by the patterns of name, pair and end."""
+    opening, pair, end = (re.compile(r"\s*" + pattern, re.DOTALL) for pattern in patterns)
+    if (named := opening.match(answer, at)) is None:
+        return None
     name, at, arguments = named[1].strip(), named.end(), {}
     properties = schemas.get(name, {}).get("properties")
+    properties = properties if isinstance(properties, dict) else {}
     while (found := pair.match(answer, at)) is not None:
-        key, text = found[1].strip(), found[2]
-        if lines:
-            text = text.removeprefix("\n").removesuffix("\n")
-        arguments[key] = _typed(text, properties.get(key) if isinstance(properties, dict) else None)
+        key = found[1].strip()
+        arguments[key] = _typed(found[2], properties.get(key))
         at = found.end()
     if (closed := end.match(answer, at)) is None:
         raise Unreadable
     return _call(name, arguments), closed.end()
 
+
+_XML = (
+    r"<function=([^>\n]+)>",
+    # a line end on both sides of a value is not part of it
+    r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=[^>\n]+>|</function>))",
+    "</function>",
+)
+_KEY_VALUE = (
+    r"([^\s<>{}\[\]\"]+)\s*(?=<arg_key>|</tool_call>)",
+    r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>(?=\s*(?:<arg_key>|</tool_call>))",
+    "(?=</tool_call>)",
+)
+xml, key_value = functools.partial(_pairs, _XML), functools.partial(_pairs, _KEY_VALUE)
 
 _PYTHON = {"True": True, "False": False, "None": None}  # as templates write these values, too
 _TYPES = {

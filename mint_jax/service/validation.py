@@ -14,16 +14,13 @@ from mint_jax.service.bodies import DEPTH, depth_of
 
 
 class BadRequest(UserError):
-    """A field of a request is wrong.
-
-    Attributes:
-        param: the field's path, such as ``messages[0].role``; None for the body as a whole.
-        code: OpenAI's error code, where it has one.
+    """A field of a request is wrong: ``param`` is its path, such as ``messages[0].role``; None for
+    the body as a whole. ``code`` is OpenAI's error code.
     """
 
-    def __init__(self, param: str | None, message: str, code: str | None = None):
+    def __init__(self, param: str | None, message: str, code: str | None = None, status: int = 400):
         super().__init__(message)
-        self.param, self.code = param, code
+        self.param, self.code, self.status = param, code, status
 
 
 class Body(pydantic.BaseModel):
@@ -96,9 +93,8 @@ def parse(model: type[T], raw: bytes) -> T:
         return model.model_validate_json(raw)
     except pydantic.ValidationError as error:
         details = error.errors(include_url=False)
-    first = details[0]
-    if first["type"] == "json_invalid":
-        reason = first["msg"].removeprefix("Invalid JSON: ")
+    if details[0]["type"] == "json_invalid":
+        reason = details[0]["msg"].removeprefix("Invalid JSON: ")
         raise BadRequest(None, f"the body is not JSON in UTF-8 ({reason}): check what was sent")
     raise _refusal(details, from_json(raw))
 

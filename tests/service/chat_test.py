@@ -144,15 +144,17 @@ def test_a_stream_with_calls_equals_the_whole_answer(tokenizer, text):
     scores = [-1.0] * len(tokens)
     done = Completion(tokens, scores, scores, "stop", text)
     spec = chat_of(body_of(tools=[CLOCK], stream=True), tokenizer, 512)
-    answer = Answer(spec, Model("m"), TokenTexts(tokenizer), tokenizer.decode)
-    whole = answer.whole([[done]])["choices"][0]
+    answer = Answer(spec, Model("m"), TokenTexts(tokenizer))
+    whole = Answer(spec, Model("m"), TokenTexts(tokenizer)).whole([[done]])["choices"][0]
     pieces = [(0, Piece(0, [token], [-1.0])) for token in tokens]
     chunks = [chunk for piece in pieces for chunk in answer.chunks([piece])]
     chunks += answer.last_chunks(0, [done])
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     content = "".join(delta.get("content") or "" for delta in deltas)
     assert content == (whole["message"]["content"] or "")
-    calls = [{"index": i, **call} for i, call in enumerate(whole["message"].get("tool_calls", []))]
-    assert [call for delta in deltas for call in delta.get("tool_calls", [])] == calls
+    calls = [call["function"] for call in whole["message"].get("tool_calls", [])]
+    streamed = [call for delta in deltas for call in delta.get("tool_calls", [])]
+    assert [call["index"] for call in streamed] == list(range(len(calls)))
+    assert [call["function"] for call in streamed] == calls
     finish = "tool_calls" if "clock" in text else "stop"
     assert chunks[-1]["choices"][0]["finish_reason"] == whole["finish_reason"] == finish

@@ -7,7 +7,7 @@ import threading
 
 from mint_jax.rollout.request import Request
 from mint_jax.rollout.stream import Piece, Stream
-from mint_jax.service.handover import Handover, Inbox
+from mint_jax.service.handover import Handover
 
 
 def test_pieces_before_and_behind_listening_come_once_and_in_order():
@@ -35,9 +35,10 @@ def test_a_handover_calls_into_a_loop_once_for_all_that_came():
         crossings = []
         call_soon = loop.call_soon_threadsafe
         loop.call_soon_threadsafe = lambda *args: crossings.append(args) or call_soon(*args)
-        inbox, streams = Inbox(Handover(loop)), [Stream(Request((1,))) for _ in range(5)]
-        for number, stream in enumerate(streams):
-            inbox.follow(number, stream)
+        handover, found = Handover(loop), [[] for _ in range(5)]
+        streams = [Stream(Request((1,))) for _ in found]
+        for stream, pieces in zip(streams, found, strict=True):
+            stream.listen(lambda piece, pieces=pieces: handover.give(pieces.append, piece))
 
         def put():
             for n in range(100):
@@ -49,11 +50,10 @@ def test_a_handover_calls_into_a_loop_once_for_all_that_came():
         thread = threading.Thread(target=put)
         thread.start()
         thread.join()  # the loop stands still meanwhile
-        found = await inbox.take()
+        await asyncio.sleep(0)
         return found, len(crossings)
 
     found, crossings = asyncio.run(follow())
     assert crossings == 1
-    for number in range(5):
-        mine = [piece for stream, piece in found if stream == number]
-        assert [piece and piece.tokens[0] for piece in mine] == [*range(100), None]
+    for pieces in found:
+        assert [piece and piece.tokens[0] for piece in pieces] == [*range(100), None]

@@ -11,7 +11,8 @@ from openai.types.responses import ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
 from mint_jax.errors import UserError
-from mint_jax.service.responses import Response, Store, Unknown
+from mint_jax.service.responses import Response, Store
+from mint_jax.service.validation import BadRequest
 from tests.service.openai_world import client as client
 from tests.service.openai_world import world as world
 from tests.service.openai_world import wrong_fields
@@ -186,7 +187,7 @@ def test_the_store_is_bounded():
         store.put("a", {"id": str(i), "text": "x" * 60}, [])
     assert store.get("a", "99")[0]["text"] == "x" * 60
     for tenant, id in (("a", "0"), ("b", "99")):
-        with pytest.raises(Unknown):
+        with pytest.raises(BadRequest):
             store.get(tenant, id)
 
 

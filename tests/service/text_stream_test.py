@@ -35,7 +35,7 @@ def tokenizer(request, tmp_path_factory):
 
 def streamed(rng, tokenizer, tokens, final, **settings):
     """Returns the parts of tokens that arrive in random pieces, and the stream."""
-    stream = TextStream(tokenizer.decode, texts_of(tokenizer), **settings)
+    stream = TextStream(texts_of(tokenizer), **settings)
     cuts = sorted(rng.choice(len(tokens) + 1, int(rng.integers(0, 8))).tolist())
     parts = []
     for begin, end in zip([0, *cuts], [*cuts, len(tokens)]):
@@ -145,7 +145,7 @@ def answered(tokenizer, tokens, stop=(), **body):
     def answer(stream):
         fields = {"model": "m", "prompt": PROMPT, "stream": stream, "stop": list(stop), **body}
         spec = completion_of(check(CompletionBody, {**fields, "logprobs": 0}), tokenizer)
-        return Answer(spec, Model("m"), texts_of(tokenizer), tokenizer.decode)
+        return Answer(spec, Model("m"), texts_of(tokenizer))
 
     whole, stream = answer(False).whole([[done]]), answer(True)
     pieces = [Piece(0, [token], [p]) for token, p in zip(tokens, scores, strict=True)]
