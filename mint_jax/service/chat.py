@@ -40,6 +40,13 @@ To call a function, write a JSON object with its name and its arguments, between
 RESULT = "<tool_response>\n{content}\n</tool_response>"
 
 
+UNKNOWN_SYNTAX = (
+    "this model's chat template writes tool calls in a form that is not supported here"
+    f" (supported are {MARKER} with JSON, Qwen3-Coder's and GLM's): leave tools out, or demand a"
+    " call by tool_choice, which is sampled under a schema"
+)
+
+
 class Function(Body):
     name: Text
     parameters: dict[str, Any] | None = None
@@ -155,12 +162,7 @@ def tools_of(
         if takes_tools(tokenizer):
             form = tool_calls.form_of(tokenizer.sources[1] or "")
         if form is None:
-            raise BadRequest(
-                "tools",
-                "this model's chat template writes tool calls in a form that is not supported here"
-                f" (supported are {MARKER} with JSON, Qwen3-Coder's and GLM's): leave tools out, or"
-                " demand a call by tool_choice, which is sampled under a schema",
-            )
+            raise BadRequest("tools", UNKNOWN_SYNTAX)
         return Tools(tools, functions, form, parallel=parallel is not False)
     if choice == "required":
         calls = [
@@ -198,11 +200,8 @@ def prompt_of(
     """
     variables = dict(variables or {})
     if taken := OWN & variables.keys():
-        raise BadRequest(
-            "chat_template_kwargs",
-            f"chat_template_kwargs has {sorted(taken)[0]}, which has a field of its own: leave it"
-            " out",
-        )
+        name, field = sorted(taken)[0], "chat_template_kwargs"
+        raise BadRequest(field, f"{field} has {name}, which has a field of its own: leave it out")
     has_developer = "developer" in (tokenizer.sources[1] or "")
     read = [_for_template(message, has_developer) for message in messages]
     if not takes_tools(tokenizer):

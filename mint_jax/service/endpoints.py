@@ -27,7 +27,6 @@ class Endpoint:
         summary: for OpenAPI; empty: not documented.
         body, query: models of the request's JSON and of its parameters.
         call: name of the handler; empty: the path's last segment.
-        answer: name of the answer's schema in ``openapi.py``.
         data: bodies may be as large as a batch or a long prompt; others must be small.
         protobuf: bodies may be protobuf, a ``ForwardBackwardRequest``.
         kinds: content types of the answer.
@@ -41,7 +40,6 @@ class Endpoint:
     body: Any = None
     call: str = ""
     query: Any = None
-    answer: str = ""
     data: bool = False
     protobuf: bool = False
     kinds: tuple[str, ...] = (JSON,)
@@ -74,18 +72,17 @@ def operators() -> Iterator[Endpoint]:
 def tinker_endpoints() -> Iterator[Endpoint]:
     get, post, put, delete = _below("/api/v1/", "GET", "POST", "PUT", "DELETE")
     train, sample, read, sampled = ("train",), ("sample",), ("read", "train"), ("read", "sample")
-    place, future = tinker.RequestPlace, {"answer": "Future"}
-    batch = {"data": True, "protobuf": True, "call": "forward_backward"} | future
+    place, batch = tinker.RequestPlace, {"data": True, "protobuf": True, "call": "forward_backward"}
     one, session = "training_runs/{model}/checkpoints/{kind}/{name}", "sessions/{session}"
     files = ("application/octet-stream", JSON)
 
     yield get("healthz", None, "Returns 200: the process is alive.")
     yield post("client/config", None, "Returns options of the SDK.", call="client_config")
     yield get("files/{token}", None, "Downloads the file of a link.", call="file", kinds=files)
-    yield post("auth/token", (), "Exchanges a key for a short-lived token.", answer="Token")
+    yield post("auth/token", (), "Exchanges a key for a short-lived token.")
     yield get("get_server_capabilities", (), "Returns the base model.")
     yield post("client/dynamic_config", (), "Returns options of the SDK that may change.")
-    yield post("create_session", (), "Opens a session.", tinker.CreateSession, answer="Session")
+    yield post("create_session", (), "Opens a session.", tinker.CreateSession)
     yield post("session_heartbeat", (), "Keeps a session open.", tinker.SessionRef)
     yield post(f"{session}/finish", (), "Ends a session.", call="finish_session")
     yield post("telemetry", (), "Accepts telemetry and drops it.")
@@ -94,15 +91,15 @@ def tinker_endpoints() -> Iterator[Endpoint]:
     yield post("retrieve_futures", (), "Waits for results of a sampler.", tinker.RetrieveFutures)
     yield post("cancel_future", (), "Cancels samples.", tinker.CancelFuture)
 
-    yield post("create_model", train, "Creates a policy.", tinker.ModelPlace, **future)
+    yield post("create_model", train, "Creates a policy.", tinker.ModelPlace)
     yield post("load_weights", train, "Loads a checkpoint into a policy.", tinker.LoadPlace)
-    yield post("unload_model", train, "Ends a policy.", tinker.ModelRef, **future)
+    yield post("unload_model", train, "Ends a policy.", tinker.ModelRef)
     yield post("forward", train, "Computes log-probabilities and losses.", place, **batch)
     yield post("forward_backward", train, "Accumulates gradients.", place, **batch)
-    yield post("optim_step", train, "Updates a policy by AdamW.", place, **future)
-    yield post("save_weights", train, "Saves a training state.", place, **future)
-    yield post("save_weights_for_sampler", train, "Saves a revision to sample.", place, **future)
-    yield post("save_weights_external", train, "Saves weights to download.", place, **future)
+    yield post("optim_step", train, "Updates a policy by AdamW.", place)
+    yield post("save_weights", train, "Saves a training state.", place)
+    yield post("save_weights_for_sampler", train, "Saves a revision to sample.", place)
+    yield post("save_weights_external", train, "Saves weights to download.", place)
     interpolate, reverse_kl = "mint/checkpoints/interpolate", "mint/forward_backward_reverse_kl"
     yield post(interpolate, train, "Sums adapters.", tinker.Interpolate, data=True)
     unsupported = "Not supported: its future fails."
@@ -136,20 +133,20 @@ def tinker_endpoints() -> Iterator[Endpoint]:
 def openai_endpoints() -> Iterator[Endpoint]:
     sample, admin, read, kinds = ("sample",), ("admin",), ("read", "sample"), (JSON, STREAM)
     bodies = (
-        ("completions", "completions", openai.CompletionBody, "Completion", "Completes prompts."),
-        ("chat/completions", "chats", openai.ChatBody, "Chat", "Answers a chat."),
-        ("responses", "responses", ResponseBody, "Response", "Answers input with items."),
+        ("completions", "completions", openai.CompletionBody, "Completes prompts."),
+        ("chat/completions", "chats", openai.ChatBody, "Answers a chat."),
+        ("responses", "responses", ResponseBody, "Answers input with items."),
     )
     for prefix in OPENAI_PREFIXES:
         get, post, delete = _below(f"{prefix}/", "GET", "POST", "DELETE")
-        yield get("models", read, "Lists models.", query=ModelsQuery, answer="Models")
-        yield get("models/{name:path}", read, "Returns one model.", call="model", answer="Model")
-        for path, call, body, answer, summary in bodies:
-            yield post(path, sample, summary, body, call, answer=answer, data=True, kinds=kinds)
+        yield get("models", read, "Lists models.", query=ModelsQuery)
+        yield get("models/{name:path}", read, "Returns one model.", call="model")
+        for path, call, body, summary in bodies:
+            yield post(path, sample, summary, body, call, data=True, kinds=kinds)
         stored = "responses/{id}"
         summaries = "Returns a stored response.", "Deletes a stored response."
-        yield get(stored, sample, summaries[0], call="response", answer="Response")
-        yield delete(stored, sample, summaries[1], call="delete_response", answer="Deleted")
+        yield get(stored, sample, summaries[0], call="response")
+        yield delete(stored, sample, summaries[1], call="delete_response")
         load, unload = openai.LoadAdapter, openai.UnloadAdapter
         yield post("load_lora_adapter", admin, "Names a revision.", load, kinds=(TEXT,))
         yield post("unload_lora_adapter", admin, "Releases a name.", unload, kinds=(TEXT,))

@@ -7,7 +7,7 @@ refused.
 import dataclasses
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import pydantic
 from pydantic import Field
@@ -22,7 +22,6 @@ from mint_jax.service.validation import BadRequest, Body, Like, Text, TokenId, u
 # completions of a prompt, prompts of a body, completions of a body
 MAX_SAMPLES, MAX_PROMPTS, MAX_CHOICES = 128, 2048, 4096
 DEFAULT_TOKENS = 16  # of completions, as in OpenAI's API
-START = "<|endoftext|>"  # OpenAI's API reads an empty prompt as the beginning of a document
 TOO_LONG = "context_length_exceeded"  # an error code
 MOST_TOKENS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 MAX_STOPS, MAX_TEMPERATURE, MAX_LOGPROBS = 4, 2.0, 5  # OpenAI's limits, below the engine's
@@ -79,10 +78,6 @@ class NamedSchema(Body):
 class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
-
-    @property
-    def named(self) -> Schema | None:
-        return None if self.json_schema is None else self.json_schema.schema_
 
 
 class StructuredOutputs(Body):
@@ -182,8 +177,7 @@ def check_limits(body: ChoicesBody, context: int, strict: bool) -> None:
             raise wrong(f"messages[{i}].role", message["role"], f"one of {', '.join(ROLES)}")
 
 
-@dataclasses.dataclass(frozen=True)
-class Prompt:
+class Prompt(NamedTuple):
     """Token ids, and the text that ``echo`` returns."""
 
     tokens: tuple[int, ...]
@@ -255,19 +249,16 @@ def chat_of(body: ChatBody, tokenizer: Tokenizer, context: int) -> CompletionSpe
     tools = chat.tools_of(body.tools, body.tool_choice, body.parallel_tool_calls, tokenizer)
     if tools is not None and tools.schema is not None:
         if grammar:
-            raise BadRequest(
-                "tool_choice",
-                "tool_choice demands a call, and the body another form of answer: give one of them",
+            text = (
+                "tool_choice demands a call, and the body another form of answer: give one of them"
             )
+            raise BadRequest("tool_choice", text)
         field, grammar = "tools", {"json_schema": json.dumps(tools.schema)}
     variables, opening = body.chat_template_kwargs or {}, body.add_generation_prompt is not False
     tokens = tuple(chat.prompt_of(body.messages, tokenizer, tools, variables, opening))
     if len(tokens) >= context:
-        raise BadRequest(
-            "messages",
-            f"messages are {len(tokens)} tokens, and the context has {context}: shorten them",
-            TOO_LONG,
-        )
+        text = f"messages are {len(tokens)} tokens, and the context has {context}: shorten them"
+        raise BadRequest("messages", text, TOO_LONG)
     most = body.max_completion_tokens or body.max_tokens or context - len(tokens)
     request = _request(body, tokenizer, most, body.top_logprobs, grammar)
     names = NAMES | {"prompt": "messages"} | dict.fromkeys(grammar, field)
@@ -279,10 +270,8 @@ def _request(
 ) -> Request:
     """Returns the sampling settings; ``top`` is the number of alternatives at each token."""
     if body.stream_options is not None and not body.stream:
-        raise BadRequest(
-            "stream_options",
-            "stream_options is given, but stream is not true: leave it out, or stream",
-        )
+        text = "stream_options is given, but stream is not true: leave it out, or stream"
+        raise BadRequest("stream_options", text)
     ends = () if body.ignore_eos else tokenizer.eos_ids
     settings = {name: getattr(body, name) for name in SAME}
     return Request(
@@ -305,7 +294,9 @@ def _grammar(body: ChoicesBody) -> tuple[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     form, outputs = body.response_format, body.structured_outputs or StructuredOutputs(json=None)
     if form is not None and form.type != "text":
-        schema = {"type": "object"} if form.type == "json_object" else form.named
+        schema: Schema | None = {"type": "object"}
+        if form.type == "json_schema":
+            schema = form.json_schema and form.json_schema.schema_
         if schema is None:
             raise wrong("response_format.json_schema.schema", None, "a JSON schema")
         found["response_format"] = {"json_schema": json.dumps(schema)}
@@ -323,20 +314,16 @@ def _grammar(body: ChoicesBody) -> tuple[str, dict[str, Any]]:
 def _prompts(body: CompletionBody, tokenizer: Tokenizer) -> list[Prompt]:
     given = "" if body.prompt is None else body.prompt
     prompts: list[Any] = [given] if isinstance(given, str) or isinstance(given[0], int) else given
+    # OpenAI's API reads an empty prompt as the beginning of a document
+    openings = (tokenizer.special_ids.get("<|endoftext|>"), tokenizer.eos_id)
+    start = tokenizer.encode("") or [id for id in openings if id is not None][:1]
     out = []
     for one in prompts:
-        if isinstance(one, str):
-            tokens = tokenizer.encode(one, special=body.add_special_tokens is not False)
-            out.append(Prompt(tuple(tokens or _start(tokenizer)), one))
-        else:
+        if not isinstance(one, str):
             out.append(Prompt(tuple(one), tokenizer.decode(one, skip_special=False)))
+            continue
+        tokens = tokenizer.encode(one, special=body.add_special_tokens is not False) or start
+        if not tokens:
+            raise wrong("prompt", "", "text: this tokenizer has no token that begins a document")
+        out.append(Prompt(tuple(tokens), one))
     return out
-
-
-def _start(tokenizer: Tokenizer) -> list[int]:
-    """Returns the token that a document begins with, for an empty prompt."""
-    ids = (tokenizer.special_ids.get(START), tokenizer.eos_id)
-    start = tokenizer.encode("") or [id for id in ids if id is not None][:1]
-    if not start:
-        raise wrong("prompt", "", "text: this tokenizer has no token that begins a document")
-    return start

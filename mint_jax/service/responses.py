@@ -123,6 +123,18 @@ class ResponseBody(refusing(SamplingFields, UNSUPPORTED)):
 SAME = {*SamplingFields.model_fields, "tool_choice", "parallel_tool_calls", "chat_template_kwargs"}
 
 
+# fields of a response: those of its body with what null means, and those that never change
+ECHOED: dict[str, Any] = {"parallel_tool_calls": True, "store": True, "temperature": 1.0}
+ECHOED |= {"top_p": 1.0, "tool_choice": "auto", "metadata": {}, "tools": [], "top_logprobs": 0}
+ECHOED |= dict.fromkeys(("model", "instructions", "max_output_tokens", "previous_response_id"))
+UNUSED: dict[str, Any] = {
+    "background": False,
+    "truncation": "disabled",
+    "reasoning": {"effort": None, "summary": None},
+}
+UNUSED |= dict.fromkeys(("error", "incomplete_details", "usage", "user"))
+
+
 class Store:
     """Responses of all tenants, the newest ``most_bytes`` of them, in memory. Thread-safe."""
 
@@ -204,19 +216,17 @@ def chat_body_of(body: ResponseBody, messages: Messages) -> dict[str, Any]:
             first, *messages = messages
             system = first | {"content": f"{text}\n\n{first['content']}"}
         messages = [system, *messages]
-    fields = "name", "description", "parameters", "strict"
-    tools = [{f: tool[f] for f in fields if tool.get(f) is not None} for tool in body.tools or []]
-    chat["tools"] = [{"type": "function", "function": tool} for tool in tools]
+    chat["tools"] = []
+    for tool in body.tools or ():
+        function = {name: v for name, v in tool.items() if name != "type" and v is not None}
+        chat["tools"].append({"type": "function", "function": function})
     choice = body.tool_choice
     if isinstance(choice, dict) and choice.get("type") == "function":
         chat["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
     if body.top_logprobs or LOGPROBS in (body.include or ()):
         chat |= {"logprobs": True, "top_logprobs": body.top_logprobs}
-    form, most = (
-        body.form | {"json_schema": {"schema": body.form.get("schema")}},
-        "max_output_tokens",
-    )
-    chat |= {"response_format": form, "max_completion_tokens": getattr(body, most)}
+    form = body.form | {"json_schema": {"schema": body.form.get("schema")}}
+    chat |= {"response_format": form, "max_completion_tokens": body.max_output_tokens}
     return chat | {"messages": messages}
 
 
@@ -331,34 +341,17 @@ class Response:
         return "incomplete" if self._finish in ("length", "abort") else "completed"
 
     def _response(self, status: str) -> dict[str, Any]:
-        body = self._body
+        given = {name: getattr(self._body, name) for name in ECHOED}
         return {
             "id": self.id,
             "object": "response",
             "created_at": self._answer.created,
             "status": status,
-            "background": False,
-            "error": None,
-            "incomplete_details": None,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
-            "metadata": body.metadata or {},
-            "model": body.model,
             "output": [*self._output],
-            "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": body.previous_response_id,
-            "reasoning": {"effort": None, "summary": None},
-            "store": body.store is not False,
-            "temperature": 1.0 if body.temperature is None else body.temperature,
-            "text": {"format": body.form},
-            "tool_choice": body.tool_choice or "auto",
-            "tools": body.tools or [],
-            "top_logprobs": body.top_logprobs or 0,
-            "top_p": 1.0 if body.top_p is None else body.top_p,
-            "truncation": "disabled",
-            "usage": None,
-            "user": None,
+            "text": {"format": self._body.form},
             "mint_revision": self.model.digest,
+            **UNUSED,
+            **{name: ECHOED[name] if one is None else one for name, one in given.items()},
         }
 
     def _message(self, status: str, *content: dict[str, Any]) -> dict[str, Any]:

@@ -47,10 +47,9 @@ def test_completions_are_the_engines(world, client, model):
     wanted = world.sampled(TEXT, digest, top_logprobs=3, **settings, **extra)
     for choice, done in zip(answer.choices, wanted, strict=True):
         same(choice, done)
-        assert choice.logprobs.token_logprobs == done.logprobs, "of the model, bit for bit"
-        for shown, top, p in zip(
-            choice.logprobs.top_logprobs, done.top_logprobs, done.logprobs, strict=True
-        ):
+        scores = choice.logprobs
+        assert scores.token_logprobs == done.logprobs, "of the model, bit for bit"
+        for shown, top, p in zip(scores.top_logprobs, done.top_logprobs, done.logprobs):
             assert p in shown.values()
             assert max(shown.values()) == max(p, *(q for _, q in top))
     assert (answer.mint_revision, raw.headers["x-mint-revision"]) == (digest, digest or "base")
@@ -91,15 +90,11 @@ def test_chats_are_the_engines(world, client):
     parts = [{"role": "user", "content": [{"type": "text", "text": "What is 2 + 2?"}]}]
     again = client.chat.completions.create(messages=parts, **asked)
     assert [choice.message.content for choice in again.choices] == [done.text for done in wanted]
-
-
-def test_a_chat_without_a_limit_may_fill_the_context(world, client):
     long = [{"role": "user", "content": "word " * 400}]
-    answer = client.chat.completions.create(
-        model="tiny-random", messages=long, extra_body={"ignore_eos": True}
-    )
-    assert answer.usage.total_tokens == world.base.cfg.context
-    assert answer.choices[0].finish_reason == "length"
+    extra = {"ignore_eos": True}
+    filled = client.chat.completions.create(model="tiny-random", messages=long, extra_body=extra)
+    assert filled.usage.total_tokens == world.base.cfg.context, "without a limit of its own"
+    assert filled.choices[0].finish_reason == "length"
 
 
 @pytest.mark.parametrize("case", ["parts of characters", "stop strings"])
@@ -122,11 +117,8 @@ def test_a_stream_equals_the_whole_answer(world, client, case):
             assert "".join(scores.tokens).startswith(choice.text)
     assert (chunks[-1].choices, chunks[-1].mint_revision) == ([], world.digests["chat@2"])
     last = chunks[-1].usage
-    assert (
-        whole.usage.total_tokens
-        == last.total_tokens
-        == last.prompt_tokens + (whole.usage.completion_tokens)
-    )
+    assert last.total_tokens == whole.usage.total_tokens
+    assert last.prompt_tokens == last.total_tokens - whole.usage.completion_tokens
     if case == "stop strings":
         assert any(choice.finish_reason == "stop" for choice in whole.choices)
         assert not any(stop in choice.text for choice in whole.choices for stop in asked["stop"])
@@ -139,9 +131,8 @@ def test_a_streamed_chat_equals_the_whole_answer(world, client):
     asked = {"model": "chat@1", "messages": MESSAGES, "seed": 11, "max_tokens": 30, "n": 3}
     asked |= {"logprobs": True, "top_logprobs": 2}
     whole = client.chat.completions.create(**asked)
-    for choice, one in zip(
-        whole.choices, joined(client.chat.completions.create(stream=True, **asked)), strict=True
-    ):
+    chunks = client.chat.completions.create(stream=True, **asked)
+    for choice, one in zip(whole.choices, joined(chunks), strict=True):
         assert (one.text, one.finish) == (choice.message.content, choice.finish_reason)
         assert one.revision == world.digests["chat@1"]
         entries = choice.logprobs.content
@@ -176,24 +167,13 @@ def test_log_probabilities_end_where_the_text_ends(world, client):
     for end in ({"logit_bias": {"2": 100}}, by_text):
         found = client.completions.create(**forced, **end).choices[0]
         assert (found.finish_reason, found.text, found.logprobs.tokens) == ("stop", "", [])
-        ids = {"return_token_ids": True}
+        ids = {"return_token_ids": True, "return_tokens_as_token_ids": True}
         found = client.completions.create(**forced, **end, extra_body=ids).choices[0]
-        assert len(found.logprobs.tokens) == len(found.token_ids) == 1
+        [token] = found.token_ids
+        assert found.logprobs.tokens == [f"token_id:{token}"]
+        assert found.prompt_token_ids == world.base.tokenizer.encode(TEXT)
         echoed = client.completions.create(**forced, **end, echo=True).choices[0].logprobs
-        assert len(echoed.tokens) == len(world.base.tokenizer.encode(TEXT)) + 1
-
-
-def test_fields_of_vllm(world, client):
-    prompt = world.base.tokenizer.encode(TEXT)
-    extra = {"return_token_ids": True, "return_tokens_as_token_ids": True}
-    extra |= {"ignore_eos": True, "stop_token_ids": [7]}
-    [choice] = client.completions.create(
-        model="chat", prompt=prompt, logprobs=1, seed=1, max_tokens=5, extra_body=extra
-    ).choices
-    settings = {"seed": 1, "max_tokens": 5, "stop_ids": (7,), "top_logprobs": 1}
-    [done] = world.sampled(prompt, world.digests["chat@2"], **settings)
-    assert (choice.token_ids, choice.prompt_token_ids) == (done.tokens, prompt)
-    assert choice.logprobs.tokens == [f"token_id:{token}" for token in done.tokens]
+        assert len(echoed.tokens) == len(found.prompt_token_ids) + 1
 
 
 def test_usage_counts_cached_tokens(world, client):
@@ -206,25 +186,19 @@ def test_usage_counts_cached_tokens(world, client):
 
 
 def test_answers_follow_schemas_regexes_and_choices(client):
-    city, warm = {"enum": ["Oslo", "Rome"]}, {"type": "boolean"}
-    schema = {"type": "object", "properties": {"city": city, "warm": warm}}
-    schema |= {"required": ["city", "warm"], "additionalProperties": False}
+    schema = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}}
+    schema |= {"required": ["city"], "additionalProperties": False}
     form = {"type": "json_schema", "json_schema": {"name": "weather", "schema": schema}}
+    asked = {"model": "chat", "messages": MESSAGES, "max_tokens": 60}
     for stream in (False, True):
-        asked = {"model": "chat", "messages": MESSAGES, "response_format": form, "max_tokens": 60}
-        answer = client.chat.completions.create(stream=stream, **asked)
+        answer = client.chat.completions.create(stream=stream, response_format=form, **asked)
         text = joined(answer)[0].text if stream else answer.choices[0].message.content
-        read = json.loads(text)
-        assert (read.keys(), read["city"] in ("Oslo", "Rome")) == ({"city", "warm"}, True)
-    anything = client.chat.completions.create(
-        model="chat", messages=MESSAGES, response_format={"type": "json_object"}, max_tokens=4
-    )
+        assert json.loads(text) in ({"city": "Oslo"}, {"city": "Rome"})
+    asked |= {"response_format": {"type": "json_object"}, "max_tokens": 4}
+    anything = client.chat.completions.create(**asked)
     assert anything.choices[0].message.content.startswith("{")
-    for extra in (
-        {"structured_outputs": {"choice": ["yes", "no"]}},
-        {"structured_outputs": {"regex": "yes|no"}},
-        {"structured_outputs": {"json": {"enum": ["yes", "no"]}}},
-    ):
+    for outputs in ({"choice": ["yes", "no"]}, {"regex": "yes|no"}, {"json": {"enum": ["yes"]}}):
+        extra = {"structured_outputs": outputs}
         answer = client.completions.create(model="chat", prompt=TEXT, extra_body=extra)
         assert answer.choices[0].text.strip('"') in ("yes", "no")
 

@@ -45,17 +45,6 @@ def streamed(rng, tokenizer, tokens, final, **settings):
     return [*parts, stream.end(final)], stream
 
 
-def test_parts_join_to_the_text_and_end_with_whole_characters(rng, byte_level):
-    text = "日本語 😀👍🏽 é ü a b  \n<|im_end|> наука 中"
-    pool = byte_level.encode(text) + rng.integers(0, 49152, 20).tolist()
-    for _ in range(300):
-        tokens = rng.choice(pool, int(rng.integers(1, 40))).tolist()
-        final = byte_level.decode(tokens)
-        parts, _ = streamed(rng, byte_level, tokens, final)
-        assert "".join(parts) == final
-        assert not any(part.endswith(HALF) for part in parts[:-1])
-
-
 def test_stop_strings_are_never_streamed(rng, byte_level):
     letters = [81, 82, 83, *byte_level.encode(" a"), *byte_level.encode("日")]
     stopped = 0
@@ -70,23 +59,6 @@ def test_stop_strings_are_never_streamed(rng, byte_level):
         assert stream.tokens == tokens[:end]
         stopped += end is not None
     assert 50 < stopped < 400
-
-
-def test_text_after_the_marker_waits_for_the_end(rng, byte_level):
-    text = "Let me look. <tool_call>{}</tool_call>"
-    tokens = byte_level.encode(text)
-    for _ in range(30):
-        parts, _ = streamed(rng, byte_level, tokens, text, marker="<tool_call>")
-        assert "Let me look. ".startswith("".join(parts[:-1]))
-        assert "".join(parts) == text
-    *parts, last = streamed(rng, byte_level, tokens, text, marker="")[0]
-    assert (set(parts), last) == ({""}, text)
-
-
-def test_texts_of_tokens(byte_level):
-    texts = texts_of(byte_level)
-    assert texts.text_of(byte_level.encode("😀")[-1]).startswith("bytes:\\x")
-    assert (texts.text_of(81), texts.bytes_of(10**6)) == ("a", b"")
 
 
 def test_offsets_are_lengths_of_the_text_before(rng, tokenizer):
@@ -174,14 +146,3 @@ def test_prompt_and_completion_join_and_tokens_are_at_their_offsets(tokenizer, e
         assert at < len(choice["text"]), "entries end where the text does"
         beyond = at + len(name) > len(choice["text"])
         assert choice["text"].startswith((name, name.lstrip()), at) or beyond or name == "<s>"
-
-
-def test_random_tokens_give_the_same_streamed_or_whole(rng, tokenizer):
-    for _ in range(60):
-        words = rng.choice([*TEXTS, "日本", "😀 é", "a"], int(rng.integers(1, 4))).tolist()
-        tokens = tokenizer.encode(" ".join(words), special=False)
-        tokens = tokens[: int(rng.integers(1, len(tokens) + 1))]
-        text = text_behind(tokenizer.decode, tokenizer.encode(PROMPT), tokens)
-        at = int(rng.integers(0, len(text) + 1))
-        stops = at < len(text) and HALF not in text and rng.random() < 0.5
-        answered(tokenizer, tokens, (text[at : at + 3],) if stops else ())

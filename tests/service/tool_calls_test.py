@@ -51,6 +51,7 @@ def test_written_calls_are_parsed(rng, form, write, hard):
     """Random calls, written as the models' own templates write them."""
     pools = {"text": hard, "count": [0, -5, 10**20], "on": [True, False], "pick": [1, 2]}
     pools |= {"list": [[], [1, "</tool_call>"]], "maybe": [None, "x"]}
+    assert form_of(write("note", {"text": ""})) is form, "the template selects it"
     for _ in range(300):
         calls, content = [], str(rng.choice(["", "Let me look. ", "Not <tool_call> yet: "]))
         text = content
@@ -68,13 +69,11 @@ A = '<tool_call>{"name": "a"}</tool_call>'
 NO_CALLS = [
     "Just text.",
     "I could write <tool_call> here, but need not.",
-    'A <tool_call>{"name": "clock", "argum',
     '<tool_call>{"name": 5}</tool_call>',
     '<tool_call>{"name": "a", "arguments": {"x": 1e999}}</tool_call>',
     '<tool_call>{"name": "a", "arguments": "no JSON"}</tool_call>',
     '<tool_call>{"name": "a"}} </tool_call>',
     A + '<tool_call>{"name": "b", ',
-    "<tool_call>[]</tool_call>",
     "<tool_call>" + '{"name": ' + "[" * 5000,
 ]
 
@@ -105,13 +104,6 @@ def test_truncated_calls_of_the_other_forms_are_content():
         assert read(text, form, SCHEMAS)[1] == [Call("note", '{"text": "x", "count": 5}')]
     assert read("<tool_call>clock</tool_call>", key_value, SCHEMAS) == ("", [Call("clock", "{}")])
     assert read("A <tool_call> is a tag.", key_value, SCHEMAS)[1] == []
-
-
-def test_the_template_selects_the_form():
-    assert form_of("<tool_call>{{ call | tojson }}") is json_object
-    assert form_of("<tool_call>\n<function={{ name }}>\n<parameter={{ key }}>") is xml
-    assert form_of("<tool_call>{{ name }}<arg_key>") is key_value
-    assert form_of("[TOOL_CALLS]") is None
 
 
 def test_without_parallel_calls_the_first_one_is_returned():
