@@ -24,7 +24,7 @@ from benchmarks import timing
 from mint_jax import params as params_lib
 from mint_jax.lora.tree import AdapterStack
 from mint_jax.lora.view import AdapterView, attach_blocks
-from mint_jax.models import experts, moe, packed_lora, router, stacked
+from mint_jax.models import experts, moe, packed_lora, stacked
 from mint_jax.models.config import Experts, ModelConfig
 from mint_jax.models.expert_parallel import routed
 from mint_jax.models.experts import sort_rows
@@ -84,7 +84,7 @@ class _Stack:
             p = stacked.attach(p, stacks, number)["moe"]
             h = rms_norm(x, p["norm"], self.cfg.norm_eps)
             assert self.cfg.experts is not None
-            route = router.route(h, p, None, self.cfg.experts)
+            route = moe.route(h, p, None, self.cfg.experts)
             delta = None if lora is None else lora.in_layer(number).at("experts")
             return x + through(h, route.ids, route.weights, p["experts"], delta), None
 

@@ -61,7 +61,7 @@ def named(implementation: str) -> bool:
     return implementation not in ("auto", "xla", "cpu")
 
 
-def anything(*args: Any) -> None:
+def anything(*args: Any, **static: Any) -> None:
     """Accepts everything."""
 
 

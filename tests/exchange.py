@@ -88,10 +88,11 @@ def peft_gradients(
     """
 
     def of(module):
-        return (
-            module.lora_A["default"].weight.grad.numpy(),
-            module.lora_B["default"].weight.grad.numpy(),
-        )
+        if getattr(module, "lora_embedding_A", None):
+            pair = module.lora_embedding_A["default"], module.lora_embedding_B["default"]
+        else:
+            pair = module.lora_A["default"].weight, module.lora_B["default"].weight
+        return tuple(p.grad.numpy() for p in pair)
 
     out = {}
     for path, modules in names.items():

@@ -20,7 +20,7 @@ _BITS = {"pred": 8, "s4": 4, "u4": 4, "f4e2m1fn": 4, "bf16": 16, "c64": 64, "c12
 _INSTRUCTION = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][a-z0-9\-]*)\((.*)$")
 _ARRAY = re.compile(r"\b([a-z]+[0-9]*[a-z0-9]*)\[([0-9,]*)\]")
 _KERNELS = ("tpu_custom_call", "__gpu$xla.gpu.triton")  # by Pallas
-_COLLECTIVES = {  # kind -> bytes that a device sends for an operand of o bytes in a group of n
+COLLECTIVES = {  # kind -> bytes that a device sends for an operand of o bytes in a group of n
     "all-gather": lambda o, n: o * (n - 1),
     "all-reduce": lambda o, n: 2 * o * (n - 1) / n,
     "reduce-scatter": lambda o, n: o * (n - 1) / n,
@@ -174,10 +174,10 @@ class Module:
             for name in i.called("calls") or i.called("to_apply"):
                 cost.add(self._of(name, name.startswith("all-reduce-scatter")))
             return cost, 1
-        if kind in _COLLECTIVES and not i.op.endswith("-done"):
+        if kind in COLLECTIVES and not i.op.endswith("-done"):
             kind = "reduce-scatter" if scattered and kind == "all-reduce" else kind
             size = sum(nbytes(self.types[name]) for name in i.operands if name in self.types)
-            return Cost(counts={kind: 1}, bytes={kind: _COLLECTIVES[kind](size, self._group(i))}), 1
+            return Cost(counts={kind: 1}, bytes={kind: COLLECTIVES[kind](size, self._group(i))}), 1
         if i.op == "custom-call":
             return Cost(kernels=1), float(
                 any(f'custom_call_target="{kernel}"' in i.rest for kernel in _KERNELS)

@@ -90,21 +90,20 @@ class Measured:
     @property
     def bound(self) -> str:
         """Name of the largest of the three times."""
-        return max((self.compute_s, "compute"), (self.memory_s, "memory"), (self.links_s, "links"))[
-            1
-        ]
+        times = {"compute": self.compute_s, "memory": self.memory_s, "links": self.links_s}
+        return max(times, key=lambda name: times[name])
 
     def json(self, margin: float) -> dict[str, Any]:
         out: dict[str, Any] = {
             "fits": int(self.fits(margin)),
             "free_hbm_fraction": round(self.free, 4),
             "bytes_per_device": self.total,
-        }
-        if self.refused:
-            return out | {"refused": self.refused}
-        return out | {
             "argument_bytes": self.arguments,
             "temporary_bytes": self.temporaries,
+        }
+        if not self.text:  # refused, or several programs in one process
+            return out | ({"refused": self.refused} if self.refused else {})
+        return out | {
             "output_bytes": self.outputs,
             "aliased_bytes": self.aliased,
             "flops": self.flops,
@@ -132,39 +131,7 @@ class Measured:
         }
 
 
-@dataclasses.dataclass(frozen=True)
-class Colocated:
-    """One process that trains and samples over one base."""
-
-    hbm: int  # bytes of the device
-    # resident bytes per device: one base, training state, sampling adapters, caches and batches
-    arguments: int
-    temporaries: int  # temporaries and new outputs of the program that needs most
-
-    @property
-    def total(self) -> int:
-        return self.arguments + self.temporaries
-
-    @property
-    def free(self) -> float:
-        """Fraction of the memory that stays free; negative if it does not suffice."""
-        return 1 - self.total / self.hbm
-
-    def fits(self, margin: float) -> bool:
-        """Returns true if this fraction of the memory stays free."""
-        return self.free >= margin
-
-    def json(self, margin: float) -> dict[str, Any]:
-        return {
-            "bytes": self.total,
-            "argument_bytes": self.arguments,
-            "temporary_bytes": self.temporaries,
-            "free_hbm_fraction": round(self.free, 4),
-            "fits": int(self.fits(margin)),
-        }
-
-
-def colocated(measured: Sequence[Measured], base_bytes: int) -> Colocated:
+def colocated(measured: Sequence[Measured], base_bytes: int) -> Measured:
     """Returns the memory of ``train``, ``optim``, ``prefill`` and ``decode`` over one base, running
     one at a time.
     """
@@ -172,7 +139,8 @@ def colocated(measured: Sequence[Measured], base_bytes: int) -> Colocated:
     by = {m.program: m for m in measured}
     resident = by["train"].arguments + by["decode"].arguments - base_bytes
     added = [m.temporaries + m.outputs - m.aliased for m in measured]
-    return Colocated(measured[0].hbm, resident, max(added))
+    total = resident + max(added)
+    return Measured("colocated", measured[0].hbm, resident, max(added), total=total)
 
 
 def measure(program: Program, mesh: Mesh, target: Target) -> Measured:

@@ -4,18 +4,9 @@ import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from mint_jax.aot.measure import Colocated, Measured
-
-GIB = 1 << 30
-COLLECTIVES = (
-    "all-gather",
-    "reduce-scatter",
-    "all-reduce",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-)
+from mint_jax.aot import hlo
+from mint_jax.aot.chips import GIB
+from mint_jax.aot.measure import Measured
 
 
 def columns(measured: Sequence[Measured]) -> tuple[str, ...]:
@@ -23,13 +14,13 @@ def columns(measured: Sequence[Measured]) -> tuple[str, ...]:
     return ("each device, one call", *(m.program for m in measured), "colocated")
 
 
-def rows(measured: Sequence[Measured], together: Colocated, margin: float) -> list[tuple[str, ...]]:
+def rows(measured: Sequence[Measured], together: Measured, margin: float) -> list[tuple[str, ...]]:
     """Returns one line per quantity; a refused program shows dashes."""
 
     def line(name: str, value: Callable[[Measured], str]) -> tuple[str, ...]:
         return (name, *("-" if m.refused else value(m) for m in measured), "-")
 
-    def memory(name: str, value: Callable[[Measured | Colocated], str]) -> tuple[str, ...]:
+    def memory(name: str, value: Callable[[Measured], str]) -> tuple[str, ...]:
         return (name, *map(value, (*measured, together)))
 
     def sent(kind: str) -> Callable[[Measured], str]:
@@ -43,7 +34,7 @@ def rows(measured: Sequence[Measured], together: Colocated, margin: float) -> li
 
         return shown
 
-    used = [kind for kind in COLLECTIVES if any(kind in m.counts for m in measured)]
+    used = [kind for kind in hlo.COLLECTIVES if any(kind in m.counts for m in measured)]
     return [
         memory("fits", lambda m: "yes" if m.fits(margin) else "does not fit"),
         memory("needs, of HBM, GiB", lambda m: f"{_number(m.total / GIB)} / {m.hbm / GIB:.1f}"),

@@ -21,15 +21,16 @@ from mint_jax import params as params_lib
 from mint_jax.errors import UserError
 from mint_jax.files import new_directory
 from mint_jax.lora.fused import (
+    DEFAULT_RANK,
     Found,
     Fused,
     Pair,
+    Patterns,
     fused_parameters,
     is_targeted,
     read_fused,
     target_fields,
 )
-from mint_jax.lora.patterns import DEFAULT_RANK, Patterns
 from mint_jax.lora.tree import AdapterConfig, Projection, check_finite
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

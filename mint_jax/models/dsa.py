@@ -139,7 +139,8 @@ def select(
     with jax.named_scope("indexer"):
         k_BTH = where_full(keys, no_keys)
         if cache is not None:
-            cache = cache._replace(pool=cache.pool | {"index": _write(cache, k_BTH)})
+            index = paged.record(cache.pool["index"], k_BTH, cache, None)
+            cache = cache._replace(pool=cache.pool | {"index": index})
         if chosen is not None:
 
             def decide() -> Chosen:
@@ -151,19 +152,6 @@ def select(
 
             chosen = where_full(decide, lambda: chosen)
     return jax.tree.map(lambda bits: checkpoint_name(bits, "chosen"), chosen), cache
-
-
-def _write(cache: paged.Cache, k_BTH: jax.Array) -> jax.Array:
-    rows, _ = sharding.cache_axes(None)
-    pages = None, rows, None, None
-
-    def local(pool: jax.Array, k: jax.Array, layer: jax.Array, view: paged.View) -> jax.Array:
-        return paged.write(pool, layer, k, view)
-
-    specs = pages, (rows, None, None), (), (rows, None)
-    return sharding.over_devices(
-        local, (cache.pool["index"], k_BTH, cache.layer, cache.view), specs, pages
-    )
 
 
 def _product(subscripts: str, x: jax.Array, w: jax.Array) -> jax.Array:

@@ -10,7 +10,6 @@ pairs, W devices of an exchange, C capacity of a block between two of them, K ke
 devices and blocks.
 """
 
-import abc
 import dataclasses
 import functools
 import math
@@ -70,21 +69,16 @@ def routed(
         x = jnp.pad(x, [(0, pad)] + [(0, 0)] * (x.ndim - 1), constant_values=fill) if pad else x
         return x.reshape((B + pad) * T, *x.shape[2:])
 
-    block = flat(jnp.broadcast_to(block_B[:, None], (B, T)))
-    visits = Visits(flat(x_BTD), flat(ids_BTX, -1), flat(weights_BTX), block)
+    x, ids, weights = flat(x_BTD), flat(ids_BTX, -1), flat(weights_BTX)
+    block, X = flat(jnp.broadcast_to(block_B[:, None], (B, T))), ids.shape[1]
     if mesh.empty or mesh.size == 1:
-        y = _here(visits, p, lora, kernels)
+        y_MD = expert_mlp(x, X, ids.reshape(-1), jnp.repeat(block, X), p, lora, kernels)
+        y_NXD = y_MD.reshape(*ids.shape, D)
+        y = jnp.einsum("NXD,NX->ND", y_NXD, weights, preferred_element_type=jnp.float32)
+        y = y.astype(x.dtype)
     else:
-        y: Any = _sharded(visits.x, visits.weights, lora, visits.ids, block, p, of_block, kernels)
+        y: Any = _sharded(x, weights, lora, ids, block, p, of_block, kernels)
     return y.reshape(B + pad, T, D)[:B]
-
-
-def _here(v: Visits, p: Any, lora: AdapterView | None, kernels: Kernels) -> jax.Array:
-    N, X = v.ids.shape
-    y_MD = expert_mlp(v.x, X, v.ids.reshape(-1), jnp.repeat(v.block, X), p, lora, kernels)
-    return jnp.einsum(
-        "NXD,NX->ND", y_MD.reshape(N, X, -1), v.weights, preferred_element_type=jnp.float32
-    ).astype(v.x.dtype)
 
 
 # The backward pass is written out: JAX cannot reverse a loop of as many rounds as data says.
@@ -109,48 +103,47 @@ def _specs(mesh: Any, lora: AdapterView | None, p: Any) -> tuple[PartitionSpec, 
     )
 
 
-def _forward(x, weights, lora, ids, block, p, of_block, kernels):
+def _locally(fn: Any, of_block: int | None, args: Any, *more: Any) -> Any:
+    """Runs ``fn(exchange, visits, p, lora, *more)`` on every device's part."""
     mesh = jax.sharding.get_abstract_mesh()
-    rows, lora_spec, p_spec = _specs(mesh, lora, p)
+    rows, lora_spec, p_spec = _specs(mesh, args[2], args[-1])
 
-    def local(x, weights, lora, ids, block, p):
+    def local(x, weights, lora, ids, block, p, *more):
         exchange = _exchange(mesh, ids.shape, p["gate"]["w"].shape[-3], of_block)
-        return exchange.run(Visits(x, ids, weights, block), p, lora, kernels)
+        return fn(exchange, Visits(x, ids, weights, block), p, lora, *more)
 
-    specs = rows, rows, lora_spec, rows, rows, p_spec
-    y = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=rows, check_vma=False)(
-        x, weights, lora, ids, block, p
-    )
-    return y, (x, weights, lora, ids, block, p)
+    specs = rows, rows, lora_spec, rows, rows, p_spec, *(rows,) * len(more)
+    out = (rows, rows, lora_spec) if more else rows
+    over: Any = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)
+    return over(*args, *more)
+
+
+def _forward(x, weights, lora, ids, block, p, of_block, kernels):
+    def run(exchange, v, p, lora):
+        return exchange.run(v, p, lora, kernels)
+
+    args = x, weights, lora, ids, block, p
+    return _locally(run, of_block, args), args
 
 
 def _backward(of_block, kernels, residuals, g):
     mesh = jax.sharding.get_abstract_mesh()
-    rows, lora_spec, p_spec = _specs(mesh, residuals[2], residuals[-1])
-    replicas = tuple(
-        a for a in sharding.mesh_axes("batch", mesh) if a not in sharding.mesh_axes("experts", mesh)
-    )
+    experts = sharding.mesh_axes("experts", mesh)
+    replicas = tuple(a for a in sharding.mesh_axes("batch", mesh) if a not in experts)
 
-    def local(x, weights, lora, ids, block, p, g):
-        exchange = _exchange(mesh, ids.shape, p["gate"]["w"].shape[-3], of_block)
-        dx, dw, dlora = exchange.back(Visits(x, ids, weights, block), p, lora, g, kernels)
+    def back(exchange, v, p, lora, g):
+        dx, dw, dlora = exchange.back(v, p, lora, g, kernels)
         # An expert's adapters are replicated over the axes that split rows but not experts. The
         # replicas' gradients are of different rows, and replicas stay equal only with the sum.
         return dx, dw, jax.lax.psum(dlora, replicas) if replicas else dlora
 
-    specs = rows, rows, lora_spec, rows, rows, p_spec, rows
-    over_mesh: Any = jax.shard_map(
-        local, mesh=mesh, in_specs=specs, out_specs=(rows, rows, lora_spec), check_vma=False
-    )
-    return *over_mesh(*residuals, g), None, None, None
+    return *_locally(back, of_block, residuals, g), None, None, None
 
 
 _sharded.defvjp(_forward, _backward)
 
 
-def _exchange(
-    mesh: Any, visits: tuple[int, ...], experts: int, of_block: int | None
-) -> "Gather | AllToAll":
+def _exchange(mesh: Any, visits: tuple[int, ...], experts: int, of_block: int | None) -> "Exchange":
     """Returns the cheaper exchange of a device's ``visits``: its tokens and the experts of each.
 
     Args:
@@ -167,11 +160,12 @@ def _exchange(
     # times visits and SLACK.
     gathered = tokens * math.prod(mesh.shape[a] for a in split)
     ways = math.prod(mesh.shape[a] for a in axes)
-    if of_block is None or gathered <= GATHER_TOKENS:
-        capacity_back = _capacity(min(of_block or tokens, gathered) * per_token, ways)
-        capacity = _capacity(gathered * per_token, ways)
-        return Gather(axes, same, experts, capacity, split, capacity_back)
     copies = math.prod(mesh.shape[a] for a in same)
+    exchange = Exchange(axes, split, same, experts, copies, ways, tuple(mesh.axis_names))
+    if of_block is None or gathered <= GATHER_TOKENS:
+        back = _capacity(min(of_block or tokens, gathered) * per_token, ways)
+        capacity = _capacity(gathered * per_token, ways)
+        return dataclasses.replace(exchange, capacity=capacity, capacity_back=back)
     share = -(-tokens // copies)
     ways_of_rows, starts = sharding.ways("batch", mesh), range(0, tokens, share)
     shares = [
@@ -180,7 +174,7 @@ def _exchange(
     ]
     blocks = max(last // of_block - first // of_block + 1 for first, last in shares)
     capacity = _capacity(min(of_block, share) * per_token, ways)
-    return AllToAll(axes, same, experts, capacity, copies, ways, blocks, tuple(mesh.axis_names))
+    return dataclasses.replace(exchange, capacity=capacity, blocks=blocks)
 
 
 def _capacity(pairs: int, ways: int) -> int:
@@ -226,33 +220,69 @@ def _masked(real: jax.Array, x: jax.Array) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Rounds(abc.ABC):
-    """The rounds of an exchange, forward and backward; subclasses define where tokens go."""
+class Exchange:
+    """The rounds of tokens and results between devices, forward and backward.
+
+    Without ``blocks`` every device gathers all tokens and computes those of its own experts; else
+    each token is sent to the devices of its experts, ``capacity`` pairs of a block a round.
+    """
 
     axes: tuple[str, ...]  # mesh axes over which experts are split
+    split: tuple[str, ...]  # those over which devices have different tokens
     same: tuple[str, ...]  # those over which devices have the same tokens
     experts: int  # number of local experts
-    capacity: int  # pairs of a round, see `Plan`
+    copies: int  # number of devices with the same tokens; each takes a share of them
+    ways: int  # W devices of the exchange
+    all_axes: tuple[str, ...]  # every mesh axis, so that all devices run the same number of rounds
+    capacity: int = 0  # pairs of a round, see `Plan`
+    capacity_back: int = 0  # pairs of a block in a backward round of gathered tokens
+    blocks: int = 0  # maximum number of blocks with tokens on one device
 
-    @abc.abstractmethod
     def enter(self, x: jax.Array, fill: int = 0) -> jax.Array:
         """Returns the rows that take part in the rounds; padding is ``fill``."""
+        if not self.blocks:
+            return jax.lax.all_gather(x, self.split, axis=0, tiled=True) if self.split else x
+        if not self.same:
+            return x
+        size = -(-x.shape[0] // self.copies)
+        pad = [(0, size * self.copies - x.shape[0])] + [(0, 0)] * (x.ndim - 1)
+        x = jnp.pad(x, pad, constant_values=fill)
+        return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(self.same) * size, size)
 
-    @abc.abstractmethod
     def leave(self, x: jax.Array, tokens: int) -> jax.Array:
         """Returns the results of this device's ``tokens`` rows after all rounds."""
+        if self.blocks:
+            return jax.lax.all_gather(x, self.same, axis=0, tiled=True)[:tokens] if self.same else x
+        if self.split:
+            x = jax.lax.psum_scatter(x, self.split, scatter_dimension=0, tiled=True)
+        return jax.lax.psum(x, self.same) if self.same else x
 
-    @abc.abstractmethod
     def swap(self, tree: Any) -> Any:
-        """Sends rows of a round to the devices of their experts."""
+        """Exchanges ``[W * blocks * C, ...]``: the w-th part with device w."""
+        if not self.blocks:
+            return tree
+        return jax.tree.map(lambda x: jax.lax.all_to_all(x, self.axes, 0, 0, tiled=True), tree)
 
-    @abc.abstractmethod
-    def results(self, y: jax.Array, dtype: Any) -> jax.Array:
-        """Returns the float32 results of rows to the devices of their tokens."""
-
-    @abc.abstractmethod
     def plan(self, v: Visits, blocks: int | None = None) -> Plan:
         """Returns the order of pairs, forward or, given the number of ``blocks``, backward."""
+        ids, X = v.ids.reshape(-1), v.ids.shape[1]
+        if self.blocks:
+            keys = self.ways * self.blocks
+            # Relative to the device's first block; its blocks are consecutive.
+            block = jnp.repeat(v.block - v.block[0], X)
+            key = jnp.where(ids >= 0, ids // self.experts * self.blocks + block, keys)
+            plan = Plan.of(key, keys, ids % self.experts, self.capacity)
+            # The maximum over all devices, also along axes outside this exchange: a device that
+            # left the loop earlier would deadlock the collectives of the others.
+            return plan._replace(rounds=jax.lax.pmax(plan.rounds, self.all_axes))
+        local = ids - jax.lax.axis_index(self.axes) * self.experts
+        here = (local >= 0) & (local < self.experts) & (ids >= 0)
+        # Forward, blocks share the capacity: a token's pairs are added in their order, whatever the
+        # round. Backward, an adapter's gradient is a sum over rounds, whose order another policy's
+        # routing must not change, so each block has its own capacity.
+        keys, block = (1, 0) if blocks is None else (blocks, jnp.repeat(v.block, X))
+        capacity = self.capacity if blocks is None else self.capacity_back
+        return Plan.of(jnp.where(here, block, keys), keys, local, capacity)
 
     def _enter_all(self, v: Visits) -> Visits:
         return Visits(*(self.enter(x, -1 if x is v.ids else 0) for x in v))
@@ -273,7 +303,8 @@ class _Rounds(abc.ABC):
 
         def body(r, y):
             _, token, real, (x, expert, block, weight) = self._send(v, plan, r)
-            own = self.results(_weighted(x, expert, block, weight, p, lora, kernels), dtype)
+            own = _weighted(x, expert, block, weight, p, lora, kernels)
+            own = self.swap(own.astype(dtype)) if self.blocks else own
             # A token's experts may be in different rounds, which add to the same row. The sum is
             # float32 in the order of the pairs, so it does not depend on other tokens.
             return y.at[token].add(_masked(real, own))
@@ -310,82 +341,3 @@ class _Rounds(abc.ABC):
             self.leave(dw.reshape(v.ids.shape), tokens),
             jax.tree.map(lambda x, y: x.astype(y.dtype), dlora, lora),
         )
-
-
-@dataclasses.dataclass(frozen=True)
-class Gather(_Rounds):
-    """Every device gathers all tokens and computes those routed to its own experts."""
-
-    split: tuple[str, ...]  # axes over which experts and tokens are split
-    capacity_back: int  # pairs of a block in a backward round
-
-    def enter(self, x: jax.Array, fill: int = 0) -> jax.Array:
-        return jax.lax.all_gather(x, self.split, axis=0, tiled=True) if self.split else x
-
-    def leave(self, x: jax.Array, tokens: int) -> jax.Array:
-        """Sums over the devices; each keeps its own tokens."""
-        if self.split:
-            x = jax.lax.psum_scatter(x, self.split, scatter_dimension=0, tiled=True)
-        return jax.lax.psum(x, self.same) if self.same else x
-
-    def swap(self, tree: Any) -> Any:
-        return tree
-
-    def results(self, y: jax.Array, dtype: Any) -> jax.Array:
-        return y
-
-    def plan(self, v: Visits, blocks: int | None = None) -> Plan:
-        ids, X = v.ids.reshape(-1), v.ids.shape[1]
-        local = ids - jax.lax.axis_index(self.axes) * self.experts
-        here = (local >= 0) & (local < self.experts) & (ids >= 0)
-        # Forward, blocks share the capacity: a token's pairs are added in their order, whatever the
-        # round. Backward, an adapter's gradient is a sum over rounds, whose order another policy's
-        # routing must not change, so each block has its own capacity.
-        keys, block = (1, 0) if blocks is None else (blocks, jnp.repeat(v.block, X))
-        capacity = self.capacity if blocks is None else self.capacity_back
-        return Plan.of(jnp.where(here, block, keys), keys, local, capacity)
-
-
-@dataclasses.dataclass(frozen=True)
-class AllToAll(_Rounds):
-    """Each token is sent to the devices of its experts, ``capacity`` pairs of a block a round."""
-
-    copies: int  # number of devices with the same tokens; each takes a share of them
-    ways: int  # W devices of the exchange
-    blocks: int  # maximum number of blocks with tokens on one device
-    all_axes: tuple[str, ...]  # every mesh axis, so that all devices run the same number of rounds
-
-    def enter(self, x: jax.Array, fill: int = 0) -> jax.Array:
-        """Returns this device's share of the tokens that ``same`` devices all have."""
-        if not self.same:
-            return x
-        size = -(-x.shape[0] // self.copies)
-        pad = [(0, size * self.copies - x.shape[0])] + [(0, 0)] * (x.ndim - 1)
-        x = jnp.pad(x, pad, constant_values=fill)
-        return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(self.same) * size, size)
-
-    def leave(self, x: jax.Array, tokens: int) -> jax.Array:
-        return jax.lax.all_gather(x, self.same, axis=0, tiled=True)[:tokens] if self.same else x
-
-    def swap(self, tree: Any) -> Any:
-        """Exchanges ``[W * blocks * C, ...]``: the w-th part goes to device w, whose part replaces
-        it.
-        """
-        return jax.tree.map(
-            lambda x: jax.lax.all_to_all(x, self.axes, split_axis=0, concat_axis=0, tiled=True),
-            tree,
-        )
-
-    def results(self, y: jax.Array, dtype: Any) -> jax.Array:
-        return self.swap(y.astype(dtype))
-
-    def plan(self, v: Visits, blocks: int | None = None) -> Plan:
-        """Returns pairs by device and block."""
-        keys, ids = self.ways * self.blocks, v.ids.reshape(-1)
-        # Relative to the device's first block; its blocks are consecutive.
-        block = jnp.repeat(v.block - v.block[0], v.ids.shape[1])
-        key = jnp.where(ids >= 0, ids // self.experts * self.blocks + block, keys)
-        plan = Plan.of(key, keys, ids % self.experts, self.capacity)
-        # The maximum over all devices, also along axes outside this exchange: a device that left
-        # the loop earlier would deadlock the collectives of the others.
-        return plan._replace(rounds=jax.lax.pmax(plan.rounds, self.all_axes))

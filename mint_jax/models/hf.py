@@ -404,7 +404,6 @@ def load(
     plain = dict(params_lib.leaves_with_path(in_full))
     if (index := ckpt.directory / INDEX).is_file() and set(ckpt.files.values()) == {SINGLE}:
         _log.warning("%s is read; the files of %s are not", ckpt.directory / SINGLE, index.name)
-    total, done = params_lib.nbytes(specs), 0
 
     def reader(path: str, spec: ParamSpec) -> Callable[[tuple[slice, ...]], np.ndarray]:
         owner, _, part = path.rpartition("/")
@@ -419,12 +418,23 @@ def load(
         return lambda index: _read(ckpt, source, index, spec.dtype)
 
     def leaf(path: str, spec: ParamSpec) -> jax.Array:
+        read, where = reader(path, spec), sharding_lib.sharding_of(spec, mesh)
+        return jax.make_array_from_callback(spec.shape, where, lambda index: read(index or ()))
+
+    return one_by_one(leaf, specs, progress)
+
+
+def one_by_one(
+    make: Callable[[str, ParamSpec], jax.Array],
+    specs: Any,
+    progress: Callable[[int, int], None] | None,
+) -> Any:
+    """Makes a tree with one leaf's host copy at a time; ``progress`` is as in ``load``."""
+    total, done = params_lib.nbytes(specs), 0
+
+    def leaf(path: str, spec: ParamSpec) -> jax.Array:
         nonlocal done
-        read = reader(path, spec)
-        array = jax.make_array_from_callback(
-            spec.shape, sharding_lib.sharding_of(spec, mesh), lambda index: read(index or ())
-        )
-        array.block_until_ready()  # one leaf's host copy at a time
+        array = make(path, spec).block_until_ready()
         done += spec.nbytes
         if progress is not None:
             progress(done, total)

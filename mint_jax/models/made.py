@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from mint_jax import params as params_lib
 from mint_jax import sharding
-from mint_jax.models import quantised, transformer
+from mint_jax.models import hf, quantised, transformer
 from mint_jax.models.config import ModelConfig
 from mint_jax.params import ParamSpec
 
@@ -38,10 +38,8 @@ def params(
     """
     specs = transformer.abstract(cfg, dtype, quantise)
     plain = dict(params_lib.leaves_with_path(transformer.abstract(cfg, dtype)))
-    total, done = params_lib.nbytes(specs), 0
 
     def leaf(path: str, spec: ParamSpec) -> jax.Array:
-        nonlocal done
         key = jax.random.fold_in(jax.random.key(0), params_lib.path_seed(path))
         # 8-bit weights are drawn as integers, so the full matrix never exists.
         make = spec.materialise
@@ -49,14 +47,9 @@ def params(
             make = functools.partial(
                 _in_8_bits, plain[f"{path.rpartition('/')[0]}/w"], spec, quantise
             )
-        out = jax.jit(make, out_shardings=sharding.sharding_of(spec, mesh))(key)
-        out.block_until_ready()
-        done += spec.nbytes
-        if progress is not None:
-            progress(done, total)
-        return out
+        return jax.jit(make, out_shardings=sharding.sharding_of(spec, mesh))(key)
 
-    return params_lib.map_with_path(leaf, specs)
+    return hf.one_by_one(leaf, specs, progress)
 
 
 def _in_8_bits(plain: ParamSpec, spec: ParamSpec, kind: str, key: jax.Array) -> jax.Array:

@@ -1,16 +1,18 @@
-"""A layer of routed experts, with shared experts that every token visits.
+"""A layer of routed experts, with shared experts that every token visits, and its routing.
 
 Axes: B rows, T tokens, D model width, E experts, X experts of a token.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from mint_jax.lora.view import AdapterView
-from mint_jax.models import experts, mlp, router
-from mint_jax.models.config import ModelConfig
+from mint_jax.models import experts, mlp
+from mint_jax.models.config import Experts, ModelConfig
 from mint_jax.models.expert_parallel import routed
+from mint_jax.models.linear import AXES, project
 from mint_jax.params import ParamSpec
 
 
@@ -20,12 +22,29 @@ def specs(cfg: ModelConfig, L: int, dtype: Any) -> dict[str, Any]:
     assert e is not None
     out = {
         "norm": ParamSpec((L, D), ("layers", "norm"), dtype, "ones"),
-        "router": router.specs(L, D, e, dtype),
+        "router": router_specs(L, D, e, dtype),
         "experts": experts.specs(L, e.count, D, e.width, dtype),
     }
     if e.shared:
         out["shared"] = mlp.projections(L, D, e.shared * e.width, dtype)
     return out
+
+
+def router_specs(L: int, D: int, experts: Experts, dtype: Any) -> dict[str, ParamSpec]:
+    """Returns the router of ``L`` stacked layers; ``choice_bias`` is float32 as released."""
+    leaf = {"w": ParamSpec((L, D, experts.count), ("layers", *AXES["router"]), dtype)}
+    if experts.scores == "sigmoid":
+        leaf["choice_bias"] = ParamSpec((L, experts.count), ("layers", None), jnp.float32, "zeros")
+    return leaf
+
+
+class Route(NamedTuple):
+    """Experts int32 and weights float32 of tokens, ``[B, T, X]``."""
+
+    ids: jax.Array
+    weights: jax.Array
+    # float32 `[B, T]`: share of the router's own choice that a replayed record lacks, else 0
+    missed: jax.Array
 
 
 def moe(
@@ -34,16 +53,75 @@ def moe(
     lora: AdapterView | None,
     cfg: ModelConfig,
     replay: jax.Array | None = None,
-) -> tuple[jax.Array, router.Route]:
+) -> tuple[jax.Array, Route]:
     """Returns the layer's output ``[B, T, D]`` and the route taken; ``replay [B, T, X]`` as in
     ``route``.
     """
     assert cfg.experts is not None
-    route = router.route(h_BTD, p, lora, cfg.experts, replay)
+    taken = route(h_BTD, p, lora, cfg.experts, replay)
     with jax.named_scope("experts"):
         adapters = None if lora is None else lora.at("experts")
-        out = routed(h_BTD, route.ids, route.weights, p["experts"], adapters, cfg.kernels)
+        out = routed(h_BTD, taken.ids, taken.weights, p["experts"], adapters, cfg.kernels)
     if cfg.experts.shared:
         with jax.named_scope("shared"):
             out = out + mlp.mlp(h_BTD, p["shared"], None if lora is None else lora.at("shared"))
-    return out.astype(h_BTD.dtype), route
+    return out.astype(h_BTD.dtype), taken
+
+
+def route(
+    h_BTD: jax.Array,
+    p: Any,
+    lora: AdapterView | None,
+    experts: Experts,
+    replay_BTX: jax.Array | None = None,
+) -> Route:
+    """Chooses each token's experts.
+
+    Args:
+        replay_BTX: ids recorded by the sampler, -1 for tokens without. They replace the choice,
+            with this router's own scores as weights (R3, arXiv 2510.11370), so gradients flow as if
+            it had chosen them.
+    """
+    with jax.named_scope("router"):
+        # In float32 whatever the base's dtype: rounding to 8 bits of mantissa makes ties of
+        # different scores, which sampler and trainer may break differently.
+        logits = project(h_BTD.astype(jnp.float32), p, lora, "router")
+        score = jax.nn.sigmoid if experts.scores == "sigmoid" else jax.nn.softmax
+        scores = score(logits)
+        ids = choose(jax.lax.stop_gradient(scores), p["router"].get("choice_bias"), experts)
+        missed = jnp.zeros(ids.shape[:-1], jnp.float32)
+        if replay_BTX is not None:
+            recorded = replay_BTX.astype(jnp.int32)
+            kept = jnp.any(ids[..., None] == recorded[..., None, :], axis=-1)
+            lacking = ~kept & (recorded[..., :1] >= 0)
+            missed = jnp.mean(lacking.astype(jnp.float32), axis=-1)
+            ids = jnp.where(recorded >= 0, recorded, ids)
+        weights = jnp.take_along_axis(scores, ids, axis=-1)
+        if experts.normalise:
+            weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+        return Route(ids, weights * experts.scale, missed)
+
+
+def choose(scores_BTE: jax.Array, bias_E: jax.Array | None, experts: Experts) -> jax.Array:
+    """Returns the ids of the best ``per_token`` experts, int32 ``[B, T, X]``."""
+    # DeepSeek-V3, section 2.1.2: a bias enters the choice but not the weight, and experts come from
+    # the best groups, ranked by the sum of their two best experts.
+    if bias_E is not None:
+        scores_BTE = scores_BTE + bias_E[None, None]
+    if experts.groups > 1:
+        grouped = scores_BTE.reshape(*scores_BTE.shape[:-1], experts.groups, -1)
+        quality = jnp.sum(jax.lax.top_k(grouped, min(2, grouped.shape[-1]))[0], axis=-1)
+        best = jax.lax.top_k(quality, experts.groups_chosen)[1]
+        chosen = jnp.any(best[..., None] == jnp.arange(experts.groups)[None, None, None], axis=-2)
+        scores_BTE = jnp.where(chosen[..., None], grouped, -jnp.inf).reshape(scores_BTE.shape)
+    return jax.lax.top_k(scores_BTE, experts.per_token)[1].astype(jnp.int32)
+
+
+def perturb(params: Any, std: float, key: jax.Array) -> Any:
+    """Returns the base with normal noise on its routers' weights, of relative ``std``, to study
+    replay.
+    """
+    moe = params["moe"]["moe"]
+    w = moe["router"]["w"]
+    noisy = w + (std * jnp.std(w) * jax.random.normal(key, w.shape)).astype(w.dtype)
+    return params | {"moe": params["moe"] | {"moe": moe | {"router": moe["router"] | {"w": noisy}}}}

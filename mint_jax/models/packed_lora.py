@@ -26,12 +26,6 @@ from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.grouped_matmul.xla import finite, group_of_rows
 from pallas_kernels.products import dot
 
-# Up to this rank ``h B`` is a sum over the rank, fused into one pass over the wide result; above it
-# a second loop over tiles. On two AVX-512 cores with 2,048 rows, 32 experts of 512 x 512 and four
-# adapters, the base alone takes 9 to 11 ms; with rank 4 / 8 / 16 the sum takes 10.3 / 12.3 / 11.6
-# ms and the loop 10.9 / 12.7 / 11.8; with rank 32 / 64 the sum 15.2 / 15.7 and the loop 12.5 /
-# 12.4.
-FEW_TERMS = 16
 # Average rows of an expert up to which packed matmul on TPU also serves rows without adapters: one
 # tile. It reads whole stacks and 8-bit matrices in place, of which ``ragged_dot`` needs a copy that
 # has more bytes than such rows. Not measured on a TPU.
@@ -61,14 +55,6 @@ class Adapters(NamedTuple):
     factors: tuple[Factors | None, ...]
     # `[M]` float32 scale of each row's adapter, if B does not include it; forward only
     scale: jax.Array | None = None
-
-
-class _Terms(NamedTuple):
-    """A term ``h[m] w[factor of m]`` to add: ``h [M, R]``, ``w [W, R, N]``."""
-
-    h: jax.Array
-    w: jax.Array
-    groups: Groups
 
 
 def project(
@@ -277,122 +263,76 @@ def _present(factors):
     return present, tuple([factors[k][i] for k in present] for i in range(2))
 
 
-# CPU.
+# CPU: loops over tiles of a group's rows.
 
 
 def _products_tiles(x, bases, sizes, adapters):
-    inner = []
-    for groups, factors, scale in adapters:
-        h = iter(_inner_tiles(x, _present(factors)[1][0], groups))
-        inner.append([None if pair is None else _scaled(next(h), scale) for pair in factors])
-    return tuple(
-        _with_terms_tiles(x, base, sizes, _terms(inner, adapters, k, 1), None, False, k)
-        for k, base in enumerate(bases)
-    )
-
-
-def _terms(h, adapters, k, which):
-    return [
-        _Terms(own[k], one.factors[k][which], one.groups)
-        for own, one in zip(h, adapters)
-        if one.factors[k]
-    ]
-
-
-def _scaled(h: jax.Array, scale: jax.Array | None) -> jax.Array:
-    return h if scale is None else (h * scale[:, None]).astype(h.dtype)
+    out = [_base_tiles(x, base, sizes, None, False, k) for k, base in enumerate(bases)]
+    for one in adapters:
+        present, (a, b) = _present(one.factors)
+        for k, y in zip(present, _add_tiles(x, a, b, [out[k] for k in present], one)):
+            out[k] = y
+    return tuple(out)
 
 
 def _gradients_tiles(x, bases, sizes, adapters, g):
-    back, grads = [], []
-    for groups, factors, _ in adapters:
-        present, _ = _present(factors)
-        own, g_own = [factors[k] for k in present], [g[k] for k in present]
-        backs, dfactors = _backward_tiles(x, own, groups, g_own)
-        back.append(dict(zip(present, backs)))
-        given = dict(zip(present, dfactors))
-        grads.append(tuple(given.get(k) for k in range(len(bases))))
-    dx = None
+    dx, grads = None, []
     for k, base in enumerate(bases):
-        dx = _with_terms_tiles(g[k], base, sizes, _terms(back, adapters, k, 0), dx, True, k)
+        dx = _base_tiles(g[k], base, sizes, dx, True, k)
+    for one in adapters:
+        present, (a, b) = _present(one.factors)
+        dx, made = _back_tiles(x, a, b, [g[k] for k in present], dx, one.groups)
+        given = dict(zip(present, made))
+        grads.append(tuple(given.get(k) for k in range(len(bases))))
     return dx, tuple(grads)
 
 
-def _inner_tiles(x, a, groups):
-    def body(tile, group, h):
-        rows, i = tile.read(x), groups.index[group]
-        return [tile.add(total, dot(rows, at(one, i), (1, 1))) for total, one in zip(h, a)]
-
-    h = [jnp.zeros((x.shape[0], one.shape[1]), x.dtype) for one in a]
-    return over_tiles(body, h, x.shape[0], groups.sizes, groups.first)
-
-
-def _with_terms_tiles(x, base, sizes, terms, onto, transposed, key):
+def _base_tiles(x, base, sizes, onto, transposed, key):
     if "scale" in base and transposed:
         x = _scale_rows(x, base["scale"], sizes)
     scaled = None
     if "scale" in base and not transposed:
         scaled = lambda group, out: out * at(base["scale"], group)[None]  # noqa: E731
-    y = tiled_matmul(x, base["w"], sizes, base.get("index"), transposed, onto, scaled, key)
-    for h, w, groups in (one for one in terms if one.w.shape[1] > FEW_TERMS):
-
-        def add_part(tile, group, y, h=h, w=w, groups=groups):
-            return tile.add(y, dot(tile.read(h), at(w, groups.index[group]), (1, 0)))
-
-        y = over_tiles(add_part, y, y.shape[0], groups.sizes, groups.first)
-    if few := [one for one in terms if one.w.shape[1] <= FEW_TERMS]:
-        # In the backward pass the sum runs in a loop of one iteration, in place. Outside a loop XLA
-        # fuses it into each consumer and repeats it: 8 % of the backward pass of two projections.
-        # The trip count comes from data (``sizes``), or XLA would remove the loop.
-        def add(zero, y):
-            return functools.reduce(functools.partial(_add_terms, zero), few, y)
-
-        first = jnp.where(jnp.sum(sizes) > 0, 0, 1)
-        y = jax.lax.fori_loop(first, 1, add, y) if transposed else add(0, y)
-    return y
+    return tiled_matmul(x, base["w"], sizes, base.get("index"), transposed, onto, scaled, key)
 
 
-def _add_terms(zero: jax.Array, y: jax.Array, terms: _Terms) -> jax.Array:
-    """Sums over the rank, row by row; ``zero`` comes from the loop and keeps the terms inside
-    it.
-    """
-    h, factor = terms.h.astype(jnp.float32), terms.groups.factor
-    R, N = terms.w.shape[1:]
-    rows_WN, first = terms.w.reshape(-1, N), jnp.maximum(factor, 0) * R + zero
-    # A select, not a product with 0: another policy's factors may be NaN.
-    has_factor = (factor >= 0)[:, None]
-    out = y.astype(jnp.float32)
-    for r in range(R):
-        term = h[:, r, None] * rows_WN[first + r].astype(jnp.float32)
-        out = out + jnp.where(has_factor, term, 0.0)
-    return out.astype(y.dtype)
+def _add_tiles(x, a, b, onto, adapters):
+    groups, scale = adapters.groups, adapters.scale
+
+    def body(tile, group, ys):
+        rows, i, out = tile.read(x), groups.index[group], []
+        for y, a_k, b_k in zip(ys, a, b):
+            h = dot(rows, at(a_k, i), (1, 1)).astype(x.dtype)
+            if scale is not None:
+                h = (h * tile.read(scale)[:, None]).astype(x.dtype)
+            out.append(tile.add(y, dot(h, at(b_k, i), (1, 0))))
+        return out
+
+    return over_tiles(body, onto, x.shape[0], groups.sizes, groups.first)
 
 
-def _backward_tiles(x, factors, groups, g):
+def _back_tiles(x, a, b, g, dx, groups):
     def body(tile, group, carry):
+        (dx, grads), i, new = carry, groups.index[group], []
         # A neighbour's row may be NaN: both sides of a sum over rows are zeroed there.
-        rows, i = tile.own(x), groups.index[group]
-        new_back, new_grads = [], []
-        for (a, b), g_MF, total, (da, db) in zip(factors, g, *carry):
-            g_t = tile.own(g_MF)
+        rows = tile.own(x)
+        for a_k, b_k, g_k, (da, db) in zip(a, b, g, grads):
+            g_t = tile.own(g_k)
             # Recomputed from rows that are read anyway; keeping it from the forward pass takes [M,
             # R] for each projection and bucket.
-            h = jnp.where(tile.is_own, dot(rows, at(a, i), (1, 1)), 0.0).astype(x.dtype)
-            dh = jnp.where(tile.is_own, dot(g_t, at(b, i), (1, 1)), 0.0).astype(x.dtype)
-            new_back.append(tile.add(total, dh))
-            new_grads.append(
-                (_add_at(da, i, dot(dh, rows, (0, 0))), _add_at(db, i, dot(h, g_t, (0, 0))))
-            )
-        return new_back, new_grads
+            h = jnp.where(tile.is_own, dot(rows, at(a_k, i), (1, 1)), 0.0).astype(x.dtype)
+            dh = jnp.where(tile.is_own, dot(g_t, at(b_k, i), (1, 1)), 0.0).astype(x.dtype)
+            new.append((_add_at(da, i, dot(dh, rows, (0, 0))), _add_at(db, i, dot(h, g_t, (0, 0)))))
+            dx = tile.add(dx, dot(dh, at(a_k, i), (1, 0)))
+        return dx, new
 
-    back = [jnp.zeros((x.shape[0], a.shape[1]), x.dtype) for a, _ in factors]
     grads = [
         tuple(blank(w.shape, jnp.float32, groups.sizes, 2 * k + i) for i, w in enumerate(pair))
-        for k, pair in enumerate(factors)
+        for k, pair in enumerate(zip(a, b))
     ]
-    back, grads = over_tiles(body, (back, grads), x.shape[0], groups.sizes, groups.first)
-    return back, [
-        (da.astype(a.dtype), db.astype(b.dtype)) for (da, db), (a, b) in zip(grads, factors)
+    dx, grads = over_tiles(body, (dx, grads), x.shape[0], groups.sizes, groups.first)
+    return dx, [
+        (da.astype(a_k.dtype), db.astype(b_k.dtype)) for (da, db), a_k, b_k in zip(grads, a, b)
     ]
 
 

@@ -211,13 +211,13 @@ def grouped_query_attention(
     return sharding.constrain(out, "batch", None, q_heads, None), pool
 
 
-def record(pool: jax.Array, ids_BTX: jax.Array, cache: Cache, heads: int | None) -> jax.Array:
-    """Writes the expert ids of new tokens to their pages; ``heads`` are the cache's kv heads."""
+def record(pool: jax.Array, new_BTX: jax.Array, cache: Cache, heads: int | None) -> jax.Array:
+    """Writes vectors of new tokens to their pages; ``heads`` are the cache's kv heads."""
     rows, _ = sharding.cache_axes(heads)
     spec = None, rows, None, None
 
-    def local(pool: jax.Array, ids: jax.Array, layer: jax.Array, view: View) -> jax.Array:
-        return write(pool, layer, ids, view)
+    def local(pool: jax.Array, new: jax.Array, layer: jax.Array, view: View) -> jax.Array:
+        return write(pool, layer, new, view)
 
     specs = spec, (rows, None, None), (), (rows, None)
-    return sharding.over_devices(local, (pool, ids_BTX, cache.layer, cache.view), specs, spec)
+    return sharding.over_devices(local, (pool, new_BTX, cache.layer, cache.view), specs, spec)

@@ -136,7 +136,7 @@ class DecoderInputs:
     # come after its contents
     pool: Any = None
     view: paged.View | None = None  # each row's pages in it
-    # recorded experts of every MoE layer, `[L, B, T, X]`, see `router.route`
+    # recorded experts of every MoE layer, `[L, B, T, X]`, see `moe.route`
     replay: jax.Array | None = None
 
 

@@ -23,7 +23,7 @@ from mint_jax.harness import adapters, start
 from mint_jax.harness.catalogs import JobCatalog
 from mint_jax.harness.start import PolicyData
 from mint_jax.models import base as base_lib
-from mint_jax.models import router
+from mint_jax.models import moe
 from mint_jax.models.base import Base
 from mint_jax.recipes.options import GrpoSampling, GrpoSettings
 from mint_jax.residency.pool import ResidentAdapters
@@ -200,7 +200,7 @@ def trainer_base(base: Base, config: GrpoSettings) -> Base:
         return base
     if not base.cfg.routed:
         raise UserError(f"router_noise is {std}, but {base.name} has no experts: set it to 0")
-    noisy = router.perturb(base.params, std, jax.random.key(config.seed))
+    noisy = moe.perturb(base.params, std, jax.random.key(config.seed))
     return dataclasses.replace(base, params=noisy)
 
 

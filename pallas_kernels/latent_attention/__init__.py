@@ -15,17 +15,48 @@ import jax
 
 from pallas_kernels import dispatch, paged
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.latent_attention import pallas, xla
+from pallas_kernels.latent_attention import xla
 from pallas_kernels.paged import PAGE, Rows, pallas_gpu, pallas_tpu
 from pallas_kernels.partial import Partial
+
+
+def _require(
+    kernel: Any, q_latent: jax.Array, q_rope: jax.Array, latent: jax.Array, rope: jax.Array, *rest
+) -> None:
+    if len(rest) > 1 and rest[1] is not None:
+        raise NotImplementedError("an indexer chooses the keys")
+    heads = [jax.ShapeDtypeStruct((len(x), 1, *x.shape[1:]), x.dtype) for x in (q_latent, q_rope)]
+    kernel.require(heads, [latent, rope], 0, q_latent.shape[2])
+
+
+def attend(
+    kernel: Any,
+    q_latent: jax.Array,
+    q_rope: jax.Array,
+    latent: jax.Array,
+    rope: jax.Array,
+    rows: Rows,
+    chosen: None = None,
+    *,
+    scale: float,
+    how: Any = None,
+    interpret: Any = False,
+) -> Partial:
+    """Implements ``latent_attention`` by ``paged.pallas_tpu`` or ``paged.pallas_gpu``, as one head
+    whose latents are both keys and values.
+    """
+    queries, pools = [q_latent[:, None], q_rope[:, None]], [latent[:, :, None], rope[:, :, None]]
+    out = kernel.attend(queries, pools, 0, q_latent.shape[2], rows, scale, how, interpret)
+    return Partial(*(x[:, 0] for x in out))
+
 
 ATTEND = (
     *(
         Implementation(
             name,
             platform,
-            functools.partial(pallas.attend, kernel),
-            functools.partial(pallas.require, kernel),
+            functools.partial(attend, kernel),
+            functools.partial(_require, kernel),
         )
         for name, platform, kernel in (
             ("pallas_tpu", "tpu", pallas_tpu),

@@ -16,35 +16,26 @@ from pallas_kernels.layer_matmul import blocks, cpu, pallas_gpu, xla
 
 def table(transposed: bool) -> tuple[Implementation, ...]:
     """Returns the implementations of ``layer_matmul``."""
-    require, of_gpu = (
-        functools.partial(form.require, transposed=transposed) for form in (cpu, pallas_gpu)
-    )
-    return (
-        Implementation("cpu", "cpu", functools.partial(cpu.matmul, transposed=transposed), require),
+    forms = ("cpu", "cpu", cpu), ("pallas_gpu", "cuda", pallas_gpu), ("xla", None, xla)
+    return tuple(
         Implementation(
-            "pallas_gpu",
-            "cuda",
-            functools.partial(pallas_gpu.matmul, transposed=transposed),
-            of_gpu,
-        ),
-        Implementation(
-            "xla", None, functools.partial(xla.matmul, transposed=transposed), dispatch.anything
-        ),
+            name,
+            on,
+            functools.partial(form.matmul, transposed=transposed),
+            functools.partial(getattr(form, "require", dispatch.anything), transposed=transposed),
+        )
+        for name, on, form in forms
     )
 
 
 def unpacking(transposed: bool) -> tuple[Implementation, ...]:
     """Returns the implementations of ``unpack``."""
+    by_cpu, by_xla = (
+        functools.partial(f, transposed=transposed) for f in (blocks.unpack_by_cpu, blocks.unpack)
+    )
     return (
-        Implementation(
-            "cpu",
-            "cpu",
-            functools.partial(blocks.unpack_by_cpu, transposed=transposed),
-            blocks.require_cpu,
-        ),
-        Implementation(
-            "xla", None, functools.partial(blocks.unpack, transposed=transposed), dispatch.anything
-        ),
+        Implementation("cpu", "cpu", by_cpu, blocks.require_cpu),
+        Implementation("xla", None, by_xla, dispatch.anything),
     )
 
 

@@ -94,7 +94,7 @@ def _tile(of_tiles: Sequence[Any], how: Config) -> tuple[jax.Array, Span, jax.Ar
     return factor, Span(first, how.rows, stop), stop > first
 
 
-def _ranks(R: int, w: jax.Array) -> Span:
+def ranks_of(R: int, w: jax.Array) -> Span:
     # The start is 0, computed from ``w``: from JAX 0.12 on a constant start is rejected if the
     # block extends beyond its array.
     return columns(0 * w, power_of_two(R, MOST), R)
@@ -105,7 +105,7 @@ def _shrink(
 ) -> tuple[jax.Array, ...]:
     """Returns the rows times factor w of each stack ``[W, R, D]``, ``[T, R]`` float32."""
     R, D = stacks[0].shape[1:]
-    ranks = _ranks(R, w)
+    ranks = ranks_of(R, w)
 
     def step(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         at = columns(i, how.depth, D)
@@ -130,7 +130,7 @@ def _expand(
 ) -> None:
     """Adds ``h [T, R]`` times factor w of a stack of each term to ``old``, into ``new``."""
     R, F = terms[0][1].shape[1:]
-    ranks = _ranks(R, w)
+    ranks = ranks_of(R, w)
 
     def step(i: jax.Array, _: None) -> None:
         at = columns(i, how.depth, F)
@@ -205,7 +205,7 @@ def _packed_lora_rows(*refs: Any, K: int, how: Config) -> None:
     g, a, b = (refs[i * K : (i + 1) * K] for i in range(3))
     dx, outs = refs[3 * K], refs[3 * K + 1 :]
     w, rows, there = _tile(of_tiles, how)
-    ranks = _ranks(a[0].shape[1], w)
+    ranks = ranks_of(a[0].shape[1], w)
 
     @pl.when(there)
     def _some() -> None:
@@ -224,7 +224,7 @@ def _packed_lora_factors(*refs: Any, K: int, how: Config) -> None:
     program = pl.program_id(0)
     run = jax.lax.div(program, blocks)
     w, first, stop = (ref[run] for ref in of_runs)
-    at, ranks = columns(program - run * blocks, how.sums, N), _ranks(R, w)
+    at, ranks = columns(program - run * blocks, how.sums, N), ranks_of(R, w)
 
     def step(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         rows = Span(first + i * how.rows, how.rows, stop)

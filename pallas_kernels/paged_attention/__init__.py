@@ -12,16 +12,38 @@ import jax
 from pallas_kernels import dispatch, paged
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.paged import PAGE, Rows, pallas_gpu, pallas_tpu
-from pallas_kernels.paged_attention import cpu, pallas, xla
+from pallas_kernels.paged_attention import cpu, xla
 from pallas_kernels.partial import Partial
+
+
+def _require(kernel: Any, q: jax.Array, k: jax.Array, v: jax.Array, rows: Rows) -> None:
+    kernel.require([q], [k, v], 1, q.shape[3])
+
+
+def attend(
+    kernel: Any,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    rows: Rows,
+    *,
+    scale: float,
+    how: Any = None,
+    interpret: Any = False,
+) -> Partial:
+    """Implements ``paged_attention`` by ``paged.pallas_tpu`` or ``paged.pallas_gpu``, whose
+    ``Config`` is ``how``.
+    """
+    return kernel.attend([q], [k, v], 1, q.shape[3], rows, scale, how, interpret)
+
 
 ATTEND = (
     *(
         Implementation(
             name,
             platform,
-            functools.partial(pallas.attend, kernel),
-            functools.partial(pallas.require, kernel),
+            functools.partial(attend, kernel),
+            functools.partial(_require, kernel),
         )
         for name, platform, kernel in (
             ("pallas_tpu", "tpu", pallas_tpu),

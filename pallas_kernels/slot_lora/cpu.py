@@ -21,14 +21,12 @@ def require_add(x: jax.Array, a: jax.Array, b: jax.Array, onto: jax.Array) -> No
     native.require()
 
 
-def require_shrink(x: jax.Array, a: jax.Array) -> None:
-    """Raises NotImplementedError: there is no separate first half here."""
+def require_shrink(*args: jax.Array) -> None:
+    """Raises NotImplementedError: there are no separate halves here."""
     raise NotImplementedError("a mesh splits inputs")
 
 
-def require_expand(b: jax.Array, onto: jax.Array) -> None:
-    """Raises NotImplementedError: there is no separate second half here."""
-    raise NotImplementedError("a mesh splits inputs")
+require_expand = require_shrink
 
 
 def add(

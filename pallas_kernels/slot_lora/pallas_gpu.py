@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from pallas_kernels import tuning
-from pallas_kernels.packed_lora.pallas_gpu import MOST
+from pallas_kernels.packed_lora.pallas_gpu import MOST, ranks_of
 from pallas_kernels.packed_lora.pallas_gpu import require_add as require_packed
 from pallas_kernels.triton import Span, columns, cost, dot, power_of_two, read, write
 
@@ -118,12 +118,6 @@ def _rows_of_tile(
     return Span.of(read(order, place, beyond=order.shape[0]), place.there), slot, stop > first
 
 
-def _ranks(R: int, w: jax.Array) -> Span:
-    # The start is 0, computed from ``w``: from JAX 0.12 on a constant start is rejected if the
-    # block extends beyond its array.
-    return columns(0 * w, power_of_two(R, MOST), R)
-
-
 def _each(program: jax.Array, counts: Sequence[int], bodies: Sequence[Any]) -> None:
     """Runs the body of this program's projection; programs are numbered by projection."""
     start = 0
@@ -144,7 +138,7 @@ def _slot_lora_shrink(order: Any, *refs: Any, tile: int, how: Config) -> None:
         v, share = jax.lax.div(program, parts), jax.lax.rem(program, parts)
         rows, slot, there = _rows_of_tile(order, of_tiles, v, tile)
         w, steps = slot + first[0], pl.cdiv(D, how.depth)
-        each, ranks = pl.cdiv(steps, parts), _ranks(h.shape[2], slot)
+        each, ranks = pl.cdiv(steps, parts), ranks_of(h.shape[2], slot)
 
         @pl.when(there)
         def _some() -> None:
@@ -169,7 +163,7 @@ def _slot_lora_expand(order: Any, *refs: Any, tile: int, how: Config) -> None:
         blocks = pl.cdiv(F, how.columns)
         v = jax.lax.div(program, blocks)
         rows, slot, there = _rows_of_tile(order, of_tiles, v, tile)
-        across, ranks = columns(program - v * blocks, how.columns, F), _ranks(R, slot)
+        across, ranks = columns(program - v * blocks, how.columns, F), ranks_of(R, slot)
 
         @pl.when(there)
         def _some() -> None:

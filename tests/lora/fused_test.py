@@ -30,7 +30,6 @@ LAYER0 = "base_model.model.model.layers.0.mlp.experts"
 
 
 IMPORTS = {  # family, LoraConfig, the rank of what we read
-    "plain": ("llama_bias", {"target_modules": ["q_proj", "down_proj"]}, 4),
     "dense, all-linear": ("qwen3", {"target_modules": "all-linear", "r": 3, "use_rslora": True}, 3),
     "dense patterns": (
         "llama_bias",
@@ -41,8 +40,6 @@ IMPORTS = {  # family, LoraConfig, the rank of what we read
         },
         8,
     ),
-    "one dense layer": ("qwen3", {"target_modules": ["q_proj"], "layers_to_transform": [1]}, 4),
-    "tables": ("qwen3", {"target_modules": ["embed_tokens", "lm_head", "k_proj"]}, 4),
     "both": (
         "qwen3_moe",
         {"target_parameters": [GATE_UP, DOWN], "target_modules": ["q_proj", "o_proj"]},
@@ -50,7 +47,6 @@ IMPORTS = {  # family, LoraConfig, the rank of what we read
     ),
     "gate_up only": ("qwen3_moe", {"target_parameters": [GATE_UP]}, 4),
     "down only": ("qwen3_moe", {"target_parameters": [DOWN]}, 4),
-    "one layer": ("qwen3_moe", {"target_parameters": ["layers.1.mlp.experts.down_proj"]}, 4),
     "patterns": (
         "qwen3_moe",
         {
@@ -60,17 +56,9 @@ IMPORTS = {  # family, LoraConfig, the rank of what we read
         },
         4,
     ),
-    "rslora": ("qwen3_moe", {"target_parameters": [GATE_UP, DOWN], "use_rslora": True}, 4),
-    # trained as PEFT converts separate targets: gate and up share 2r, and random B is not
-    # block-diagonal
     "separate": (
         "qwen3_moe",
         {"target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"]},
-        8,
-    ),
-    "separate, rslora": (
-        "qwen3_moe",
-        {"target_modules": ["gate_proj", "up_proj", "down_proj"], "use_rslora": True},
         8,
     ),
     "all-linear": ("qwen3_moe", {"target_modules": "all-linear", "r": 2}, 4),
@@ -205,3 +193,33 @@ def test_configs_that_do_not_fit_are_refused(fields, message, directory, tiny_ba
     edit_config(directory, **fields)
     with pytest.raises(UserError, match=message):
         read_peft(directory, *tables(tiny_base("qwen3_moe")))
+
+
+EXPERT3 = "base_model.model.model.layers.1.mlp.experts.3.up_proj"
+UNPACKED = {
+    "an expert is missing": (
+        lambda t: [t.pop(f"{EXPERT3}.lora_{f}.weight") for f in "AB"],
+        (
+            r"layers\.1\.mlp\.experts\.3\.up_proj is missing, but 7 of the 8 experts of its"
+            r" layer are present: write all of them"
+        ),
+    ),
+    "another width": (
+        lambda t: t.update({f"{EXPERT3}.lora_A.weight": np.ones((2, 47), np.float32)}),
+        (
+            r"experts\.3\.up_proj has lora_A \(2, 47\) and lora_B \(40, 2\); this base needs \(2,"
+            r" 48\) and \(40, 2\)"
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), UNPACKED.values(), ids=UNPACKED)
+def test_unpacked_experts_that_do_not_fit_are_refused(change, message, rng, tiny_base, tmp_path):
+    base, config = tiny_base("qwen3_moe"), AdapterConfig(2, targets=("gate", "up", "down"))
+    names, shapes = tables(base)
+    write_peft(tmp_path / "out", random_adapter(rng, base, config), config, names)
+    assert (tmp_path / "out" / WEIGHTS).is_file()
+    edit_tensors(tmp_path / "out", change)
+    with pytest.raises(UserError, match=message):
+        read_peft(tmp_path / "out", names, shapes)

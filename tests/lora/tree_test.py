@@ -124,34 +124,22 @@ def test_slots_are_written_read_and_cleared_and_leave_the_others_as_they_are(rng
     check(2, configs[2], adapters[2])
 
 
+QA, QB = "dense/attn/q/a", "dense/attn/q/b"
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda flat: flat.clear(), "it: no module binds; the adapter is empty"),
+        (lambda t: t.clear(), "it: no module binds; the adapter is empty"),
+        (lambda t: t.update({"dense/attn/k/a": t[QA]}), "dense/attn/k/a is not among the targets"),
+        (lambda t: t.pop(QB), "it: dense/attn/q/b is missing, though its config targets it"),
+        (lambda t: t.update({QA: t[QA][:2]}), r"q/a has shape \(2, 3, 48\); .* need \(3, 3, 48\)"),
         (
-            lambda flat: flat.update({"dense/attn/k/a": flat["dense/attn/q/a"]}),
-            "it: dense/attn/k/a is not among the targets q, down",
+            lambda t: t.update({QB: t[QB][:, :2]}),
+            r"q/b has shape \(3, 2, 64\); .* need \(3, 3, 64\)",
         ),
-        (
-            lambda flat: flat.pop("dense/mlp/down/b"),
-            "it: dense/mlp/down/b is missing, though its config targets it",
-        ),
-        (
-            lambda flat: flat.update({"dense/attn/q/a": flat["dense/attn/q/a"][:2]}),
-            r"it: dense/attn/q/a has shape \(2, 3, 48\); this base and rank 3 need \(3, 3, 48\)",
-        ),
-        (
-            lambda flat: flat.update({"dense/attn/q/b": flat["dense/attn/q/b"][:, :2]}),
-            r"it: dense/attn/q/b has shape \(3, 2, 64\); this base and rank 3 need \(3, 3, 64\)",
-        ),
-        (
-            lambda flat: flat["dense/attn/q/b"].__setitem__((1, 2, 3), np.nan),
-            "it: dense/attn/q/b has NaN or infinite values",
-        ),
-        (
-            lambda flat: flat["dense/mlp/down/a"].__setitem__((0, 0, 0), -np.inf),
-            "it: dense/mlp/down/a has NaN or infinite values",
-        ),
+        (lambda t: t[QB].__setitem__((1, 2, 3), np.nan), "q/b has NaN or infinite values"),
+        (lambda t: t[QA].__setitem__((0, 0, 0), -np.inf), "q/a has NaN or infinite values"),
     ],
     ids=["empty", "untargeted", "missing", "layers", "rank", "nan", "inf"],
 )

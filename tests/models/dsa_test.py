@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from mint_jax.lora import tree
+from mint_jax.lora.peft import write_peft
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.models import hf, transformer
 from mint_jax.models.attention import Segments
 from tests import oracles
-from tests.exchange import decoder_logits
-from tests.lora.peft_oracle_test import peft_model, random_adapter
+from tests.exchange import decoder_logits, peft_model, random_adapter, tables
 from tests.models.paged_test import continued
 
 FAMILIES = ("deepseek_v32_dense", "glm_dense")
@@ -122,15 +122,16 @@ def test_gradients_equal_torch_and_indexers_get_none(family, remat, rng, tiny_ba
     assert not theirs
 
 
-def test_decoding_under_an_adapter_equals_peft(rng, tiny_base, hf_dirs):
+def test_decoding_under_an_adapter_equals_peft(rng, tiny_base, hf_dirs, tmp_path):
     """What an adapter does to the residual stream and to the query's latent moves the choice as
     well.
     """
     base = tiny_base("glm_dense")
     config = AdapterConfig(3, 9.0, ("q_a", "q_b", "kv_a", "kv_b", "o"))
     specs = transformer.abstract(base.cfg)
-    adapter = random_adapter(rng, specs, config)
-    model = peft_model(hf_dirs("glm_dense"), config, adapter)
+    adapter = random_adapter(rng, base, config)
+    write_peft(tmp_path / "out", adapter, config, tables(base)[0], moe_type=True)
+    model = peft_model(hf_dirs("glm_dense"), tmp_path / "out")
     tokens_BT, theirs, _ = _clear_tokens(rng, model)
     stacks, _ = tree.stack_adapters(specs, {"one": (config, adapter)})
     P = T - 3

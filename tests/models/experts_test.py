@@ -147,22 +147,3 @@ def test_outputs_and_gradients_equal_a_loop(name, form, request, rng):
     _assert_close((y, grads), _loop(*problem))
     assert not np.any(y[:, 0]), "a token that visits nobody gets nothing"
     assert not np.any(np.asarray(grads[1])[ids < 0])
-
-
-def test_one_policy_is_alone(rng):
-    """Another policy's factors change neither the outputs nor the gradients of a policy, to the
-    bit.
-    """
-    x, ids, weights, p, lora, g = _problem(rng, "two_buckets")
-    low, high = lora.buckets
-    other = jax.tree.map(lambda v: v.at[1].multiply(3.0), high)
-    (y, grads), (y2, grads2) = (
-        _ours(x, ids, weights, p, lora.replace(buckets=(low, h)), g) for h in (high, other)
-    )
-    # block 3 is the second of the second bucket
-    mine = np.array([b // 2 != 3 for b in range(len(x))])
-    np.testing.assert_array_equal(y[mine], y2[mine])
-    assert (np.asarray(y[~mine]) != np.asarray(y2[~mine])).any()
-    for got, want in zip(jax.tree.leaves(grads2[2]), jax.tree.leaves(grads[2])):
-        others = [i for i in range(len(got)) if not (len(got) == 3 and i == 1)]
-        np.testing.assert_array_equal(got[np.array(others)], want[np.array(others)])

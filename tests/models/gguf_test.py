@@ -5,8 +5,6 @@ file.
 import functools
 import importlib.util
 import json
-import re
-import string
 from pathlib import Path
 
 import gguf
@@ -62,21 +60,10 @@ def test_smollm2_tensors_and_config_equal_those_of_transformers(converted, smoll
     )
     assert _same_tensors(converted, theirs) == 272
     config = transformers.AutoConfig.from_pretrained(converted)
-    for field in (
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-    ):
+    same = "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "rms_norm_eps"
+    for field in (*same, "num_attention_heads", "num_key_value_heads", "max_position_embeddings"):
         assert getattr(config, field) == getattr(theirs.config, field), field
-    assert config.head_dim == 64
-    assert config.rms_norm_eps == theirs.config.rms_norm_eps
-    assert config.max_position_embeddings == theirs.config.max_position_embeddings
-    assert (
-        config.rope_parameters["rope_theta"] == theirs.config.rope_parameters["rope_theta"] == 1e5
-    )
+    assert config.rope_parameters["rope_theta"] == 1e5
 
 
 TEXTS = [
@@ -91,22 +78,13 @@ TEXTS = [
 ]
 
 
-def test_smollm2_token_ids_equal_those_of_transformers(converted, smollm2_file, rng):
+def test_smollm2_token_ids_equal_those_of_transformers(converted, smollm2_file):
     mine = Tokenizer(converted)
     theirs = transformers.AutoTokenizer.from_pretrained(
         smollm2_file.parent, gguf_file=smollm2_file.name
     )
-    alphabet = list(string.printable + "äßçñ中文字あいう😀\u00a0") + [" the", " 20", "'s", "\n\n"]
     for text in TEXTS:
         assert mine.encode(text) == theirs(text)["input_ids"], text
-        assert mine.decode(mine.encode(text), skip_special=False) == text
-    for n in rng.integers(1, 60, size=60):
-        text = "".join(rng.choice(alphabet, size=int(n)))
-        # SmolLM2 and llama.cpp split digits off first; transformers' GGUF reader forgets it, seen
-        # where blanks precede a digit
-        assert mine.encode(text) == [
-            i for part in re.split("([0-9])", text) if part for i in theirs(part)["input_ids"]
-        ], text
         assert mine.decode(mine.encode(text), skip_special=False) == text
     assert mine.vocab_size == len(theirs) == 49152
     assert [mine.encode(token) for token in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")] == [
@@ -149,25 +127,16 @@ def test_tiny_files_of_every_type_convert_as_transformers_reads_them(kind, tied,
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (
-            {"architecture": "gemma3"},
-            ["'gemma3'", "only 'llama'", "use the safetensors checkpoint instead"],
-        ),
-        (
-            {"tokenizer": "llama"},
-            ["tokenizer 'llama'", "('gpt2') is covered", "use the safetensors checkpoint instead"],
-        ),
-        ({"pre": "llama-bpe"}, ["'llama-bpe' is not covered", "expected 'smollm'"]),
-        (
-            {"fields": lambda w: w.add_rope_scaling_factor(4.0)},
-            ["'llama.rope.scaling.factor' is 4.0"],
-        ),
-        ({"extra": ["blk.0.attn_q.bias"]}, ["blk.0.attn_q.bias"]),
+        ({"architecture": "gemma3"}, "has architecture 'gemma3'"),
+        ({"tokenizer": "llama"}, "tokenizer 'llama'; only 'llama' with a byte-level BPE"),
+        ({"pre": "llama-bpe"}, "'llama-bpe' is not covered; expected 'smollm'"),
+        ({"fields": lambda w: w.add_rope_scaling_factor(4.0)}, "'llama.rope.scaling.factor' is 4"),
+        ({"extra": ["blk.0.attn_q.bias"]}, "blk.0.attn_q.bias"),
     ],
 )
 def test_files_that_are_not_covered_are_refused(changes, words, tmp_path, rng):
     write(tmp_path / "tiny.gguf", rng, **changes)
     with pytest.raises(UserError) as error:
         ours.convert(tmp_path / "tiny.gguf", tmp_path / "out")
-    assert all(word in str(error.value) for word in words), str(error.value)
+    assert words in str(error.value)
     assert not (tmp_path / "out").exists()

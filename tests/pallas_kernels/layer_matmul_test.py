@@ -30,7 +30,6 @@ def by_xla(x, w, layer, transposed=False):
     return xla.matmul(x, (w,), layer, transposed=transposed)[0]
 
 
-both_ways = pytest.mark.parametrize("transposed", [False, True], ids=["plain", "transposed"])
 PLAIN = [*((stored, False) for stored in (*DTYPES, *blocks.KINDS))]
 kinds = pytest.mark.parametrize(
     ("dtype", "transposed"), [*PLAIN, ("float32", True), ("bfloat16", True)]
@@ -93,32 +92,6 @@ def test_rows_that_are_not_in_use_cost_nothing_and_get_zeros(rng, dtype, transpo
         assert (made[live:] == 0).all(), rows
 
 
-@both_ways
-def test_what_is_not_finite_stays_in_its_row_and_column(rng, transposed):
-    x, w, layer = arguments(rng, 20, 64, 150, transposed=transposed)
-    w = w.mT if transposed else w
-
-    def product(x, w, layer):
-        return kernel(x, w.mT if transposed else w, layer, transposed=transposed)
-
-    clean, row, column = (
-        np.array(product(x, w, layer)),
-        int(rng.integers(20)),
-        int(rng.integers(150)),
-    )
-    for value in (np.nan, np.inf, -np.inf):
-        made = np.array(product(x.at[row, 3].set(value), w, layer))
-        assert not np.isfinite(made[row]).any()
-        others = np.arange(20) != row
-        assert made[others].tobytes() == clean[others].tobytes()
-        made = np.array(product(x, w.at[layer, 3, column].set(value), layer))
-        assert not np.isfinite(made[:, column]).any()
-        others = np.arange(150) != column
-        assert made[:, others].tobytes() == clean[:, others].tobytes()
-        made = np.array(product(x, w.at[(layer + 1) % 3, 3].set(value), layer))
-        assert made.tobytes() == clean.tobytes()
-
-
 @pytest.mark.bits
 def test_auto_is_the_kernel_on_one_cpu_and_xla_over_a_mesh(rng):
     x, w, layer = arguments(rng, 4, 32, 48)
@@ -131,26 +104,6 @@ def test_auto_is_the_kernel_on_one_cpu_and_xla_over_a_mesh(rng):
         told = dict(dispatch.explain(table(False), *args))
         assert "divides rows" in told["cpu"]
         assert "mint_layer_matmul" not in jax.jit(layer_matmul).lower(*args).as_text()
-
-
-@kinds
-@pytest.mark.parametrize("M", [1, 8, 20])
-def test_matrices_of_the_same_rows_are_one_call_with_the_bits_of_each_alone(
-    rng, dtype, M, transposed
-):
-    x, first, layer = arguments(rng, M, 96, 200, dtype, transposed=transposed)
-    stacks = (
-        first,
-        *(arguments(rng, M, 96, F, dtype, transposed=transposed)[1] for F in (7, 64, 129)),
-    )
-    made = jax.jit(cpu.matmul, static_argnames="transposed")(
-        x, stacks, layer, transposed=transposed
-    )
-    assert len(made) == 4
-    for y, w in zip(made, stacks):
-        assert (
-            np.array(y).tobytes() == np.array(kernel(x, w, layer, transposed=transposed)).tobytes()
-        )
 
 
 def test_without_a_compiler_xla_serves_and_the_reason_is_told(tmp_path):
@@ -197,13 +150,3 @@ def test_a_gpus_kernel_gives_what_float64_gives(rng, dtype, shape, transposed):
     for how in (None, pallas_gpu.Config(16, 32, 64, 3, 4)):
         made = pallas_gpu.matmul(x, (w,), layer, None, transposed, how, interpret=True)[0]
         assert (np.abs(made - want) <= 6e-8 * shape[1] ** 0.5 * 8 * near).all()
-
-
-@pytest.mark.parametrize("transposed", [False, True], ids=["plain", "transposed"])
-def test_matrices_in_one_launch_have_the_bits_of_each_alone(rng, transposed):
-    x, w, layer = arguments(rng, 40, 300, 203, "bfloat16", transposed=transposed)
-    x, how = x.astype(jnp.bfloat16), pallas_gpu.Config(16, 64, 64, 3, 4)
-    stacks = w, w[:, :70] if transposed else w[:, :, :70], 2 * w
-    call = functools.partial(pallas_gpu.matmul, transposed=transposed, how=how, interpret=True)
-    for made, one in zip(call(x, stacks, layer), stacks):
-        np.testing.assert_array_equal(made, call(x, (one,), layer)[0])

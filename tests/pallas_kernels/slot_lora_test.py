@@ -116,16 +116,6 @@ def test_what_is_not_finite_stays_with_its_slot(rng, form):
             assert not np.isfinite(made[~others]).all(), "and it is told"
 
 
-@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_a_row_s_bits_are_its_own_whatever_the_others_name(rng, form):
-    """Interpreted, on a CPU; no accelerator has run it."""
-    x, a, b, onto, slot, scale = arguments(rng, 32, 256, 256, 16, 30, "float32")
-    clean, mine = np.array(form(x, a, b, onto, slot, scale)), int(rng.integers(32))
-    for _ in range(5):
-        others = jnp.array(rng.integers(-1, 30, 32), jnp.int32).at[mine].set(slot[mine])
-        assert np.array(form(x, a, b, onto, others, scale))[mine].tobytes() == clean[mine].tobytes()
-
-
 L, S = 2, 6
 
 

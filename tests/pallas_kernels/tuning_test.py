@@ -118,25 +118,6 @@ def test_the_search_ends_at_the_fastest_sizes_and_programs_take_them(rng, monkey
         close(call.fn(*args), reference.packed_lora(*args), "float32")
 
 
-def test_sizes_that_do_not_compile_or_give_other_results_are_refused_and_told(rng, monkeypatch):
-    call, args = interpreted(rng)
-
-    def wrong(*args):
-        [y], sizes = call.fn(*args), pallas_gpu.config("packed_lora", args[0], args[1])
-        if sizes.rows == 8:
-            raise RuntimeError("too much shared memory\nand so on")
-        return [y + (sizes.rows == 32)]
-
-    monkeypatch.setattr(
-        timing, "in_turn", lambda what, sides, n, warm=1: {name: [1.0] * n for name in sides}
-    )
-    found = tune_kernels.search(call._replace(fn=wrong), "cuda", args, 5, 1, 0.0)
-    assert {re.search(r"rows=(\d+)", one)[1]: why for one, why in found.refused.items()} == {
-        "32": "ValueError: its results are not those of the sizes that were taken before",
-        "8": "RuntimeError: too much shared memory",
-    }
-
-
 SHIPPED = sorted(Path(tuning.__file__).parent.glob("*/tuned/*.json"))
 
 

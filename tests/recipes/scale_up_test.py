@@ -66,7 +66,9 @@ def test_a_tiny_model_on_four_chips(config, tmp_path, capsys):
     together, most = result["colocated"], max(result[name]["temporary_bytes"] for name in PROGRAMS)
     shared = result["base_bytes_per_device"]  # by training and sampling
     resident = result["train"]["argument_bytes"] + result["decode"]["argument_bytes"] - shared
-    assert together["bytes"] == pytest.approx(resident + most, rel=0.01)  # and new metrics
+    assert together["bytes_per_device"] == pytest.approx(
+        resident + most, rel=0.01
+    )  # and new metrics
     assert together["fits"] == 1
     assert (tmp_path / "scale_up.png").stat().st_size > 10_000
     assert "all-reduce" in capsys.readouterr().err

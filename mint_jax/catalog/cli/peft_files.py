@@ -16,7 +16,7 @@ from mint_jax.catalog.packed import Schema, pack, unpack
 from mint_jax.errors import UserError
 from mint_jax.lora import peft, tree
 from mint_jax.lora.config import MAX_RANK
-from mint_jax.lora.patterns import DEFAULT_ALPHA, DEFAULT_RANK
+from mint_jax.lora.fused import DEFAULT_ALPHA, DEFAULT_RANK
 from mint_jax.models.outline import Outline
 from mint_jax.safetensors_header import header_size, parse_json, parse_object
 
