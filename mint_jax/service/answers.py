@@ -154,10 +154,6 @@ class Answers:
             raise unknown(id)
         return found
 
-    def is_in(self, id: str, group: str) -> bool:
-        """Returns whether an answer is in a group."""
-        return (found := self._answers.get(id)) is not None and found.group == group
-
     async def wait(self, id: str, timeout_s: float) -> Answer | None:
         """Returns an answer once it has ended; None on timeout. Raises ``Gone`` as ``find``."""
         found = self.find(id)
@@ -182,11 +178,11 @@ class Answers:
         """Marks an answer as delivered: it is kept for another ``KEEP_S`` seconds."""
         answer.delivered = self._clock()
 
-    def acknowledge(self, ids: Iterable[str]) -> None:
-        """Drops answers that the client has received; unknown ids are ignored."""
+    def acknowledge(self, group: str, ids: Iterable[str]) -> None:
+        """Drops a group's answers that the client has received; other ids are ignored."""
         with self._lock:
-            for id in ids:
-                if (found := self._answers.get(id)) is not None and found.ended is not None:
+            for found in filter(None, map(self._answers.get, ids)):
+                if found.group == group and found.ended is not None:
                     self._drop(found)
 
     def expire(self) -> int:

@@ -8,7 +8,7 @@ from starlette.routing import Route, compile_path
 
 from mint_jax.service import openai_types as openai
 from mint_jax.service import tinker_types as tinker
-from mint_jax.service.queries import CostsQuery, ModelsQuery, PageQuery, RunsQuery
+from mint_jax.service.handlers import CostsQuery, ModelsQuery, PageQuery, RunsQuery
 from mint_jax.service.responses import ResponseBody
 
 JSON, STREAM, PROTOBUF = "application/json", "text/event-stream", "application/x-protobuf"

@@ -32,7 +32,7 @@ from mint_jax.residency.residency import Residency
 from mint_jax.service.costs import BASE, COUNTED, KINDS, Costs
 from mint_jax.service.endpoints import TABLE
 from mint_jax.service.exchange import path_of
-from mint_jax.service.queries import CostsQuery, query_of
+from mint_jax.service.handlers import CostsQuery, query_of
 from mint_jax.service.server import Server
 from pallas_kernels import dispatch
 

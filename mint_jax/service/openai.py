@@ -25,11 +25,10 @@ from mint_jax.rollout.request import BadField, ContextExceeded
 from mint_jax.rollout.stream import Piece, Stream
 from mint_jax.service import errors, openai_types
 from mint_jax.service.durable import Unavailable
-from mint_jax.service.handlers import body_of, tenant_of
+from mint_jax.service.handlers import ModelsQuery, body_of, query_of, tenant_of
 from mint_jax.service.handover import Handover
 from mint_jax.service.openai_answers import Answer
 from mint_jax.service.openai_types import TOO_LONG, ChatBody, CompletionBody
-from mint_jax.service.queries import ModelsQuery, query_of
 from mint_jax.service.responses import (
     Response,
     ResponseBody,
@@ -67,16 +66,7 @@ class OpenAI:
 
     # -- completions, chats and responses
 
-    async def completions(self, request: Request) -> HttpResponse:
-        return await self._serve(request, CompletionBody)
-
-    async def chats(self, request: Request) -> HttpResponse:
-        return await self._serve(request, ChatBody)
-
-    async def responses(self, request: Request) -> HttpResponse:
-        return await self._serve(request, ResponseBody)
-
-    async def _serve(self, request: Request, kind: Any) -> HttpResponse:
+    async def _serve(self, kind: Any, request: Request) -> HttpResponse:
         raw, tenant = await request.body(), tenant_of(request)
         answer, streams = await asyncio.to_thread(self._start, raw, tenant, kind)
         headers = {"x-mint-revision": answer.model.digest or "base"}
@@ -96,6 +86,10 @@ class OpenAI:
 
         headers["cache-control"] = "no-cache"
         return StreamingResponse(chained(), headers=headers, media_type="text/event-stream")
+
+    completions = functools.partialmethod(_serve, CompletionBody)
+    chats = functools.partialmethod(_serve, ChatBody)
+    responses = functools.partialmethod(_serve, ResponseBody)
 
     def _start(self, raw: bytes, tenant: str, kind: Any) -> tuple[Answer | Response, list[Stream]]:
         """Validates a body and submits its prompts to the engine, one stream for each; runs in a

@@ -18,8 +18,14 @@ from mint_jax.errors import UserError
 from mint_jax.service import checkpoints, external
 from mint_jax.service import tinker_types as types
 from mint_jax.service.book import Checkpoint, Model, NotFound, Session, iso
-from mint_jax.service.handlers import body_of, tenant_of
-from mint_jax.service.queries import MAX_LISTED, PageQuery, RunsQuery, query_of
+from mint_jax.service.handlers import (
+    MAX_LISTED,
+    PageQuery,
+    RunsQuery,
+    body_of,
+    query_of,
+    tenant_of,
+)
 from mint_jax.service.server import Server
 from mint_jax.service.validation import wrong
 

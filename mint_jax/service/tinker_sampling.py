@@ -187,7 +187,7 @@ class Sampling:
         sampler = self.server.sampler(tenant, body.target.sampling_session_id).id
         group = group_of(tenant, sampler, body.target.cloned_sampler_id)
         received = body.retrieved_request_ids or ()
-        self.answers.acknowledge(id for id in received if self.answers.is_in(id, group))
+        self.answers.acknowledge(group, received)
         timeout = GROUP_POLL_S if body.timeout is None else min(GROUP_POLL_S, body.timeout)
         ended, cursor = await self.answers.wait_group(group, body.prev_cursor, timeout)
         found = [

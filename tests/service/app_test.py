@@ -43,19 +43,12 @@ def get(site, path, key=None):
     return httpx.get(site.url + path, headers={} if key is None else {"x-api-key": key})
 
 
-def routed(app):
-    """Returns the routes of an application behind its gate and its monitor."""
-    while not hasattr(app, "routes"):
-        if hasattr(app, "__closure__"):
-            inner = (cell.cell_contents for cell in app.__closure__)
-            app = next(one for one in inner if hasattr(one, "app"))
-        app = app.app
-    return app.routes
-
-
 def test_every_route_has_an_endpoint_and_is_documented(guarded):
-    there = set()
-    for route in routed(guarded._web.config.app):
+    there, app = set(), guarded._web.config.app
+    while not hasattr(app, "routes"):  # behind its gate and its monitor
+        inner = (cell.cell_contents for cell in getattr(app, "__closure__", ()))
+        app = next((one for one in inner if hasattr(one, "app")), app).app
+    for route in app.routes:
         assert isinstance(route, Route)
         path = route.path.replace("{name:path}", "a").replace("{", "").replace("}", "")
         for method in route.methods or ():
@@ -65,23 +58,6 @@ def test_every_route_has_an_endpoint_and_is_documented(guarded):
     documented = {(m.upper(), path) for path, methods in document.items() for m in methods}
     public = {one for one in there if one[0] != "HEAD" and not one[1].startswith("/console")}
     assert {one for one in documented if one[0] != "PARAMETERS"} == public
-
-
-def test_without_keys_no_route_answers_to_a_foreign_host(sites, mesh):  # noqa: F811
-    """DNS rebinding: a page resolves its own name to this machine, so that the browser treats the
-    server as the page's own site.
-    """
-    site = sites(base_lib.load("tiny-random", mesh))
-    there = [(m, route.path) for route in routed(site._web.config.app) for m in route.methods]
-    assert len(there) > 60
-    there += [("GET", "/docs"), ("GET", "/"), ("GET", "/nothing"), ("PATCH", "/v1/models")]
-    with httpx.Client(base_url=site.url) as client:
-        for method, path in there:
-            plain = path.replace("{", "").replace("}", "").replace(":path", "")
-            answer = client.request(method, plain, headers={"host": "evil.example"})
-            assert answer.status_code == 403, f"{method} {path}"
-        for path in ("/v1/models", "/debug/state", "/metrics", "/health", "/console/policies"):
-            assert client.get(path).status_code == 200, path
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/api/v1/asample"])

@@ -21,7 +21,7 @@ from mint_jax.service.checkpoints import DISK_FAILURES, found_or_none
 from mint_jax.service.console.pages import Visit
 from mint_jax.service.console.sessions import ROOT
 from mint_jax.service.errors import Forbidden, status_of
-from mint_jax.service.queries import Natural
+from mint_jax.service.handlers import Natural
 from mint_jax.service.validation import Body
 
 LISTED = 50  # policies of a page

@@ -18,9 +18,9 @@ from mint_jax.service.console import pages, policies
 from mint_jax.service.console.pages import Visit
 from mint_jax.service.console.sessions import COOKIE, ROOT, SESSION_S, Browsers, covers
 from mint_jax.service.costs import KINDS
+from mint_jax.service.handlers import PageQuery
 from mint_jax.service.monitoring import state_of
 from mint_jax.service.openai import OpenAI
-from mint_jax.service.queries import PageQuery
 from mint_jax.service.server import Server
 
 # the first that a key may see
