@@ -89,18 +89,13 @@ class Answers:
 
     def begin(self, group: str, number: int | None, body: str) -> tuple[Answer, bool]:
         """Returns the answer to a request, and whether it is new: a known number of a group is the
-        same request, repeated.
-
-        Raises:
-            Conflict: another request had this number.
+        same request, repeated. Raises ``Conflict`` if another request had this number.
         """
         with self._lock:
             if number is not None and (found := self._numbers.get((group, number))) is not None:
                 if found.body != body:
-                    raise Conflict(
-                        f"request {number} of {group!r} was another one: give a new request a new"
-                        " number"
-                    )
+                    text = f"request {number} of {group!r} was another one"
+                    raise Conflict(f"{text}: give a new request a new number")
                 return found, False
             answer = Answer(PREFIX + uuid.uuid4().hex, group, number, body)
             self._answers[answer.id] = answer
@@ -145,11 +140,7 @@ class Answers:
             self._drop(one)
 
     def find(self, id: str) -> Answer:
-        """Returns an answer, ended or not.
-
-        Raises:
-            Gone: the id is unknown or its answer was dropped.
-        """
+        """Returns an answer, ended or not. Raises ``Gone``: unknown, or dropped."""
         if (found := self._answers.get(id)) is None:
             raise unknown(id)
         return found
@@ -157,9 +148,11 @@ class Answers:
     async def wait(self, id: str, timeout_s: float) -> Answer | None:
         """Returns an answer once it has ended; None on timeout. Raises ``Gone`` as ``find``."""
         found = self.find(id)
-        return await self._waker.wait_task(
-            id, lambda: None if found.ended is None else found, timeout_s
-        )
+
+        def ended() -> Answer | None:
+            return None if found.ended is None else found
+
+        return await self._waker.wait_task(id, ended, timeout_s)
 
     async def wait_group(
         self, group: str, cursor: int, timeout_s: float

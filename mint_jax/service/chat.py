@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -19,7 +19,7 @@ from pydantic import Field
 from mint_jax.data.tokenizer import Message as TemplateMessage
 from mint_jax.data.tokenizer import Tokenizer
 from mint_jax.service import tool_calls
-from mint_jax.service.tool_calls import END, MARKER, Call, Form
+from mint_jax.service.tool_calls import END, MARKER, Call
 from mint_jax.service.validation import BadRequest, Body, Text, wrong
 
 # template variables that have a field of their own
@@ -103,39 +103,18 @@ class Message(Body):
 
 @dataclasses.dataclass(frozen=True)
 class Tools:
-    """The tools of a chat, and how calls of them are parsed.
-
-    Attributes:
-        schemas: JSON schemas of the parameters, by name.
-        form: syntax of calls in the answer; None if a call is demanded.
-        forced: the tool that must be called; empty: any of them; None: no call is demanded.
-        schema: JSON schema of a demanded call.
-        parallel: an answer may have several calls.
+    """The tools of a chat, as the template gets them; ``read`` returns an answer's content and its
+    calls, and ``schema`` is the JSON schema of a demanded call.
     """
 
     shown: list[dict[str, Any]]
-    schemas: Mapping[str, dict[str, Any]]
-    form: Form | None = None
-    forced: str | None = None
+    read: Callable[[str], tuple[str, list[Call]]]
     schema: dict[str, Any] | None = None
-    parallel: bool = True
 
     @property
     def marker(self) -> str:
         """Text that ends an answer's content: see ``TextStream``."""
-        return MARKER if self.forced is None else ""
-
-    def calls_in(self, answer: str) -> tuple[str, list[Call]]:
-        """Returns an answer's content and its calls. If a call cannot be parsed, the whole answer
-        is content.
-        """
-        if self.form is not None:
-            content, calls = tool_calls.read(answer, self.form, self.schemas)
-            return content, calls if self.parallel else calls[:1]
-        if (value := tool_calls.value_of(answer)) is None:
-            return answer, []
-        call = Call(self.forced, answer) if self.forced else tool_calls.call_of(value)
-        return ("", [call]) if call is not None else (answer, [])
+        return MARKER if self.schema is None else ""
 
 
 def takes_tools(tokenizer: Tokenizer) -> bool:
@@ -163,7 +142,8 @@ def tools_of(
             form = tool_calls.form_of(tokenizer.sources[1] or "")
         if form is None:
             raise BadRequest("tools", UNKNOWN_SYNTAX)
-        return Tools(tools, functions, form, parallel=parallel is not False)
+        most = 1 if parallel is False else None
+        return Tools(tools, lambda answer: tool_calls.read(answer, form, functions, most))
     if choice == "required":
         calls = [
             {
@@ -174,12 +154,20 @@ def tools_of(
             }
             for name, schema in functions.items()
         ]
-        return Tools(tools, functions, None, "", {"anyOf": calls})
+        return Tools(tools, _demanded, {"anyOf": calls})
     named = choice.get("function") if isinstance(choice, dict) else None
     name = named.get("name") if isinstance(named, dict) else None
     if not isinstance(name, str) or name not in functions:
         raise wrong("tool_choice", choice, "none, auto, required, or one of the tools")
-    return Tools(tools, functions, None, name, functions[name])
+    return Tools(tools, functools.partial(_demanded, name=name), functions[name])
+
+
+def _demanded(answer: str, name: str = "") -> tuple[str, list[Call]]:
+    """Returns the content and the call of an answer under a schema, of a named tool or of any."""
+    if (value := tool_calls.value_of(answer)) is None:
+        return answer, []
+    call = Call(name, answer) if name else tool_calls.call_of(value)
+    return (answer, []) if call is None else ("", [call])
 
 
 def prompt_of(

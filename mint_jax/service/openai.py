@@ -23,20 +23,13 @@ import mint_jax
 from mint_jax.models.paged import PAGE
 from mint_jax.rollout.request import BadField, ContextExceeded
 from mint_jax.rollout.stream import Piece, Stream
-from mint_jax.service import errors, openai_types
+from mint_jax.service import errors, openai_types, responses
 from mint_jax.service.durable import Unavailable
 from mint_jax.service.handlers import ModelsQuery, body_of, query_of, tenant_of
 from mint_jax.service.handover import Handover
 from mint_jax.service.openai_answers import Answer
 from mint_jax.service.openai_types import TOO_LONG, ChatBody, CompletionBody
-from mint_jax.service.responses import (
-    Response,
-    ResponseBody,
-    Store,
-    chat_body_of,
-    conversation_of,
-    own_names,
-)
+from mint_jax.service.responses import Response, ResponseBody, Store
 from mint_jax.service.server import Server
 from mint_jax.service.text_stream import TokenTexts
 from mint_jax.service.validation import BadRequest, check, parse
@@ -104,12 +97,12 @@ class OpenAI:
             raise Unavailable("sampling has stopped: retry once the server is up again")
         if not isinstance(body, ResponseBody):
             return self._submit(body, model, tenant)
-        messages = conversation_of(body, tenant, self._store)
+        messages = responses.conversation_of(body, tenant, self._store)
         try:
-            chat = check(ChatBody, chat_body_of(body, messages))
+            chat = check(ChatBody, responses.chat_body_of(body, messages))
             answer, streams = self._submit(chat, model, tenant)
         except BadRequest as error:
-            raise own_names(error) from None
+            raise responses.own_names(error) from None
         return Response(answer, body, messages, tenant, self._store), streams
 
     def _submit(

@@ -210,7 +210,7 @@ class Answer:
         """Returns an answer's content and its tool calls."""
         text, calls = done.text or "", []
         if self.spec.tools is not None:
-            text, calls = self.spec.tools.calls_in(text)
+            text, calls = self.spec.tools.read(text)
         return text, [
             {
                 "index": i,

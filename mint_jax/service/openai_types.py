@@ -49,16 +49,11 @@ ABSENT = ("allowed_token_ids", "truncate_prompt_tokens", "prompt_embeds", "audio
 ABSENT += ("web_search_options", "structural_tag", "prompt_logprobs", "guided_json")
 ABSENT += ("guided_regex", "guided_choice", "guided_grammar")
 FALSE = ("use_beam_search", "include_stop_str_in_output", "continue_final_message")
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # field -> values that mean "not used"
-    **dict.fromkeys(ABSENT, (None,)),
-    **dict.fromkeys(FALSE, (None, False)),
-    **dict.fromkeys(("bad_words", "functions"), (None, [])),
-    "suffix": (None, ""),
-    "skip_special_tokens": (None, True),
-    "min_tokens": (None, 0),
-    "modalities": (None, ["text"]),
-    "best_of": (None, 1),
-}
+# field -> values that mean "not used"
+UNSUPPORTED: dict[str, tuple[Any, ...]] = dict.fromkeys(ABSENT, (None,))
+UNSUPPORTED |= dict.fromkeys(FALSE, (None, False)) | {"suffix": (None, ""), "best_of": (None, 1)}
+UNSUPPORTED |= dict.fromkeys(("bad_words", "functions"), (None, [])) | {"min_tokens": (None, 0)}
+UNSUPPORTED |= {"skip_special_tokens": (None, True), "modalities": (None, ["text"])}
 
 
 def refusing(base: type[Body], fields: Mapping[str, tuple[Any, ...]]) -> Any:

@@ -15,27 +15,16 @@ from pydantic import Discriminator, Field, Tag
 
 from mint_jax.rollout.request import Completion
 from mint_jax.rollout.stream import Piece
+from mint_jax.service import openai_types as types
 from mint_jax.service.chat import RefusalPart
 from mint_jax.service.openai_answers import Answer
-from mint_jax.service.openai_types import (
-    Count,
-    NamedSchema,
-    SamplingFields,
-    Schema,
-    ToolChoice,
-    Top,
-    refusing,
-)
+from mint_jax.service.openai_types import SamplingFields, refusing
 from mint_jax.service.validation import BadRequest, Body, Like, Text
 
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # field -> values that mean "not used"
-    "background": (None, False),
-    "conversation": (None,),
-    "prompt": (None,),
-    "reasoning": (None, {}),
-    "truncation": (None, "disabled"),
-    "context_management": (None, []),
-}
+# field -> values that mean "not used"
+UNSUPPORTED: dict[str, tuple[Any, ...]] = dict.fromkeys(("conversation", "prompt"), (None,))
+UNSUPPORTED |= {"background": (None, False), "truncation": (None, "disabled")}
+UNSUPPORTED |= {"reasoning": (None, {}), "context_management": (None, [])}
 NAMES = {  # a chat's name of a field -> the name in responses
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
@@ -88,10 +77,10 @@ Item = Annotated[
 class FunctionTool(Body):
     type: Literal["function"]
     name: Text
-    parameters: Schema | None = None
+    parameters: types.Schema | None = None
 
 
-class TextFormat(NamedSchema):
+class TextFormat(types.NamedSchema):
     type: Literal["text", "json_object", "json_schema"]
 
 
@@ -104,14 +93,14 @@ class ResponseBody(refusing(SamplingFields, UNSUPPORTED)):
     instructions: str | None = None
     previous_response_id: Text | None = None
     store: bool | None = None
-    max_output_tokens: Count | None = None
+    max_output_tokens: types.Count | None = None
     metadata: dict[str, Any] | None = None
     tools: list[Annotated[dict[str, Any], Like(FunctionTool)]] | None = None
-    tool_choice: ToolChoice | None = None
+    tool_choice: types.ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     include: list[str] | None = None
-    top_logprobs: Top | None = None
+    top_logprobs: types.Top | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property
@@ -120,9 +109,8 @@ class ResponseBody(refusing(SamplingFields, UNSUPPORTED)):
         return (self.text and self.text.format) or {"type": "text"}
 
 
+# fields that chats have too
 SAME = {*SamplingFields.model_fields, "tool_choice", "parallel_tool_calls", "chat_template_kwargs"}
-
-
 # fields of a response: those of its body with what null means, and those that never change
 ECHOED: dict[str, Any] = {"parallel_tool_calls": True, "store": True, "temperature": 1.0}
 ECHOED |= {"top_p": 1.0, "tool_choice": "auto", "metadata": {}, "tools": [], "top_logprobs": 0}

@@ -46,9 +46,11 @@ def form_of(template: str) -> Form | None:
     return json_object if MARKER in template else None
 
 
-def read(answer: str, form: Form, schemas: Schemas) -> tuple[str, list[Call]]:
-    """Returns an answer's content and its calls. All of it is content if one of its calls cannot be
-    read.
+def read(
+    answer: str, form: Form, schemas: Schemas, most: int | None = None
+) -> tuple[str, list[Call]]:
+    """Returns an answer's content and its first ``most`` calls. All of it is content if one of its
+    calls cannot be read.
     """
     calls: list[Call] = []
     outside, at, end = [""], 0, 0
@@ -69,7 +71,7 @@ def read(answer: str, form: Form, schemas: Schemas) -> tuple[str, list[Call]]:
     if not calls:
         return answer, []
     outside.append(answer[end:])
-    return outside[1] + "\n".join(filter(None, map(str.strip, outside[2:]))), calls
+    return outside[1] + "\n".join(filter(None, map(str.strip, outside[2:]))), calls[:most]
 
 
 def _refuse(name: str) -> Any:

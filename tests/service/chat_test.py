@@ -10,11 +10,11 @@ from mint_jax.models import base as base_lib
 from mint_jax.rollout.request import Completion
 from mint_jax.rollout.stream import Piece
 from mint_jax.service import chat
-from mint_jax.service.chat import Call, Tools
+from mint_jax.service.chat import Call
 from mint_jax.service.openai_answers import Answer
 from mint_jax.service.openai_types import ChatBody, chat_of
 from mint_jax.service.text_stream import TokenTexts
-from mint_jax.service.tool_calls import json_object
+from mint_jax.service.tool_calls import json_object, read
 from mint_jax.service.validation import BadRequest, check
 from mint_jax.service.weights import Model
 
@@ -75,6 +75,9 @@ def test_tools_and_earlier_calls_reach_the_template(tokenizer):
     text = prompt_of(tokenizer, messages=messages, tools=[WEATHER])
     assert text.startswith('TOOLS {"type": "function", "function": {"name": "weather"')
     assert '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>' in text
+    first = tools_of(tokenizer, tools=[WEATHER], parallel_tool_calls=False)
+    written = '<tool_call>{"name": "a"}</tool_call><tool_call>{"name": "b"}</tool_call>'
+    assert first.read(written) == ("", [Call("a", "{}")])
     for body in ({"tools": []}, {"tools": [WEATHER], "tool_choice": "none"}, {}):
         assert tools_of(tokenizer, **body) is None
 
@@ -106,7 +109,7 @@ def test_a_template_without_tools_gets_them_as_text(choice):
     assert list(map(json.loads, listed)) == [WEATHER, CLOCK]
     assert user == "user\nWeather in Oslo?<|im_end|>\n"
     written = assistant.split("\n", 1)[1].split("<|im_end|>")[0]
-    assert Tools([], {}, json_object).calls_in(written)[1] == [
+    assert read(written, json_object, {})[1] == [
         Call("weather", '{"city": "O"}'),
         Call("weather", '{"city": "B"}'),
     ]
@@ -127,7 +130,7 @@ def test_a_forced_call_must_be_possible(tokenizer):
     with pytest.raises(BadRequest, match="another form of answer"):
         chat_of(body, tokenizer, 512)
     named = tools_of(tokenizer, tools=[WEATHER], tool_choice=NAMED)
-    assert named.calls_in('{"city": "Os') == ('{"city": "Os', []), "a truncated call is content"
+    assert named.read('{"city": "Os') == ('{"city": "Os', []), "a truncated call is content"
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from mint_jax.service.chat import Tools
 from mint_jax.service.tool_calls import Call, form_of, json_object, key_value, read, xml
 
 TYPES = {
@@ -104,8 +103,3 @@ def test_truncated_calls_of_the_other_forms_are_content():
         assert read(text, form, SCHEMAS)[1] == [Call("note", '{"text": "x", "count": 5}')]
     assert read("<tool_call>clock</tool_call>", key_value, SCHEMAS) == ("", [Call("clock", "{}")])
     assert read("A <tool_call> is a tag.", key_value, SCHEMAS)[1] == []
-
-
-def test_without_parallel_calls_the_first_one_is_returned():
-    text = as_json("a", {}) + as_json("b", {})
-    assert Tools([], {}, json_object, parallel=False).calls_in(text)[1] == [Call("a", "{}")]
