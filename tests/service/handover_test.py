@@ -1,6 +1,4 @@
-"""Who listens to a stream is told each piece once and in order, also those that came before, and
-then its end.
-"""
+"""Listeners of streams get each piece once and in order, earlier ones too, and then the end."""
 
 import asyncio
 import threading
@@ -10,44 +8,34 @@ from mint_jax.rollout.stream import Piece, Stream
 from mint_jax.service.handover import Handover
 
 
-def test_pieces_before_and_behind_listening_come_once_and_in_order():
-    for begin in range(0, 2000, 200):
-        stream, found, started = Stream(Request((1,))), [], threading.Event()
+def put(streams, count):
+    for n in range(count):
+        for stream in streams:
+            stream.put(Piece(0, [n], [0.0]))
+    for stream in streams:
+        stream.end([])
 
-        def put(stream=stream, started=started, begin=begin):
-            for n in range(2000):
-                if n == begin:
-                    started.set()
-                stream.put(Piece(0, [n], [0.0]))
-            stream.end([])
 
-        thread = threading.Thread(target=put)
+def test_pieces_before_and_after_listening_come_once_and_in_order():
+    for _ in range(10):
+        stream, found = Stream(Request((1,))), []
+        thread = threading.Thread(target=put, args=([stream], 2000))
         thread.start()
-        started.wait()
         stream.listen(lambda piece, found=found: found.append(piece and piece.tokens[0]))
         thread.join()
         assert found == [*range(2000), None]
 
 
-def test_a_handover_calls_into_a_loop_once_for_all_that_came():
+def test_a_handover_calls_into_a_loop_once_for_everything_that_arrived():
     async def follow():
-        loop = asyncio.get_running_loop()
-        crossings = []
+        loop, crossings = asyncio.get_running_loop(), []
         call_soon = loop.call_soon_threadsafe
         loop.call_soon_threadsafe = lambda *args: crossings.append(args) or call_soon(*args)
         handover, found = Handover(loop), [[] for _ in range(5)]
         streams = [Stream(Request((1,))) for _ in found]
         for stream, pieces in zip(streams, found, strict=True):
             stream.listen(lambda piece, pieces=pieces: handover.give(pieces.append, piece))
-
-        def put():
-            for n in range(100):
-                for stream in streams:
-                    stream.put(Piece(0, [n], [0.0]))
-            for stream in streams:
-                stream.end([])
-
-        thread = threading.Thread(target=put)
+        thread = threading.Thread(target=put, args=(streams, 100))
         thread.start()
         thread.join()  # the loop stands still meanwhile
         await asyncio.sleep(0)

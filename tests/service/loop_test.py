@@ -36,17 +36,16 @@ class Loop:
         self.training = Durable(folder, live, database, wake=self.engine.wake, **options)
 
     def running(self):
-        return self.engine.serving(
-            residency=self.world.residency, commit_bytes=4000, coscheduled=self.training
-        )
+        parts = {"residency": self.world.residency, "coscheduled": self.training}
+        return self.engine.serving(commit_bytes=4000, **parts)
 
 
 @pytest.fixture
 def loop_of(world, tmp_path):
     with contextlib.ExitStack() as opened:
+        database = opened.enter_context(ServerDatabase(tmp_path / "server.db"))
 
         def make(**options):
-            database = opened.enter_context(ServerDatabase(tmp_path / "server.db"))
             loop = Loop(world, database, tmp_path, **options)
             opened.callback(loop.training.close)
             return loop
@@ -72,15 +71,9 @@ def test_a_revision_is_sampled_with_the_same_bits_while_policies_train(rng, worl
     """
     loop = loop_of(gap_s=1e-6)
     names = [*world.digests, None] * 3
+    options = {"temperature": 1.0, "max_tokens": 24}
     requests = [
-        Request(
-            p,
-            revision=name and world.digests[name],
-            temperature=1.0,
-            seed=i,
-            max_tokens=24,
-            tenant=f"t{i % 3}",
-        )
+        Request(p, revision=name and world.digests[name], seed=i, tenant=f"t{i % 3}", **options)
         for i, (p, name) in enumerate(zip(prompts(rng, len(names)), names))
     ]
     states = {name: random_state(rng, world.base, CONFIGS[name]) for name in "ab"}
@@ -96,9 +89,8 @@ def test_a_revision_is_sampled_with_the_same_bits_while_policies_train(rng, worl
 
     with loop.running():
         for name, state in states.items():
-            loop.training.do(
-                name, lambda live, n=name, s=state: live.join(n, s), tenant=name
-            ).result(60)
+            join = loop.training.do(name, lambda live, n=name, s=state: live.join(n, s), name)
+            join.result(60)
         threads = [threading.Thread(target=train, args=(name,)) for name in states]
         for thread in threads:
             thread.start()
@@ -114,12 +106,8 @@ def test_a_revision_is_sampled_with_the_same_bits_while_policies_train(rng, worl
         alone = engine.generate(requests)
     for xs, ys in zip(beside, alone, strict=True):
         for x, y in zip(xs, ys, strict=True):
-            assert (x.tokens, x.logprobs, x.drawn_logprobs, x.revision) == (
-                y.tokens,
-                y.logprobs,
-                y.drawn_logprobs,
-                y.revision,
-            )
+            for name in ("tokens", "logprobs", "drawn_logprobs", "revision"):
+                assert getattr(x, name) == getattr(y, name)
     assert sum(loop.training.counters.seconds.values()) > 0
     assert {"a", "b", "t0", "t1", "t2"} <= set(loop.training.counters.seconds)
 
@@ -128,13 +116,12 @@ def test_slices_are_small_while_rows_decode(rng, world, loop_of, monkeypatch):
     loop, bounds, ids = loop_of(gap_s=0.25, idle_gap_s=4.0), [], []
     loop.training.live.join("a", random_state(rng, world.base, CONFIGS["a"]))
     step = loop.training.live.step
-    monkeypatch.setattr(
-        loop.training.live,
-        "step",
-        lambda works, bound: (
-            bounds.append((bound, bool(loop.engine.active.schedule.running))) or step(works, bound)
-        ),
-    )
+
+    def logged(works, bound):
+        bounds.append((bound, bool(loop.engine.active.schedule.running)))
+        return step(works, bound)
+
+    monkeypatch.setattr(loop.training.live, "step", logged)
     with loop.running():
         stream = loop.engine.submit(Request((1, 2, 3), max_tokens=64, temperature=1.0, stop_ids=()))
         for call in update(rng):
@@ -158,12 +145,9 @@ def test_a_tenant_is_sampled_for_beside_one_who_floods(rng, loop_of):
         tenants = ["flood"] * 200 + ["small"] * 5
         streams = []
         for i, (tenant, p) in enumerate(zip(tenants, prompts(rng, len(tenants)))):
-            streams.append(
-                loop.engine.submit(
-                    Request(p, temperature=1.0, seed=i, max_tokens=8, stop_ids=(), tenant=tenant)
-                )
-            )
-            streams[-1]._done.add_done_callback(lambda _, t=tenant: order.append(t))
+            request = Request(p, temperature=1.0, seed=i, max_tokens=8, stop_ids=(), tenant=tenant)
+            streams.append(loop.engine.submit(request))
+            streams[-1].when_done(lambda _, t=tenant: order.append(t))
         released.set()
         for stream in streams:
             stream.result(120)
@@ -183,9 +167,7 @@ def test_a_failure_of_training_ends_samples_too(rng, loop_of, monkeypatch):
     with loop.running():
         # both are there before either is looked at
         loop.training.do("", lambda live: released.wait(60))
-        stream = loop.engine.submit(
-            Request((1, 2, 3), max_tokens=200, temperature=1.0, stop_ids=())
-        )
+        stream = loop.engine.submit(Request((1, 2, 3), max_tokens=200, stop_ids=()))
         id = loop.training.submit("a", 1, update(rng)[0])
         released.set()
         with pytest.raises(RuntimeError, match="the device is lost"):

@@ -1,4 +1,4 @@
-"""Quotas: what is load is refused for now, what is owned for good, and what fits is not refused."""
+"""Quotas: load is refused for now, owned objects for good, and what fits is not refused."""
 
 import asyncio
 import json
@@ -22,8 +22,6 @@ from tests.service.sites import datum_of
 from tests.service.sites import site as site
 from tests.service.sites import sites as sites
 from tests.train.live_test import random_data
-
-NUMBERS = types.AdamParams(learning_rate=1e-3)
 
 
 def test_the_file_says_what_differs_from_the_default_and_is_read_again(tmp_path, caplog):
@@ -73,19 +71,15 @@ def test_requests_in_flight_are_a_tenants_own_number():
     async def run():
         named = Quotas(Quota(requests=0))
         app = Gate(Starlette(routes=[Route("/x", answer)]), None, Limits(), quotas=named)
-        async with httpx.AsyncClient(
-            transport=httpx.ASGITransport(app), base_url="http://localhost"
-        ) as client:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             refused = await client.get("/x")
             named.default = Quota(requests=1)
             return refused, await client.get("/x")
 
     refused, served = asyncio.run(run())
-    assert (refused.status_code, refused.headers["retry-after"], served.status_code) == (
-        429,
-        "1",
-        200,
-    )
+    assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+    assert served.status_code == 200
     assert "tenant default has 0 requests in flight" in refused.json()["detail"]
 
 
@@ -96,127 +90,103 @@ def limited(site):
     site.server.quotas.default = Quota()
 
 
-def failed(future, message):
+def batch(rng):
+    return [datum_of(one) for one in random_data(rng, "cross_entropy", 12)]
+
+
+def fails(future, message):
     with pytest.raises(tinker.RequestFailedError, match=message) as told:
         future.result()
     assert told.value.category == types.RequestErrorCategory.User
 
 
-def test_policies_are_so_many_until_one_is_unloaded(site, limited):
+def test_policies_are_limited_until_one_is_unloaded(site, limited):
     client = site.client()
     for model in site.server.book.living("default"):
         site.post("unload_model", {"model_id": model.id})
     limited(policies=2)
     first, _ = site.trainer(client=client), site.trainer(client=client)
     with pytest.raises(
-        tinker.PermissionDeniedError,
-        match="tenant default has 2 policies in training, of 2: unload one",
+        tinker.PermissionDeniedError, match="has 2 policies in training, of 2: unload one"
     ):
         site.trainer(client=client)
     session, number = first.model_id.split(":train:")
-    again = {
-        "session_id": session,
-        "model_seq_id": int(number),
-        "base_model": site.server.name,
-        "lora_config": {"rank": 8},
-    }
-    assert site.post("create_model", again).status_code != 403, "it is there already"
+    again = {"session_id": session, "model_seq_id": int(number), "base_model": site.server.name}
+    answer = site.post("create_model", again | {"lora_config": {"rank": 8}})
+    assert answer.status_code != 403, "it is there already"
     assert site.post("unload_model", {"model_id": first.model_id}).status_code == 200
     assert site.trainer(client=client).model_id
 
 
 def test_bytes_of_states_and_checkpoints(rng, site, limited):
-    client = site.client()
+    client, book = site.client(), site.server.book
     trainer = site.trainer(client=client)
-    trainer.forward_backward(
-        [datum_of(one) for one in random_data(rng, "cross_entropy", 12)], "cross_entropy"
-    )
-    trainer.optim_step(NUMBERS).result()
-    size, has = site.held(trainer).without_gradients().nbytes, owned(site)
-    assert site.server.book.model("default", trainer.model_id).details["nbytes"] == size, (
-        "a state is what it is counted as"
-    )
-    limited(bytes=has + size + size // 2)
+    trainer.forward_backward(batch(rng), "cross_entropy")
+    trainer.optim_step(types.AdamParams(learning_rate=1e-3)).result()
+    size = site.held(trainer).without_gradients().nbytes
+    assert book.model("default", trainer.model_id).details["nbytes"] == size
+    living = sum(one.details.get("nbytes", 0) for one in book.living("default"))
+    limit = book.checkpoint_totals("default")[1] + living + size + size // 2
+    limited(bytes=limit)
     path = trainer.save_state("one").result().path
-    failed(
-        trainer.save_state("two"),
-        rf"bytes of checkpoints and training states and asks for {size} more, of"
-        rf" {has + size + size // 2}",
-    )
-    trainer.save_state("one", overwrite=True).result()  # in the place of what it was
+    message = f"bytes of checkpoints and training states and asks for {size} more, of {limit}"
+    fails(trainer.save_state("two"), message)
+    trainer.save_state("one", overwrite=True).result()  # in the place of the first
     trainer.save_weights_for_sampler("small").result()
-    with pytest.raises(
-        tinker.PermissionDeniedError, match="delete checkpoints, or unload policies"
-    ):
+    with pytest.raises(tinker.PermissionDeniedError, match="delete checkpoints, or unload"):
         site.trainer(client=client)
-    assert httpx.delete(
-        f"{site.url}/api/v1/training_runs/{trainer.model_id}/checkpoints/{path.split('/', 3)[3]}"
-    ).is_success
+    run = f"{site.url}/api/v1/training_runs/{trainer.model_id}"
+    assert httpx.delete(f"{run}/checkpoints/{path.split('/', 3)[3]}").is_success
     trainer.save_state("two").result()
-
-
-def owned(site):
-    living = [model.details for model in site.server.book.living("default")]
-    return site.server.book.checkpoint_totals("default")[1] + sum(
-        one.get("nbytes", 0) for one in living
-    )
 
 
 @pytest.mark.long
 def test_tokens_in_flight_make_a_client_wait_and_too_many_fail(rng, site, limited, monkeypatch):
     trainer, data = site.trainer(), []
     while (tokens := sum(datum.model_input.length for datum in data)) < 8:
-        data += [datum_of(one) for one in random_data(rng, "cross_entropy", 12)]
+        data += batch(rng)
     limited(tokens=tokens)
     busy, begin = [], site.server.quotas.begin
 
-    def counted(key, tenant, tokens):
+    def counted(*request):
         try:
-            return begin(key, tenant, tokens)
-        except Busy as reason:
-            busy.append(reason)
+            return begin(*request)
+        except Busy:
+            busy.append(request)
             raise
 
     monkeypatch.setattr(site.server.quotas, "begin", counted)
     sampler = site.client().create_sampling_client(base_model=site.server.name).result()
-    prompt, released = (
-        types.ModelInput.from_ints(rng.integers(3, 97, 4).tolist()),
-        threading.Event(),
-    )
-    failed(
-        sampler.sample(prompt, 1, types.SamplingParams(max_tokens=tokens)),
-        f"may have {tokens} in flight: ask for fewer at once",
-    )
-    failed(
-        trainer.forward_backward([*data, *data], "cross_entropy"),
-        f"the request has {2 * tokens} tokens",
-    )
+    prompt = types.ModelInput.from_ints(rng.integers(3, 97, 4).tolist())
+
+    def sample(count):
+        return sampler.sample(prompt, 1, types.SamplingParams(max_tokens=count))
+
+    fails(sample(tokens), f"may have {tokens} in flight: ask for fewer at once")
+    twice = trainer.forward_backward([*data, *data], "cross_entropy")
+    fails(twice, f"the request has {2 * tokens} tokens")
+    released = threading.Event()
     site.server.durable.do("", lambda live: released.wait(60))
     try:
-        first = trainer.forward_backward(data, "cross_entropy")
+        asked = [trainer.forward_backward(data, "cross_entropy")]
         until(lambda: site.server.quotas.tokens)
-        raw = {
-            "base_model": site.server.name,
-            "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5, 6]}]},
-        }
-        refused = site.post("asample", raw | {"sampling_params": {"max_tokens": 4}})
+        body = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [5, 6]}]}}
+        body |= {"base_model": site.server.name, "sampling_params": {"max_tokens": 4}}
+        refused = site.post("asample", body)
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
-        waiting = [
-            sampler.sample(prompt, 1, types.SamplingParams(max_tokens=4)),
-            trainer.forward_backward(data, "cross_entropy"),
-        ]
+        asked += [sample(4), trainer.forward_backward(data, "cross_entropy")]
         until(lambda: len(busy) >= 3)
     finally:
         released.set()
-    for one in (first, *waiting):  # the SDK has asked again
+    for one in asked:  # the SDK has asked again
         one.result()
     # a request ends after its answer
     until(lambda: httpx.get(site.url + "/debug/state").json()["tokens_in_flight"] == {})
 
 
-def until(there):
+def until(condition):
     """Waits for something that another thread does."""
     end = time.monotonic() + 60
-    while not there():
+    while not condition():
         assert time.monotonic() < end
         time.sleep(0.005)

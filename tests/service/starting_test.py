@@ -76,15 +76,8 @@ def test_requests_wait_for_their_own_programs_alone_and_the_loop_compiles_nothin
         ready = lambda: httpx.get(f"{site.url}/ready")  # noqa: E731
         prompt = types.ModelInput.from_ints([5, 6, 7])
         sampler = site.client().create_sampling_client(base_model=site.server.name).result()
-        assert (
-            len(
-                sampler.sample(prompt, 1, types.SamplingParams(max_tokens=4))
-                .result(WAIT_S)
-                .sequences[0]
-                .tokens
-            )
-            == 4
-        )
+        drawn = sampler.sample(prompt, 1, types.SamplingParams(max_tokens=4)).result(WAIT_S)
+        assert len(drawn.sequences[0].tokens) == 4
         assert ready().status_code == 503
         told = ready().json()
         assert (told["samples"], told["trains"]) == (True, False)
@@ -109,10 +102,8 @@ def test_requests_wait_for_their_own_programs_alone_and_the_loop_compiles_nothin
         assert site.server.programs.wait(WAIT_S)
         assert (ready().status_code, ready().json()["status"]) == (200, "ready")
 
-        streams = [
-            site.server.submit(dataclasses.replace(r, tenant="a")) for r in requests(rng, 12)
-        ]
-        for stream in streams:
+        prompts = [tuple(rng.integers(3, 97, 5).tolist()) for _ in range(12)]
+        for stream in [site.server.submit(Request(p, max_tokens=6, tenant="a")) for p in prompts]:
             stream.result()
         trainer.forward(data, "cross_entropy").result(WAIT_S)
         assert "compiler" in compiled, "else nobody listened"
@@ -121,12 +112,6 @@ def test_requests_wait_for_their_own_programs_alone_and_the_loop_compiles_nothin
         for hold in HOLDS.values():
             hold.set()
         site.close()
-
-
-def requests(rng, count):
-    return [
-        Request(tuple(rng.integers(3, 97, 5).tolist()), max_tokens=6, seed=i) for i in range(count)
-    ]
 
 
 def ask(app, method, path, body=b""):
