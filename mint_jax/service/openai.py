@@ -109,15 +109,10 @@ class OpenAI:
         self, body: CompletionBody | ChatBody, model: Model, tenant: str
     ) -> tuple[Answer, list[Stream]]:
         base, cache = self._server.base, self._server.engine.cache
-        tokenizer, texts = base.need_tokenizer(), self._texts
         # an answer may take the cache's capacity for one sample, less a page at each end
         room = min(base.cfg.context, max(1, cache.most - 2) * PAGE)
-        openai_types.check_limits(body, room, self.strict)
-        if isinstance(body, CompletionBody):
-            spec = openai_types.completion_of(body, tokenizer)
-        else:
-            spec = openai_types.chat_of(body, tokenizer, room)
-        answer = Answer(spec, model, texts, self._fingerprint)
+        spec = openai_types.spec_of(body, base.need_tokenizer(), room, self.strict)
+        answer = Answer(spec, model, self._texts, self._fingerprint)
         request = dataclasses.replace(spec.request, revision=model.digest, tenant=tenant)
         streams: list[Stream] = []
         try:

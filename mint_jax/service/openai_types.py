@@ -158,20 +158,6 @@ def maxima(kind: type[Body], context: int, strict: bool) -> dict[str, float]:
     return {name: value for name, value in most.items() if name in kind.model_fields}
 
 
-def check_limits(body: ChoicesBody, context: int, strict: bool) -> None:
-    """Raises ``BadRequest`` for a field beyond its limit, see ``maxima``."""
-    for name, most in maxima(type(body), context, strict).items():
-        if (value := getattr(body, name)) is not None and value > most:
-            raise wrong(name, value, f"at most {most}")
-    if not strict:
-        return
-    if isinstance(body.stop, list) and len(body.stop) > MAX_STOPS:
-        raise wrong("stop", body.stop, f"at most {MAX_STOPS} strings")
-    for i, message in enumerate(body.messages if isinstance(body, ChatBody) else ()):
-        if message["role"] not in ROLES:
-            raise wrong(f"messages[{i}].role", message["role"], f"one of {', '.join(ROLES)}")
-
-
 class Prompt(NamedTuple):
     """Token ids, and the text that ``echo`` returns."""
 
@@ -214,8 +200,30 @@ class CompletionSpec:
         return bool(self.body.echo) and self.logprobs
 
 
-def completion_of(body: CompletionBody, tokenizer: Tokenizer) -> CompletionSpec:
-    """Returns the spec of a body of ``/completions``. Raises ``BadRequest``."""
+def spec_of(
+    body: CompletionBody | ChatBody, tokenizer: Tokenizer, context: int, strict: bool = True
+) -> CompletionSpec:
+    """Returns the spec of a body. A chat without a limit of its own may take what its prompt leaves
+    of ``context`` tokens.
+
+    Raises:
+        BadRequest: names the wrong field.
+        UserError: the chat template refuses the messages.
+    """
+    for name, most in maxima(type(body), context, strict).items():
+        if (value := getattr(body, name)) is not None and value > most:
+            raise wrong(name, value, f"at most {most}")
+    if strict and isinstance(body.stop, list) and len(body.stop) > MAX_STOPS:
+        raise wrong("stop", body.stop, f"at most {MAX_STOPS} strings")
+    if isinstance(body, CompletionBody):
+        return _completion(body, tokenizer)
+    for i, message in enumerate(body.messages if strict else ()):
+        if message["role"] not in ROLES:
+            raise wrong(f"messages[{i}].role", message["role"], f"one of {', '.join(ROLES)}")
+    return _chat(body, tokenizer, context)
+
+
+def _completion(body: CompletionBody, tokenizer: Tokenizer) -> CompletionSpec:
     tokens = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
     if not tokens and not body.echo:
         raise wrong("max_tokens", 0, "1 or more without echo")
@@ -230,14 +238,7 @@ def completion_of(body: CompletionBody, tokenizer: Tokenizer) -> CompletionSpec:
     return CompletionSpec(body, prompts, request, NAMES | dict.fromkeys(grammar, field))
 
 
-def chat_of(body: ChatBody, tokenizer: Tokenizer, context: int) -> CompletionSpec:
-    """Returns the spec of a body of ``/chat/completions``; an answer without a limit of its own may
-    take what the prompt leaves of ``context`` tokens.
-
-    Raises:
-        BadRequest: names the wrong field.
-        UserError: the chat template refuses the messages.
-    """
+def _chat(body: ChatBody, tokenizer: Tokenizer, context: int) -> CompletionSpec:
     if body.top_logprobs and not body.logprobs:
         raise wrong("top_logprobs", body.top_logprobs, "0 without logprobs: set logprobs to true")
     field, grammar = _grammar(body)

@@ -17,20 +17,12 @@ from mint_jax.service.openai_types import MAX_STOPS, maxima
 
 Schema = dict[str, Any]
 SCHEMAS = "#/components/schemas/"
-STATUSES = {  # other than success
-    400: "The request is wrong: the message says where.",
-    401: "The key is missing or invalid.",
-    403: "The key lacks the scope.",
-    404: "The object does not exist, or belongs to another tenant.",
-    405: "The path takes another method.",
-    408: "There is no result yet, or the body did not arrive in time: ask again.",
-    409: "It exists already, with another content.",
-    410: "It has ended.",
-    413: "The body is too large.",
-    415: "The content type or coding is unknown.",
-    429: "The server is loaded: ask again after Retry-After.",
-    503: "The server cannot serve now: ask again.",
-}
+FAILED = (
+    "400: the message says where the request is wrong; 401 and 403: the key is missing, unknown or"
+    " lacks the scope; 404: there is no such object; 405: the path takes another method; 408: there"
+    " is no result yet; 409 and 410: it exists already, or has ended; 413 and 415: the body is too"
+    " large, or of another type; 429 and 503: ask again after Retry-After."
+)
 
 
 def _model(name: str, **fields: Any) -> Any:
@@ -74,11 +66,6 @@ def document(context: int, strict: bool) -> Schema:
         if names := [part.partition("}")[0] for part in path.split("{")[1:]]:
             text = {"in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
             paths[path]["parameters"] = [{"name": name} | text for name in names]
-    failures = {
-        f"{form}{code}": {"description": text, "content": _failed(form, code)}
-        for form in ("Detail", "Error")
-        for code, text in STATUSES.items()
-    }
     keys = {
         "bearer": {"type": "http", "scheme": "bearer"},
         "header": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
@@ -90,7 +77,9 @@ def document(context: int, strict: bool) -> Schema:
         "paths": paths,
         "components": {
             "securitySchemes": keys,
-            "responses": failures,
+            "responses": {
+                form: {"description": FAILED, "content": _ref(form)} for form in ("Detail", "Error")
+            },
             "schemas": schemas["$defs"],
         },
         "security": [{}, {"bearer": []}, {"header": []}],
@@ -101,22 +90,12 @@ def _ref(model: str) -> Schema:
     return {JSON: {"schema": {"$ref": SCHEMAS + model}}}
 
 
-def _failed(form: str, code: int) -> Schema:
-    content = _ref(form)
-    if code == 408:  # a long poll without a result
-        queue = {"type": "object", "properties": {"queue_state": {"type": "string"}}}
-        schema = content[JSON]["schema"]
-        content = {JSON: {"schema": {"anyOf": [schema, queue | {"required": ["queue_state"]}]}}}
-    return content
-
-
 def _operation(one: Endpoint) -> Schema:
     openai = one.path.startswith(OPENAI_PREFIXES)
-    failure = "Error" if openai else "Detail"
     responses: Schema = {
-        str(code): {"$ref": f"#/components/responses/{failure}{code}"} for code in STATUSES
+        str(one.status): {"description": "Success."},
+        "default": {"$ref": f"#/components/responses/{'Error' if openai else 'Detail'}"},
     }
-    responses[str(one.status)] = {"description": "Success."}
     if one.status == 200:
         answers = {JSON: {"schema": {"type": "object"}}}
         responses["200"]["content"] = {kind: answers.get(kind, {}) for kind in one.kinds}

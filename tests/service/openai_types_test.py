@@ -9,13 +9,8 @@ from hypothesis import strategies as st
 from mint_jax.data.tokenizer import Tokenizer
 from mint_jax.errors import UserError
 from mint_jax.models import base as base_lib
-from mint_jax.service.openai_types import (
-    ChatBody,
-    CompletionBody,
-    chat_of,
-    check_limits,
-    completion_of,
-)
+from mint_jax.service import openai_types
+from mint_jax.service.openai_types import ChatBody, CompletionBody
 from mint_jax.service.responses import ResponseBody, Store, chat_body_of, conversation_of
 from mint_jax.service.validation import check, parse
 from tests.service.chat_test import TEMPLATE
@@ -50,10 +45,7 @@ def spec_of(kind, body, tokenizer):
     if isinstance(read, ResponseBody):
         messages = conversation_of(read, "default", Store())
         read = check(ChatBody, chat_body_of(read, messages))
-    check_limits(read, 512, strict=True)
-    if isinstance(read, CompletionBody):
-        return completion_of(read, tokenizer)
-    return chat_of(read, tokenizer, 512)
+    return openai_types.spec_of(read, tokenizer, 512)
 
 
 @settings(

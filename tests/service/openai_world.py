@@ -30,12 +30,13 @@ from mint_jax.residency.admission import Admission
 from mint_jax.residency.residency import Residency
 from mint_jax.residency.slots import DeviceSlots
 from mint_jax.rollout.engine import Engine
-from mint_jax.rollout.request import Request
-from mint_jax.rollout.stream import Stream
+from mint_jax.rollout.request import Completion, Request
+from mint_jax.rollout.stream import Piece, Stream
 from mint_jax.service import endpoints
 from mint_jax.service.errors import HANDLERS
 from mint_jax.service.openai import OpenAI
-from mint_jax.service.weights import Weights
+from mint_jax.service.openai_answers import Answer
+from mint_jax.service.weights import Model, Weights
 
 CONFIG = AdapterConfig(2, 4.0, ("q", "v"))
 
@@ -143,6 +144,16 @@ def served(world: World) -> Iterator[World]:
         finally:
             server.should_exit = True
             thread.join()
+
+
+def whole_and_streamed(spec: Any, texts: Any, done: Completion) -> tuple[dict, list[dict]]:
+    """Returns the choice of an answer, and the choices of its chunks, a token at a time."""
+    whole, stream = (Answer(spec, Model("m"), texts) for _ in range(2))
+    chunks = []
+    for token, logprob in zip(done.tokens, done.logprobs, strict=True):
+        chunks += stream.chunks([(0, Piece(0, [token], [logprob]))])
+    chunks += stream.last_chunks(0, [done])
+    return whole.whole([[done]])["choices"][0], [chunk["choices"][0] for chunk in chunks]
 
 
 def joined(chunks: Any) -> list[SimpleNamespace]:

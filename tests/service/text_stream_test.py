@@ -10,14 +10,12 @@ from mint_jax.data.tokenizer import Tokenizer
 from mint_jax.models import base as base_lib
 from mint_jax.rollout.detokenize import HALF, Stops, context_of, text_behind
 from mint_jax.rollout.request import Completion
-from mint_jax.rollout.stream import Piece
-from mint_jax.service.openai_answers import Answer
-from mint_jax.service.openai_types import CompletionBody, completion_of
+from mint_jax.service.openai_types import CompletionBody, spec_of
 from mint_jax.service.text_stream import Offsets, TextStream, TokenTexts
 from mint_jax.service.validation import check
-from mint_jax.service.weights import Model
 from tests.data.tiny_tokenizers import save
 from tests.rollout.detokenize_test import KINDS, TEXTS
+from tests.service.openai_world import whole_and_streamed
 
 PROMPT = "The capital of France is"
 texts_of = functools.cache(TokenTexts)
@@ -114,16 +112,9 @@ def answered(tokenizer, tokens, stop=(), **body):
     echoed = [-0.5] * (len(prompt) - 1)
     done = Completion(tokens, scores, scores, finish, text, prompt_logprobs=echoed)
 
-    def answer(stream):
-        fields = {"model": "m", "prompt": PROMPT, "stream": stream, "stop": list(stop), **body}
-        spec = completion_of(check(CompletionBody, {**fields, "logprobs": 0}), tokenizer)
-        return Answer(spec, Model("m"), texts_of(tokenizer))
-
-    whole, stream = answer(False).whole([[done]]), answer(True)
-    pieces = [Piece(0, [token], [p]) for token, p in zip(tokens, scores, strict=True)]
-    chunks = [chunk for piece in pieces for chunk in stream.chunks([(0, piece)])]
-    chunks += stream.last_chunks(0, [done])
-    choice, parts = whole["choices"][0], [chunk["choices"][0] for chunk in chunks]
+    fields = {"model": "m", "prompt": PROMPT, "stop": list(stop), "logprobs": 0, **body}
+    spec = spec_of(check(CompletionBody, fields), tokenizer, 512)
+    choice, parts = whole_and_streamed(spec, texts_of(tokenizer), done)
     for name in ("token_logprobs", "text_offset"):
         joined = [value for part in parts for value in part["logprobs"][name]]
         assert joined == choice["logprobs"][name], name
