@@ -16,7 +16,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from benchmarks import timing
-from mint_jax import api, host, launch, stamp
+from mint_jax import host, launch, stamp
 from mint_jax.errors import choice
 from mint_jax.files import write_file
 from mint_jax.harness import settings
@@ -88,7 +88,7 @@ def main(argv: Sequence[str]) -> None:
     config = load(args.config, changes)
     workdir = args.workdir or launch.default_workdir(args.config, config.bench)
     print(f"[benchmarks] {args.config}; results in {workdir}", file=sys.stderr, flush=True)
-    api.prepare()
+    launch.prepare()
     result = run(config, Path(workdir).expanduser())
     print(json.dumps(result), flush=True)
     if result.get("failed"):  # points of a sweep; its report has their reasons

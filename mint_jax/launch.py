@@ -1,10 +1,8 @@
 """``python -m mint_jax.launch --config=configs/<...>.py --workdir=DIR``: runs the job that the
 config names.
 
-``--config.x=y`` overrides a setting, ``--config.policies.*.x=y`` for all policies; a misspelt name
-is an error that shows the nearest. With ``--config``, ``--help`` lists every setting of the job and
-``--dry_run`` shows the program and its bytes. The workdir keeps the resolved config. The config
-file can import modules of its folder.
+``--config.x=y`` overrides a setting, ``--config.policies.*.x=y`` for all policies. The workdir
+keeps the resolved config. The config file can import modules of its folder.
 
 On several hosts the same command runs on each: with ``--distributed`` where JAX finds the hosts,
 elsewhere with the three environment variables of ``multihost``. ``launch/`` has programs that start
@@ -13,6 +11,7 @@ it on TPU slices, GKE, SLURM and Ray.
 
 import argparse
 import errno
+import functools
 import inspect
 import json
 import logging
@@ -32,7 +31,7 @@ from ml_collections import ConfigDict
 from mint_jax import interrupts, recipes
 from mint_jax.errors import UserError
 from mint_jax.harness import settings
-from mint_jax.harness.options import BaseSettings, RecipeSettings, TrainingSettings
+from mint_jax.harness.options import BaseSettings, RecipeSettings
 from mint_jax.recipes import options, reference
 
 FLAG = "--config."
@@ -48,26 +47,25 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser("mint_jax.launch", description=__doc__, add_help=False, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    for flag, about, how in (
-        ("config", "config file, with an optional argument of its get_config", "FILE[:ARGUMENT]"),
-        ("workdir", "for checkpoints, metrics and results; under runs/ by default", "DIR"),
-        ("dry_run", "print the resolved config, what would run, and its bytes; run nothing", None),
-        ("help", "print this text and, with --config, every setting of its job", None),
-    ):
-        kind: Any = {"metavar": how} if how else {"action": "store_true"}
-        parser.add_argument(f"--{flag}", help=about, **kind)
+    add = parser.add_argument
+    about = "config file, with an optional argument of its get_config"
+    add("--config", metavar="FILE[:ARGUMENT]", help=about)
+    about = "for checkpoints, metrics and results; under runs/ by default"
+    add("--workdir", metavar="DIR", help=about)
+    about = "print the resolved config, what would run, and its bytes; run nothing"
+    add("--dry_run", action="store_true", help=about)
+    about = "print this text and, with --config, every setting of its job"
+    add("--help", action="store_true", help=about)
     about = (
         "join the other hosts of this TPU pod, SLURM or MPI job; with N, refuse to run in any other"
         " number of processes"
     )
-    parser.add_argument("--distributed", metavar="N", nargs="?", type=int, const=0, help=about)
+    add("--distributed", metavar="N", nargs="?", type=int, const=0, help=about)
     return parser
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
-    """Returns the program's arguments, and changes ``(path, text)`` of the config: ``--config.x=y``
-    or ``--config.x y``.
-    """
+    """Returns the program's arguments, and changes ``(path, text)`` of the config."""
     arguments, changes, queue = [], [], list(argv)
     while queue:
         given = queue.pop(0)
@@ -83,10 +81,10 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
 
 def read_config(file: Path, argument: str | None) -> ConfigDict:
     """Returns the config of a file; the file can import modules of its folder."""
-    places = [place for place in (file, SHIPPED / file) if place.is_file()]
-    if not places:
+    found = next((place for place in (file, SHIPPED / file) if place.is_file()), None)
+    if found is None:
         raise UserError(f"config {file} does not exist: check the path of --config")
-    file = places[0]
+    file = found
     if (folder := str(file.parent.resolve())) not in sys.path:
         sys.path.append(folder)  # last: a file called sample.py hides no other module
     get_config = runpy.run_path(str(file)).get("get_config")
@@ -109,8 +107,8 @@ def read_config(file: Path, argument: str | None) -> ConfigDict:
 def load(
     name: str, changes: Sequence[tuple[str, str]] = ()
 ) -> tuple[type[RecipeSettings], dict[str, Any]]:
-    """Returns the class of a config's settings, and its values with the command line's changes,
-    which ``settings.build`` checks. ``name`` is ``FILE`` or ``FILE:ARGUMENT``.
+    """Returns arguments of ``settings.build``: the class of the settings of the config ``FILE`` or
+    ``FILE:ARGUMENT``, and its values with the command line's changes.
     """
     file, _, argument = name.partition(":")
     tree = read_config(Path(file).expanduser(), argument or None).to_dict()
@@ -125,11 +123,10 @@ def default_workdir(name: str, job: str) -> Path:
     with its argument.
     """
     file, _, argument = name.partition(":")
-    parts = Path(file).expanduser().resolve().with_suffix("").parts
-    below = (job, parts[-1])
-    if "configs" in parts[:-1]:
-        below = parts[len(parts) - parts[::-1].index("configs") :]
-    return Path("runs", *below[:-1], f"{below[-1]}-{argument}" if argument else below[-1])
+    path = Path(file).expanduser().resolve()
+    path = path.with_name(f"{path.stem}-{argument}" if argument else path.stem)
+    folders = [folder for folder in path.parents if folder.name == "configs"]
+    return Path("runs", path.relative_to(folders[0]) if folders else Path(job, path.name))
 
 
 def main(argv: Sequence[str]) -> None:
@@ -147,21 +144,16 @@ def main(argv: Sequence[str]) -> None:
     if args.config is None:
         raise UserError("no config: give --config=configs/<...>.py")
     config = settings.build(*load(args.config, changes))
-    workdir = default_workdir(args.config, config.job)
-    if args.workdir:
-        workdir = Path(args.workdir).expanduser()
-    check_workdir(workdir)
+    workdir = Path(args.workdir or default_workdir(args.config, config.job)).expanduser()
+    _check_workdir(workdir)
     config.preflight()
-    words = [f"job {config.job} of {args.config}"]
-    if isinstance(config, TrainingSettings):
-        words += [f"{len(config.policies)} policies", f"{config.steps} steps"]
     over = f" over {config.base}" if isinstance(config, BaseSettings) else ""
     does = "dry run" if args.dry_run else f"results in {workdir}"
-    print(f"[launch] {', '.join(words)}{over}; {does}", file=sys.stderr, flush=True)
+    print(f"[launch] job {config.job}{over}; {does}", file=sys.stderr, flush=True)
     _with_jax(args, config, workdir)
 
 
-def check_workdir(workdir: Path) -> None:
+def _check_workdir(workdir: Path) -> None:
     """Refuses a workdir that cannot be made or written; makes nothing."""
     there = next(folder for folder in (workdir, *workdir.absolute().parents) if folder.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
@@ -169,32 +161,41 @@ def check_workdir(workdir: Path) -> None:
         raise UserError(f"workdir {workdir} cannot be written ({why}): choose another --workdir")
 
 
-def _with_jax(args: argparse.Namespace, config: RecipeSettings, workdir: Path) -> None:
-    """Imports JAX, which takes seconds, and runs the job."""
-    from mint_jax import compiling, host, multihost
-    from mint_jax.harness import report, start
+@functools.cache
+def prepare() -> None:
+    """Imports JAX, which takes seconds, and sets up the process once."""
+    from mint_jax import compiling, host
     from mint_jax.models.names import cache_dir
 
     host.leave_out_absent_tpu()
-    if args.dry_run:
-        from mint_jax.recipes import dry_run
-
-        print(json.dumps(dry_run.describe(config, workdir), indent=1))
-        return
     host.threads_for_simulated_devices()
     host.keep_freed_memory()
     host.run_in_the_calling_thread()
+    host.use_compilation_cache(cache_dir() / "compiled")
+    compiling.announce()
+
+
+def _with_jax(args: argparse.Namespace, config: RecipeSettings, workdir: Path) -> None:
+    """Runs the job, or describes it for a dry run."""
+    from mint_jax import host, multihost
+    from mint_jax.harness import report, start
+
+    if args.dry_run:
+        from mint_jax.recipes import dry_run
+
+        host.leave_out_absent_tpu()
+        print(json.dumps(dry_run.describe(config, workdir), indent=1))
+        return
+    prepare()
     multihost.join(detect=args.distributed is not None, expected=args.distributed or 0)
     if multihost.count() > 1:
         host.keep_stdout()
-        if config.job in recipes.ALONE:
+        if config.needs_one_process:
             raise UserError(
                 f"job {config.job!r} runs in one process, and {multihost.count()} have joined:"
                 " start it on one host alone"
             )
         start.say(f"[launch] {multihost.topology()}")
-    host.use_compilation_cache(cache_dir() / "compiled")
-    compiling.announce()
     result = run(config, workdir)
     if multihost.is_main():
         report.result(result, workdir / "result.json")
@@ -203,11 +204,9 @@ def _with_jax(args: argparse.Namespace, config: RecipeSettings, workdir: Path) -
 
 
 def run(config: RecipeSettings, workdir: Path) -> dict[str, Any]:
-    """Runs a job in this process; ``WORKDIR/result.json`` has its result too, with the kernels of
-    this machine's chips that were passed over.
-
-    Raises:
-        UserError: a mistake in the config or in a file, or a full disk.
+    """Runs a job in this process and saves its result, with the kernels of this machine's chips
+    that were passed over. Raises ``UserError`` for a mistake in the config or in a file, and for a
+    full disk.
     """
     from mint_jax.harness.workdir import save_result
     from pallas_kernels import dispatch
@@ -245,7 +244,8 @@ def cli(main: Callable[[Sequence[str]], None] = main) -> None:
         print(f"interrupted: {error or 'SIGINT'}", file=sys.stderr)
     except Exception as error:
         number = interrupts.raised()  # native code may put an error of its own in its place
-        if not (number or _process() or _loaded("host", "is_abandoning", bool)()):
+        host = sys.modules.get("mint_jax.host")
+        if not (number or _process() or (host and host.is_abandoning())):
             raise
         status, says = 128 + number if number else 1, repr(error)
         traceback.print_exc()
@@ -260,21 +260,16 @@ def cli(main: Callable[[Sequence[str]], None] = main) -> None:
     sys.exit(status)
 
 
-def _loaded(module: str, function: str, default: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function of a module that the job has imported, else ``default``."""
-    return getattr(sys.modules.get(f"mint_jax.{module}"), function, default)
-
-
 def _leave(status: int, reason: str) -> None:
     """Ends one of several processes and notifies the others; returns in a single process."""
-    _loaded("multihost", "leave", lambda *_: None)(status, reason)
+    if (multihost := sys.modules.get("mint_jax.multihost")) is not None:
+        multihost.leave(status, reason)
 
 
 def _process() -> str:
     """Returns `` in process 3`` where several have joined."""
-    if _loaded("multihost", "count", lambda: 1)() == 1:
-        return ""
-    return f" in process {_loaded('multihost', 'index', int)()}"
+    multihost = sys.modules.get("mint_jax.multihost")  # does nothing before it is imported
+    return f" in process {multihost.index()}" if multihost and multihost.count() > 1 else ""
 
 
 if __name__ == "__main__":

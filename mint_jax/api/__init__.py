@@ -15,14 +15,13 @@
 ``Model`` and ``Policy`` are in ``model``, ``open`` in ``store``; this file runs jobs.
 """
 
-import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from jax.sharding import Mesh
 
-from mint_jax import compiling, host, launch
+from mint_jax import launch
 from mint_jax import mesh as mesh_lib
 from mint_jax.api.evaluation import Evaluation
 from mint_jax.api.inputs import as_seed
@@ -64,7 +63,7 @@ def load(
     if not isinstance(name, str | Path):
         raise UserError(f"base is {name!r}; expected a directory, a packaged base or a Hub name")
     seed = as_seed(seed)
-    prepare()
+    launch.prepare()
     return Model(
         base_lib.load(str(name), mesh or mesh_lib.make_mesh(), dtype, quantise=quantise), seed
     )
@@ -120,16 +119,5 @@ def run(config: RecipeSettings, workdir: str | Path) -> dict[str, Any]:
             f"config is {config!r:.80}; expected a config from mint.config or mint.read_config"
         )
     config.preflight()
-    prepare()
+    launch.prepare()
     return launch.run(config, Path(workdir))
-
-
-@functools.cache
-def prepare() -> None:
-    """Sets up the process once, as ``launch`` does."""
-    host.leave_out_absent_tpu()
-    host.threads_for_simulated_devices()
-    host.keep_freed_memory()
-    host.run_in_the_calling_thread()
-    host.use_compilation_cache(base_lib.cache_dir() / "compiled")
-    compiling.announce()

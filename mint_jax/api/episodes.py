@@ -21,12 +21,7 @@ Turns = Completion | Sequence[Completion]
 
 
 def of_turns(turns: Turns, where: str) -> Episode:
-    """Returns an episode of completions, each of which continues the one before it.
-
-    Raises:
-        UserError: completions that name no request, were drawn greedily or from a filtered
-            distribution, at different temperatures, or do not continue each other.
-    """
+    """Returns an episode of completions, each of which continues the one before it."""
     turns = [turns] if isinstance(turns, Completion) else turns
     if not all(isinstance(turn, Completion) for turn in _list(turns, where)):
         raise UserError(
@@ -49,13 +44,10 @@ def of_turns(turns: Turns, where: str) -> Episode:
             )
         between = list(request.prompt[len(so_far) :])
         routes = None
-        if (
-            episode.routes is not None
-            and turn.routes is not None
-            and turn.prompt_routes is not None
-        ):
-            read = turn.prompt_routes[len(so_far) - 1 : len(request.prompt) - 1]
-            routes = np.concatenate([episode.routes, read, turn.routes])
+        old, read, new = episode.routes, turn.prompt_routes, turn.routes
+        if old is not None and read is not None and new is not None:
+            between_routes = read[len(so_far) - 1 : len(request.prompt) - 1]
+            routes = np.concatenate([old, between_routes, new])
         episode = dataclasses.replace(
             episode,
             tokens=[*episode.tokens, *between, *turn.tokens],
@@ -158,10 +150,11 @@ def groups(
             f"rewards are no numbers ({error}): give a finite number for each completion"
         ) from None
     if max_tokens is None:
-        max_tokens = max(
-            t.request.max_tokens  # type: ignore[arg-type]
-            for some in completions
-            for c in some
-            for t in ([c] if isinstance(c, Completion) else c)
-        )
+        turns = [
+            turn
+            for several in completions
+            for one in several
+            for turn in ([one] if isinstance(one, Completion) else one)
+        ]
+        max_tokens = max(turn.request.max_tokens for turn in turns if turn.request)
     return to_groups(episodes, rewards_QG, baseline, divide_by_std, normalisation, max_tokens)

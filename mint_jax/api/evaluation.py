@@ -71,9 +71,7 @@ def evaluate(
 ) -> Evaluation:
     """Samples held-out prompts and scores the completions."""
     env, held_out = task_of(task, prompts)
-    if examples is not None and (
-        isinstance(examples, bool) or not isinstance(examples, int) or examples < 1
-    ):
+    if examples is not None and (type(examples) is not int or examples < 1):
         raise UserError(
             f"examples is {examples!r}; expected a number of held-out prompts, at least 1"
         )

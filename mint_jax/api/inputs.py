@@ -31,14 +31,9 @@ SETTINGS = [f.name for f in dataclasses.fields(Request) if f.name not in _OURS]
 
 
 def one_by_one(values: Any, what: str) -> list[Any]:
-    """Returns ``values`` as a list of prompts, rows or names.
-
-    Raises:
-        UserError: ``values`` is a single item, or empty.
-    """
-    if isinstance(values, str | Mapping | Path) or not isinstance(
-        values, Sequence | np.ndarray | types.GeneratorType
-    ):
+    """Returns ``values`` as a list of prompts, rows or names; refuses a single item, and none."""
+    is_single = isinstance(values, str | Mapping | Path)
+    if is_single or not isinstance(values, Sequence | np.ndarray | types.GeneratorType):
         raise UserError(
             f"{what} is {values!r:.80}; expected a list: write [...] around a single one"
         )
@@ -47,29 +42,23 @@ def one_by_one(values: Any, what: str) -> list[Any]:
     return values
 
 
-def encoded(base: Base, prompts: Any) -> list[tuple[int, ...]]:
-    """Returns the token ids of each prompt.
+def _are_ids(values: Any) -> bool:
+    return (
+        isinstance(values, list | tuple | np.ndarray)
+        and len(values) > 0
+        and all(isinstance(i, int | np.integer) and not isinstance(i, bool) for i in values)
+    )
 
-    Raises:
-        UserError: ``prompts`` is not a list, or a prompt is not text, messages or token ids.
-    """
+
+def encoded(base: Base, prompts: Any) -> list[tuple[int, ...]]:
+    """Returns the token ids of each prompt; refuses what is not text, messages or token ids."""
     out = []
     for i, prompt in enumerate(one_by_one(prompts, "prompts")):
-        if (
-            isinstance(prompt, Sequence | np.ndarray)
-            and not isinstance(prompt, str)
-            and len(prompt)
-        ):
-            if all(
-                isinstance(token, int | np.integer) and not isinstance(token, bool)
-                for token in prompt
-            ):
-                out.append(tuple(int(token) for token in prompt))
-                continue
-            fine = all(isinstance(message, Mapping) for message in prompt)
-        else:
-            fine = isinstance(prompt, str)
-        if not fine:
+        if _are_ids(prompt):
+            out.append(tuple(map(int, prompt)))
+            continue
+        is_chat = isinstance(prompt, Sequence) and all(isinstance(m, Mapping) for m in prompt)
+        if not isinstance(prompt, str) and not (is_chat and prompt):
             raise UserError(
                 f"prompts[{i}] is {prompt!r:.80}; expected text, a list of messages with role and"
                 " content, or a list of token ids"
@@ -79,12 +68,7 @@ def encoded(base: Base, prompts: Any) -> list[tuple[int, ...]]:
 
 
 def sampling(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns checked settings of a request; the default is greedy.
-
-    Raises:
-        UserError: a setting is unknown, a value has the wrong type, or several greedy samples are
-            requested (they would be equal).
-    """
+    """Returns checked settings of a request; the default is greedy."""
     if strange := [name for name in settings if name not in SETTINGS]:
         raise fields.unknown("there is no sampling setting", strange[0], SETTINGS)
     checked = {"temperature": 0.0} | fields.check(Request, settings, "sampling")
@@ -97,34 +81,20 @@ def sampling(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def seeds(seed: int | None, fresh: Sequence[int], count: int) -> list[int]:
-    """Returns one seed for each prompt of a call.
-
-    Args:
-        seed: the caller's seed; None derives seeds from ``fresh``.
-        fresh: entropy of an unseeded call: the policy's seed, the model's, the call number.
-        count: number of prompts.
-    """
+    """Returns one seed for each prompt of a call, from the caller's seed or else from ``fresh``."""
     entropy = list(fresh) if seed is None else [as_seed(seed)]
     return np.random.SeedSequence(entropy).generate_state(count).tolist()
 
 
 def as_seed(seed: Any) -> int:
-    """Returns a checked seed.
-
-    Raises:
-        UserError: the seed is not a whole number from 0 to 2**63 - 1.
-    """
+    """Returns a checked seed."""
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**63:
         raise UserError(f"seed is {seed!r}; expected a whole number >= 0")
     return int(seed)
 
 
 def as_loss(loss: Any) -> LossConfig:
-    """Returns the config of a loss given as a config, a name or a function.
-
-    Raises:
-        UserError: ``loss`` has another type.
-    """
+    """Returns the config of a loss given as a config, a name or a function."""
     if isinstance(loss, LossConfig):
         return loss
     if isinstance(loss, str):
@@ -139,11 +109,7 @@ def as_loss(loss: Any) -> LossConfig:
 
 def to_groups(base: Base, name: str, loss: LossConfig, rows: Any) -> list[Group]:
     """Returns one policy's weighted groups. Rows of text or pairs get weights whose loss is a mean
-    over tokens or pairs; groups pass through.
-
-    Raises:
-        UserError: a row lacks a column, or a group's arrays have the wrong length or are not
-            finite.
+    over tokens or pairs; groups are checked and pass through.
     """
     rows, what = one_by_one(rows, f"rows of policy {name!r}"), f"policy {name!r}"
     if isinstance(rows[0], Group):
@@ -198,12 +164,7 @@ def _check_group(group: Group, where: str, vocab: int) -> None:
 
 
 def _check_ids(ids: Any, what: str, vocab: int) -> None:
-    fine = (
-        isinstance(ids, list | tuple | np.ndarray)
-        and len(ids)
-        and all(isinstance(i, int | np.integer) for i in ids)
-    )
-    if not fine or not all(0 <= i < vocab for i in ids):
+    if not _are_ids(ids) or not all(0 <= i < vocab for i in ids):
         raise UserError(
             f"{what} is {ids!r:.80}; expected token ids, at least one, from 0 to {vocab - 1}"
         )
@@ -226,21 +187,15 @@ def _numbers(values: Any, what: str, count: int, where: Any = True) -> np.ndarra
 
 
 def by_policy(rows: Any, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns rows keyed by policy name; keys may be names or ``Policy`` objects.
-
-    Raises:
-        UserError: ``rows`` is not a dict, or a policy is not in training.
-    """
+    """Returns rows keyed by policy name; keys may be names or ``Policy`` objects."""
     if not isinstance(rows, Mapping) or not rows:
         raise UserError(f"rows is {rows!r:.80}; expected a dict from a policy's name to its rows")
     out = {}
     for key, values in rows.items():
         name: Any = key if isinstance(key, str) else getattr(key, "name", None)
         if name not in known or (not isinstance(key, str) and known[name] is not key):
-            raise (
-                choice("policy", key, list(known))
-                if known
-                else UserError(f"policy is {key!r}; no policy is in training: make one first")
-            )
+            if not known:
+                raise UserError(f"policy is {key!r}; no policy is in training: make one first")
+            raise choice("policy", key, list(known))
         out[name] = values
     return out

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,6 @@ class Policy:
     """A policy in training over a ``Model``, made by ``Model.policy``.
 
     Attributes:
-        model: the model it trains over.
         name: name under which its revisions are saved.
         draws: number of calls of ``completions`` without a seed; the next seed derives from it.
     """
@@ -53,10 +52,8 @@ class Policy:
 
     @property
     def trainer(self) -> Trainer:
-        """The trainer of all policies of the model.
-
-        Raises:
-            UserError: the policy was removed, or the model is closed.
+        """The trainer of all policies of the model; raises ``UserError`` if the policy was removed
+        or the model is closed.
         """
         trainer = self.model.need_trainer()
         if self.model.policies.get(self.name) is not self:
@@ -79,6 +76,9 @@ class Policy:
         slot = self.trainer.slots[self.name]
         return int(self.trainer.state[slot.bucket].steps[slot.index])
 
+    def _alone(self, call: Callable[[Any], dict[str, Any]], rows: Rows) -> Any:
+        return call({self: rows})[self.name]
+
     def train_step(self, rows: Rows) -> dict[str, float]:
         """Runs one update: ``forward_backward`` and ``optim_step``. Returns metrics, means over
         target tokens.
@@ -92,15 +92,13 @@ class Policy:
         Raises:
             UserError: the policy's loss cannot learn from these rows.
         """
-        self.trainer  # noqa: B018 - raises if the policy was removed
-        return self.model.train_step({self.name: rows})[self.name]
+        return self._alone(self.model.train_step, rows)
 
     def forward_backward(self, rows: Rows) -> dict[str, float]:
         """Adds the gradient of these rows to the policy's gradient sum and returns their metrics.
         Arguments and errors are those of ``train_step``.
         """
-        self.trainer  # noqa: B018
-        return self.model.forward_backward({self.name: rows})[self.name]
+        return self._alone(self.model.forward_backward, rows)
 
     def optim_step(self) -> dict[str, float]:
         """Applies the gradient sum with AdamW, clears it and returns metrics."""
@@ -115,8 +113,7 @@ class Policy:
         """
         if rows is None:
             return self.trainer.gradient(self.name)
-        self.trainer  # noqa: B018
-        return self.model.gradients({self.name: rows})[self.name]
+        return self._alone(self.model.gradients, rows)
 
     def adapter(self) -> Any:
         """Returns the current adapter, a tree of NumPy arrays: ``a`` ``[L, R, D]`` and ``b``
@@ -195,16 +192,12 @@ class Policy:
 
     def save_state(self, file: str | Path) -> Path:
         """Saves the training state for ``Model.resume``: adapter, moments, accumulated gradients,
-        counters and seeds.
-
-        Args:
-            file: an existing file is replaced.
+        counters and seeds. An existing file is replaced.
         """
         return saved.save(file, self.trainer, self.name, self.model.base.fingerprint, self.draws)
 
     def remove(self) -> None:
         """Removes the policy from training; see ``Model.remove``."""
-        self.trainer  # noqa: B018
         self.model.remove(self)
 
 
@@ -216,7 +209,6 @@ class Model:
         name: the name given to ``load``.
         policies: policies in training, by name.
         trainer: trainer of all policies; None before the first policy.
-        engine: sampling engine.
         specs: parameter specs of the base, which determine the shapes of adapters.
         seed: seeds of adapters and samples derive from it.
     """
@@ -305,27 +297,32 @@ class Model:
                 "learning_rate and optimizer are both given: set learning_rate in the"
                 " OptimizerConfig"
             )
+        if optimizer is None:
+            rate = OptimizerConfig().learning_rate if learning_rate is None else learning_rate
+            optimizer = OptimizerConfig(rate)
         loaded = None if start is None else self._adapter(start, "start")
         compared = None if reference is None else self._adapter(reference, "reference")
-        shape: dict[str, Any] = {"rank": rank, "alpha": alpha, "targets": targets}
-        shape = {field: value for field, value in shape.items() if value is not None}
-        if loaded is not None and shape:
-            raise UserError(
-                f"{next(iter(shape))} and start are both given; start has {loaded.config}: leave"
-                f" {next(iter(shape))} out"
-            )
-        usual: dict[str, Any] = {"rank": 8, "targets": (ALL_LINEAR,)}
-        adapter = AdapterConfig(**usual | shape) if loaded is None else loaded.config
-        adapter.bucket  # noqa: B018 - raises if the rank is out of range
-        if loaded is None and alpha is None:
-            adapter = dataclasses.replace(adapter, alpha=2.0 * adapter.rank)
+        given: dict[str, Any] = {"rank": rank, "alpha": alpha, "targets": targets}
+        given = {field: value for field, value in given.items() if value is not None}
+        if loaded is not None:
+            adapter = loaded.config
+            if given:
+                raise UserError(
+                    f"{next(iter(given))} and start are both given; start has {adapter}: leave"
+                    f" {next(iter(given))} out"
+                )
+        else:
+            adapter = AdapterConfig(**{"rank": 8, "targets": (ALL_LINEAR,)} | given)
+            adapter.bucket  # noqa: B018 - raises if the rank is out of range
+            if alpha is None:
+                adapter = dataclasses.replace(adapter, alpha=2.0 * adapter.rank)
         check_alpha(adapter.alpha)
-        if compared is not None and not loss_config.needs_reference:
-            raise UserError(
-                f"reference is given, but {loss_config} compares with nothing: leave it out, or set"
-                " kl_kind='k3' and kl"
-            )
         if compared is not None:
+            if not loss_config.needs_reference:
+                raise UserError(
+                    f"reference is given, but {loss_config} compares with nothing: leave it out, or"
+                    " set kl_kind='k3' and kl"
+                )
             named = reference.name if isinstance(reference, Stored) else str(reference)
             loss_config = dataclasses.replace(loss_config, reference=named)
         elif loss_config.needs_reference and loss_config.reference not in ("start", "base"):
@@ -334,35 +331,30 @@ class Model:
                 " reference=store['policy@3']"
             )
         own_seed = policy_seed(inputs.as_seed(self.seed if seed is None else seed), name)
-        if optimizer is None:
-            usual_rate = OptimizerConfig().learning_rate
-            optimizer = OptimizerConfig(usual_rate if learning_rate is None else learning_rate)
-        policy = self.join(PolicyConfig(name, adapter, optimizer, loss_config, own_seed))
-        try:
-            if loaded is not None:
-                self.need_trainer().load_adapter(name, loaded.adapter)
-            if compared is not None:
-                self.need_trainer().refer(name, compared.config, compared.adapter)
-        except BaseException:
-            self.remove(name)
-            raise
-        return policy
 
-    def join(self, config: PolicyConfig) -> Policy:
-        """Adds a policy to training by its config."""
-        self.need_open()
+        def begin(trainer: Trainer) -> None:
+            if loaded is not None:
+                trainer.load_adapter(name, loaded.adapter)
+            if compared is not None:
+                trainer.refer(name, compared.config, compared.adapter)
+
+        return self._join(PolicyConfig(name, adapter, optimizer, loss_config, own_seed), begin)
+
+    def _join(self, config: PolicyConfig, begin: Callable[[Trainer], None]) -> Policy:
+        """Adds a policy to training, and removes it again where ``begin`` fails."""
         if self.trainer is None:
             self.trainer = Trainer(self.base)
         self.trainer.add(config)
-        self.policies[config.name] = Policy(self, config.name)
-        return self.policies[config.name]
+        policy = self.policies[config.name] = Policy(self, config.name)
+        try:
+            begin(self.trainer)
+        except BaseException:
+            self.remove(policy)
+            raise
+        return policy
 
     def need_trainer(self) -> Trainer:
-        """Returns the trainer.
-
-        Raises:
-            UserError: no policy is in training yet.
-        """
+        """Returns the trainer; raises ``UserError`` if no policy is in training."""
         self.need_open()
         if self.trainer is None:
             raise UserError("no policy is in training: make one with policy(name)")
@@ -383,25 +375,17 @@ class Model:
         self.need_open()
         own = None if loss is None else inputs.as_loss(loss)
         state = saved.read(file, self.base.fingerprint, self.name, own)
-        policy = self.join(state.config)
-        try:
-            state.restore(self.need_trainer())
-        except BaseException:
-            self.remove(policy)
-            raise
+        policy = self._join(state.config, state.restore)
         policy.draws = state.draws
         return policy
 
     def remove(self, policy: str | Policy) -> None:
         """Removes a policy from training and frees its memory. Unsaved training is lost; the name
         becomes free.
-
-        Raises:
-            UserError: the policy is not in training.
         """
-        self.need_open()
+        trainer = self.need_trainer() if isinstance(policy, str) else policy.trainer
         [name] = inputs.by_policy({policy: None}, self.policies)
-        self.need_trainer().leave(name)
+        trainer.leave(name)
         del self.policies[name]
 
     def train_step(self, rows: Mapping[str | Policy, Rows]) -> dict[str, dict[str, float]]:
@@ -411,7 +395,7 @@ class Model:
             the metrics of ``Policy.train_step``, by policy.
 
         Raises:
-            UserError: a policy is not in training, or its loss cannot learn from its rows. No
+            UserError: a policy is not in training, or its loss cannot learn from its rows; no
                 policy is updated then.
         """
         return self.need_trainer().update(self._groups(rows))
@@ -436,6 +420,9 @@ class Model:
 
     def _groups(self, rows: Any) -> dict[str, Any]:
         trainer = self.need_trainer()
+        for policy in rows if isinstance(rows, Mapping) else ():
+            if isinstance(policy, Policy):
+                policy.trainer  # noqa: B018 - raises if the policy was removed
         by_name = inputs.by_policy(rows, self.policies)
         return {
             name: inputs.to_groups(self.base, name, trainer.policies[name].loss, each)

@@ -14,14 +14,8 @@ from mint_jax.train.trainer import Trainer
 
 
 def save(file: str | Path, trainer: Trainer, name: str, fingerprint: str, draws: int) -> Path:
-    """Writes a policy's training state atomically and returns the path.
-
-    Args:
-        fingerprint: fingerprint of the base.
-        draws: see ``Policy.draws``.
-
-    Raises:
-        UserError: the file cannot be written.
+    """Writes a policy's training state atomically and returns the path. ``fingerprint`` is the
+    base's, ``draws`` is ``Policy.draws``.
     """
     path = _path(file)
     state, reference = trainer.read_state(name), trainer.references.get(name)
@@ -74,9 +68,6 @@ def read(file: str | Path, fingerprint: str, base: str, loss: LossConfig | None)
     Args:
         fingerprint, base: fingerprint and name of the loaded base.
         loss: replaces the policy's own loss.
-
-    Raises:
-        UserError: the file does not exist, or its policy trained over another base.
     """
     path = _path(file)
     try:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.errors import UserError
-from mint_jax.harness.catalogs import JobCatalog
+from mint_jax.harness.adapters import JobCatalog
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -42,11 +42,7 @@ class Store:
 
     @property
     def place(self) -> JobCatalog:
-        """The catalog in the form that jobs use.
-
-        Raises:
-            UserError: the store is closed.
-        """
+        """The catalog in the form that jobs use; raises ``UserError`` if the store is closed."""
         if self._place is None:
             raise UserError(f"the catalog {self._name} was closed: open it again with mint.open")
         return self._place
@@ -57,11 +53,7 @@ class Store:
         return self.place.main
 
     def __getitem__(self, name: str) -> Stored:
-        """Returns the revision that a name resolves to now.
-
-        Raises:
-            UserError: the name is unknown.
-        """
+        """Returns the revision that a name resolves to now; refuses an unknown name."""
         if not isinstance(name, str):
             raise UserError(
                 f"revision is {name!r}; expected a name, 'policy@latest', 'policy@3' or a digest"

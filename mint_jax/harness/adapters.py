@@ -1,12 +1,15 @@
-"""Adapters by name, in configs and data files: a PEFT directory, or a revision of the catalog."""
+"""Adapters by name, in configs and data files: a PEFT directory, or a revision of the catalog that
+the config names. Of several processes the first has the catalog's database, all read payloads.
+"""
 
+import contextlib
 import dataclasses
 import operator
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,8 +18,9 @@ from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import Schema, digest_of, pack, unpack
 from mint_jax.catalog.records import names as catalog_names
 from mint_jax.catalog.records.leases import Lease
+from mint_jax.catalog.storage.payloads import PackDamaged, PayloadStore, Place
 from mint_jax.errors import UserError
-from mint_jax.harness.catalogs import JobCatalog, Named
+from mint_jax.harness.options import CatalogSettings, need_catalog
 from mint_jax.harness.start import say
 from mint_jax.lora import peft
 from mint_jax.lora import tree as lora_tree
@@ -29,14 +33,83 @@ from mint_jax.residency.pool import AdapterEntry, Known, Pool
 LEASE_S = 86400.0  # of payloads that wait for their turn; renewed while turns go on
 
 
+class Named(NamedTuple):
+    """The revision of a name at the time of its look-up. ``finite``: all its weights were checked
+    by the catalog.
+    """
+
+    policy: str
+    number: int
+    digest: str
+    finite: bool
+
+    def __str__(self) -> str:
+        return f"{self.policy}@{self.number}"
+
+
+class JobCatalog:
+    """A catalog; all processes make the same calls in the same order. See ``Catalog.open``."""
+
+    def __init__(self, place: str | Path, payloads: str = "", create: bool = False):
+        self.place = str(place)
+        self._catalog: Catalog | None = None
+        self._store: PayloadStore | None = None
+
+        def opened() -> str:
+            if not create:
+                need_catalog(self.place)
+            self._catalog = Catalog.open(self.place, payloads or None)
+            return self._catalog.store.url
+
+        url = multihost.agree("catalog", opened)
+        if not multihost.is_main():
+            self._store = PayloadStore(url)
+
+    @property
+    def main(self) -> Catalog:
+        """The catalog itself, in the first process."""
+        assert self._catalog is not None, "only the first process has the catalog"
+        return self._catalog
+
+    def load(self, name: str) -> tuple[np.ndarray, Named]:
+        """Returns the packed object of a name, verified, in every process. Raises ``UserError`` for
+        an unknown name or damaged bytes.
+        """
+
+        def resolve() -> list:
+            found = self.main.resolve(name)
+            return [found.policy, found.number, found.digest, found.finite, found.place]
+
+        *which, place = multihost.agree(f"revision {name}", resolve)
+        named = Named(*which)
+        if self._store is None:
+            return self.main.load(named.digest), named
+        try:
+            return self._store.read(Place(*place), named.digest), named
+        except PackDamaged as error:
+            raise UserError(
+                f"payload {named.digest[:12]} is damaged: {error}; export it again, or roll back"
+            ) from None
+
+    def close(self) -> None:
+        """Closes the database's connections."""
+        if self._catalog is not None:
+            self._catalog.close()
+
+
+@contextlib.contextmanager
+def catalog_of(config: CatalogSettings) -> Iterator[JobCatalog | None]:
+    """Opens the catalog of a config for the block; None where it names none."""
+    if not config.catalog:
+        yield None
+        return
+    with contextlib.closing(JobCatalog(config.catalog, config.payloads)) as catalog:
+        yield catalog
+
+
 @dataclasses.dataclass(frozen=True)
 class LoadedAdapter:
-    """An adapter on the host.
-
-    Attributes:
-        digest: of its packed object.
-        revision: None for a PEFT directory.
-    """
+    """An adapter on the host; ``revision`` is None for a PEFT directory."""
 
     adapter: Any
     config: AdapterConfig
@@ -55,13 +128,13 @@ def read_adapter(name: str | Path, base: Base, catalog: JobCatalog | None = None
         UserError: not found, unreadable, corrupt, or of another base.
     """
     text, revision = str(name), None
-    if is_directory(text):
+    if _is_directory(text):
         adapter, config = peft.read_peft(Path(text), *peft_tables(base.cfg))  # checks the numbers
         digest = digest_of(pack(adapter, Schema(base.fingerprint, config)))
     else:
-        data, revision = need_catalog(text, catalog).load(text)
+        data, revision = _need(text, catalog).load(text)
         adapter, schema = unpack(data)
-        check_base(schema, str(revision), base)
+        _check_base(schema, revision, base)
         config, digest = schema.config, revision.digest
     is_unchecked = revision is not None and not revision.finite
     specs = transformer.abstract(base.cfg)
@@ -70,14 +143,13 @@ def read_adapter(name: str | Path, base: Base, catalog: JobCatalog | None = None
     return LoadedAdapter(adapter, config, digest, revision)
 
 
-def is_directory(text: str) -> bool:
+def _is_directory(text: str) -> bool:
     """Tells a PEFT directory's path from a revision's name."""
     only_a_name = not text.startswith(("/", ".")) and ("@" in text or catalog_names.is_digest(text))
     return not only_a_name and peft.is_peft(Path(text))
 
 
-def need_catalog(text: str, catalog: JobCatalog | None) -> JobCatalog:
-    """Returns the catalog; raises ``UserError`` if the config names none."""
+def _need(text: str, catalog: JobCatalog | None) -> JobCatalog:
     if catalog is None:
         raise UserError(
             f"adapter {text} is no PEFT directory ({peft.CONFIG}), and no catalog is given to look"
@@ -86,8 +158,7 @@ def need_catalog(text: str, catalog: JobCatalog | None) -> JobCatalog:
     return catalog
 
 
-def check_base(schema: Schema, revision: str, base: Base) -> None:
-    """Refuses a revision that was trained on another base."""
+def _check_base(schema: Schema, revision: Named, base: Base) -> None:
     if schema.base != base.fingerprint:
         raise UserError(
             f"revision {revision} was trained on base {schema.base[:12]}, this is"
@@ -96,8 +167,8 @@ def check_base(schema: Schema, revision: str, base: Base) -> None:
 
 
 class AdapterSource:
-    """Adapters by name for a ``Pool``. The catalog's revisions are leased from ``look_up`` until
-    ``release``, whatever becomes of their names.
+    """Adapters by name for a ``Pool``; see ``PoolSource``. The catalog's revisions are leased from
+    ``look_up`` until ``release``, whatever becomes of their names.
 
     Attributes:
         revisions: the catalog's, by name.
@@ -113,33 +184,34 @@ class AdapterSource:
 
     def look_up(self, names: Sequence[str]) -> dict[str, AdapterEntry]:
         found: dict[str, AdapterEntry] = {}
-        for name in filter(is_directory, names):
+        for name in filter(_is_directory, names):
             loaded = read_adapter(name, self.base)
             packed = pack(loaded.adapter, Schema(self.base.fingerprint, loaded.config))
             self._peft[loaded.digest] = data = np.frombuffer(packed, np.uint8)
             known = Known(loaded.config, "float32", True)
             found[name] = AdapterEntry(loaded.digest, known, data.nbytes)
         if revisions := [name for name in names if name not in found]:
-            need_catalog(revisions[0], self._catalog)
-            found |= self._look_up_revisions(revisions)
+            found |= self._look_up_revisions(revisions, _need(revisions[0], self._catalog))
         return {name: found[name] for name in names}
 
-    def _look_up_revisions(self, names: Sequence[str]) -> dict[str, AdapterEntry]:
+    def _look_up_revisions(
+        self, names: Sequence[str], catalog: JobCatalog
+    ) -> dict[str, AdapterEntry]:
         def resolve() -> list[list[Any]]:
             of_name = operator.attrgetter("policy", "number", "digest", "finite", "schema")
-            return [[*of_name(one), one.place.length] for one in self._main.resolve_many(names)]
+            return [[*of_name(one), one.place.length] for one in catalog.main.resolve_many(names)]
 
         found = {}
         for name, (*which, text, nbytes) in zip(names, multihost.agree("revisions", resolve)):
             schema, revision = Schema.from_json(text), Named(*which)
-            check_base(schema, str(revision), self.base)
+            _check_base(schema, revision, self.base)
             self.revisions[name] = revision
             known = Known(schema.config, schema.dtype, revision.finite)
             found[name] = AdapterEntry(revision.digest, known, nbytes)
         if multihost.count() == 1:  # several processes load all adapters before they begin
             digests = sorted({entry.digest for entry in found.values()})
             owner = f"turns of process {os.getpid()}"
-            self._leases = dict(zip(digests, self._main.lease_many(digests, owner, LEASE_S)))
+            self._leases = dict(zip(digests, catalog.main.lease_many(digests, owner, LEASE_S)))
         return found
 
     @property

@@ -6,21 +6,21 @@ appears as a whole, in the order of the input, and the part is removed.
 """
 
 import contextlib
+import dataclasses
 import difflib
-import fcntl
 import json
 import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from mint_jax import interrupts, multihost
 from mint_jax.catalog.packed import digest_of
 from mint_jax.data.sources import Row, json_line, numbered_rows, write_rows
 from mint_jax.errors import Interrupted, UserError
-from mint_jax.harness import adapters, catalogs, start, workdir
+from mint_jax.harness import adapters, start, workdir
 from mint_jax.harness.options import BatchSettings
 from mint_jax.lora.tree import Slot, Stacks
 from mint_jax.metrics import Progress
@@ -38,27 +38,23 @@ class Placed(NamedTuple):
     stacks: Stacks
 
 
-class Program(Protocol):
-    """The work of a recipe on its rows."""
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """The work of a recipe on its rows.
 
-    unit: str  # of progress lines
+    Attributes:
+        unit: of progress lines.
+        keys: names that a row may have.
+        prepare: row, its place for errors -> checked input.
+        compute: inputs of a turn, adapters, ``Finished`` -> results.
+        to_row: input, result, digest of the adapter -> output of a row, without its id.
+    """
 
-    @property
-    def keys(self) -> Sequence[str]:
-        """Names that a row may have."""
-        ...
-
-    def prepare(self, row: Row, where: str) -> Any:
-        """Returns the checked input of a row; ``where`` is its place for errors."""
-        ...
-
-    def compute(self, inputs: Sequence[Any], placed: Placed, done: Finished) -> list[Any]:
-        """Returns the results of a turn's rows."""
-        ...
-
-    def to_row(self, made: Any, result: Any, digest: str | None) -> Row:
-        """Returns the output of a row, without its id, from its input and result."""
-        ...
+    unit: str
+    keys: Sequence[str]
+    prepare: Callable[[Row, str], Any]
+    compute: Callable[[list[Any], Placed, Finished], list[Any]]
+    to_row: Callable[[Any, Any, str | None], Row]
 
 
 def run(
@@ -77,11 +73,10 @@ def run(
         seconds.
     """
     workdir.save_config(config, folder)
-    source, path = config.files()
-    places, rows = zip(*numbered_rows(source))
+    places, rows = zip(*numbered_rows(config.input))
     decides = {"input with digest": digest_of(json.dumps(rows, sort_keys=True).encode())[:12]}
     decides |= {name: getattr(config, name) for name in ("base", "dtype", "quantise")}
-    with Output(path, len(rows)) as output:
+    with Output(Path(config.output), len(rows)) as output:
         base = start.open_base(config)
         program, inputs = program_of(base), []
         for row, where in zip(rows, places):
@@ -92,7 +87,6 @@ def run(
 
         def compute(turn: AdapterBatch) -> list[Any]:
             numbers = [todo[i] for i in turn.rows]
-            slots = [turn.slot(names[i]) for i in turn.rows]
             digests = [pool.digests.get(names[i] or "") for i in turn.rows]
 
             def done(results: dict[int, Any]) -> None:
@@ -104,16 +98,15 @@ def run(
                 output.add(made)
                 progress.update(len(output.rows), program.unit)
 
-            placed = Placed(slots, digests, turn.stacks)
+            placed = Placed([turn.slot(names[i]) for i in turn.rows], digests, turn.stacks)
             return program.compute([inputs[n] for n in numbers], placed, done)
 
         with (
-            catalogs.reading(config) as catalog,
+            adapters.catalog_of(config) as catalog,
             adapters.pool_of(base, names, catalog, config.slots) as pool,
         ):
             by_name = {f"adapter {name}": digest for name, digest in pool.digests.items()}
-            decides |= {"base's fingerprint": base.fingerprint, **made_from, **by_name}
-            output.begin(decides)
+            output.begin(decides | {"base's fingerprint": base.fingerprint, **made_from, **by_name})
             progress = Progress(config.job, len(rows), done=len(output.rows))
             began = time.monotonic()
             results = pool.run(compute)
@@ -122,7 +115,7 @@ def run(
     common = {
         "adapters": len({row.get("adapter") for row in rows} - {None, ""}),
         "resumed": len(rows) - len(todo),
-        "output": str(path),
+        "output": config.output,
     }
     return common, [output.rows[n] for n in range(len(rows))], results, seconds
 
@@ -136,8 +129,7 @@ def _check_row(row: Row, keys: Sequence[str], where: str) -> None:
                 f"{where} has {key!r}, which means nothing{f'; {near[0]!r}?' if near else ''}: a"
                 f" line has {', '.join(keys)}"
             )
-    name = row.get("adapter")
-    if name is not None and not isinstance(name, str):
+    if not isinstance(name := row.get("adapter"), str | None):
         raise UserError(
             f"{where}: adapter is {name!r}; expected a PEFT directory or a revision's name, or null"
             " for the bare base"
@@ -173,13 +165,10 @@ class Output:
 
     def __init__(self, path: Path, total: int):
         self.path, self.part, self.total = path, path.with_name(path.name + ".part"), total
-        self._file: Any = None
-        try:
+        with contextlib.ExitStack() as on_error:
+            self._closing = on_error
             head, *entries = multihost.agree("rows that are done", self._open) or [{}]
-        except BaseException:
-            if self._file is not None:
-                self._file.close()
-            raise
+            self._closing = on_error.pop_all()
         self._made_from: dict[str, Any] = head
         self.rows: dict[int, Row] = {entry["row"]: entry["result"] for entry in entries}
 
@@ -190,20 +179,17 @@ class Output:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, *_: object
     ) -> None:
-        if self._file is not None:
-            with contextlib.suppress(OSError):  # a full disk was reported before
-                self._file.close()
-            if not self.rows:
-                self.part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a full disk was reported before
+            self._closing.close()
+        if not self.rows and multihost.is_main():
+            self.part.unlink(missing_ok=True)
         if isinstance(error, KeyboardInterrupt):
             number = getattr(error, "number", signal.SIGINT)
             raise Interrupted(f"{str(error) or 'SIGINT'}; {self._state()}", number) from None
 
     def begin(self, made_from: Mapping[str, Any]) -> None:
-        """Records what the rows are made from.
-
-        Raises:
-            UserError: there are rows that were made from something else.
+        """Records what the rows are made from, or refuses rows that were made from something
+        else.
         """
         given = json.loads(json.dumps(made_from, default=str))
         for key, value in given.items():
@@ -214,12 +200,11 @@ class Output:
                     " that file to start again, or choose another output"
                 )
         if not self.rows:
-            multihost.agree("output", lambda: self._append([given]))
+            self._append([given])
 
     def add(self, results: Mapping[int, Row]) -> None:
         """Appends finished rows; they are on disk when this returns."""
-        entries = [{"row": n, "result": row} for n, row in results.items()]
-        multihost.agree("output", lambda: self._append(entries))
+        self._append([{"row": n, "result": row} for n, row in results.items()])
         self.rows |= results
 
     def finish(self) -> None:
@@ -237,9 +222,14 @@ class Output:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if self.path.is_dir():
                 raise IsADirectoryError("it is a folder")
-            self._file = self.part.open("a+b")
-            with contextlib.suppress(OSError):  # a file system without locks
-                self._lock()
+            self._file = self._closing.enter_context(self.part.open("a+b"))
+            workdir.lock(
+                self._file.fileno(),
+                lambda: (
+                    f"output {self.path} is being written by another process: wait until it ends,"
+                    " or choose another"
+                ),
+            )
             self._file.seek(0)
             whole = self._file.read()
             self._file.truncate(whole.rfind(b"\n") + 1)  # the last line may be cut short
@@ -262,26 +252,19 @@ class Output:
             return []
         return entries
 
-    def _lock(self) -> None:
-        """Refuses an output that another process is writing."""
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"output {self.path} is being written by another process: wait until it ends, or"
-                " choose another"
-            ) from None
-
     def _append(self, entries: list[Row]) -> None:
-        try:
-            self._file.write("".join(map(json_line, entries)).encode())
-            self._file.flush()
-            os.fsync(self._file.fileno())
-        except OSError as error:
-            raise UserError(
-                f"output {self.part} cannot be written ({error}): {self._state()}, once there is"
-                " space"
-            ) from None
+        def write() -> None:
+            try:
+                self._file.write("".join(map(json_line, entries)).encode())
+                self._file.flush()
+                os.fsync(self._file.fileno())
+            except OSError as error:
+                raise UserError(
+                    f"output {self.part} cannot be written ({error}): {self._state()}, once there"
+                    " is space"
+                ) from None
+
+        multihost.agree("output", write)
 
     def _state(self) -> str:
         if not self.rows:

@@ -1,10 +1,9 @@
-"""Settings that several recipes share, as frozen dataclasses, and the checks of what they name.
-
-``settings`` builds them from a config file. ``preflight`` of a recipe's settings checks bases,
-files, folders and packages before JAX is imported or anything is written; what needs the base, the
-devices or the rows of a file is checked by the recipe. Imports no JAX.
+"""Settings that several recipes share. ``preflight`` checks the bases, files, folders and packages
+that they name before JAX is imported or anything is written; what needs the base, the devices or
+the rows of a file is checked by the recipe. Imports no JAX.
 """
 
+import contextlib
 import dataclasses
 import importlib.util
 from pathlib import Path
@@ -30,6 +29,8 @@ class RecipeSettings:
     """Settings of every recipe."""
 
     job: str = setting("recipe to run")
+
+    needs_one_process = False
 
     def preflight(self) -> None:
         """Raises ``UserError`` for the first thing that the settings name and that is missing."""
@@ -119,13 +120,6 @@ class TrainingSettings(CatalogSettings):
     policies: dict[str, PolicySettings] = setting("policies by name")
 
     keep_rollouts = 0  # GRPO has rollouts to keep
-
-    # a resumed run may change these; the others must stay
-    CHANGEABLE = (
-        *("steps", "export_every", "checkpoint", "reward_workers", "reward_timeout"),
-        *("keep_rollouts", "cache_gib", "kernels", "tensorboard", *TRACKERS),
-    )
-
     creates_catalog = True
 
     @property
@@ -166,34 +160,19 @@ class BatchSettings(CatalogSettings):
         "adapters on the device at once, for each rank bucket; more adapters take turns", 64
     )
 
-    def files(self) -> tuple[Path, Path]:
-        """Returns input and output.
-
-        Raises:
-            UserError: either is not set, or the input does not exist.
-        """
+    def preflight(self) -> None:
+        super().preflight()
         for name in ("input", "output"):
             if not getattr(self, name):
                 raise UserError(f"{name} is empty: set --config.{name}=FILE.jsonl")
-        if not Path(self.input).is_file():
-            raise UserError(
-                f"input {self.input} does not exist: set --config.input to a JSONL file"
-            )
-        if self.input.endswith(ROW_FILES):
-            need_package("pyarrow", "data", f"reading {self.input}")
-        return Path(self.input), Path(self.output)
-
-    def preflight(self) -> None:
-        super().preflight()
-        self.files()
+        check_data("input", self.input)
 
 
 def need_package(module: str, extra: str, what: str) -> None:
     """Refuses a feature whose optional package is not installed; nothing is imported."""
-    try:
+    found = None
+    with contextlib.suppress(ModuleNotFoundError):  # a parent package is missing
         found = importlib.util.find_spec(module)
-    except ModuleNotFoundError:  # a parent package is missing
-        found = None
     if found is None:
         raise UserError(
             f"{what} needs the package {module}, which is not installed: pip install"
@@ -211,9 +190,7 @@ def need_catalog(place: str) -> None:
 
 
 def check_environment(where: str, name: str, options: dict[str, Any]) -> None:
-    """Checks that an environment can be imported and takes these options, and that a ``jsonl``
-    environment's file exists.
-    """
+    """Checks that an environment can be imported, takes these options, and has its data file."""
     env_lib.check_options(name, **options)
     if name == "jsonl":
         check_data(f"{where}.path", options["path"])
@@ -222,6 +199,6 @@ def check_environment(where: str, name: str, options: dict[str, Any]) -> None:
 def check_data(where: str, path: str) -> None:
     """Checks that a data file exists, and that its reader is installed."""
     if not Path(path).is_file():
-        raise UserError(f"{where}: data file {path} does not exist: check the path in the config")
+        raise UserError(f"{where}: data file {path} does not exist: set --config.{where}")
     if path.endswith(ROW_FILES):
         need_package("pyarrow", "data", f"reading {path}")

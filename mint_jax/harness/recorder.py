@@ -31,7 +31,7 @@ from mint_jax.catalog.records.leases import Lease
 from mint_jax.catalog.records.sessions import Session
 from mint_jax.errors import UserError
 from mint_jax.files import write_file
-from mint_jax.harness.catalogs import JobCatalog
+from mint_jax.harness.adapters import JobCatalog
 from mint_jax.lora import peft
 
 SESSION_S = 120.0  # a dead run keeps others from its policies for this long
@@ -39,12 +39,8 @@ QUEUED = 16  # writes that may wait; then training waits for the storage
 
 
 class Snapshot:
-    """An adapter at one moment, in arrays of its own. The recorder's thread copies them to the host
-    and packs them when it first needs their bytes.
-
-    Args:
-        arrays: each whole in this process, their copies to the host started.
-        version: of the trainer.
+    """An adapter at one version of the trainer, in arrays of its own, whose copies to the host have
+    started. The writing thread packs them when it first needs their bytes.
     """
 
     def __init__(self, arrays: Any, schema: Schema, version: int):
@@ -52,23 +48,18 @@ class Snapshot:
 
     @functools.cached_property
     def data(self) -> bytes:
-        """The packed object."""
         data, self._arrays = pack(jax.device_get(self._arrays), self._schema), None
         return data
 
     @functools.cached_property
     def digest(self) -> str:
-        """Digest of the packed object."""
         return digest_of(self.data)
 
 
 class CatalogWriter:
-    """A thread that writes to the catalog in order, and renews the run's sessions and leases. Every
-    method but ``stop`` raises the error of an earlier write: a ``UserError`` where the storage
-    refuses, or another process has taken a policy.
-
-    Attributes:
-        sessions: right to write each policy, by the catalog's full names.
+    """A thread that writes to the catalog in order, and renews the run's sessions (the right to
+    write each policy) and leases. ``put`` and ``drain`` raise the error of an earlier write: a
+    ``UserError`` where the storage refuses, or another process has taken a policy.
     """
 
     def __init__(self, catalog: Catalog, sessions: Mapping[str, Session], leases: list[Lease]):
@@ -133,10 +124,9 @@ class Claim(NamedTuple):
     """Policies that a run has claimed.
 
     Attributes:
-        start: digest, number and step of the revision that a policy continues, by the catalog's
-            names; new policies have none.
-        fixed: digest or PEFT directory that a policy's rollouts are drawn from.
-        references: digest or PEFT directory of the reference of a policy's loss.
+        start: digest, number and step of the revision that a policy continues; new ones have none.
+        fixed, references: digest or PEFT directory that a policy's rollouts are drawn from, and of
+            the reference of its loss.
         writer: None in all processes but the first.
     """
 
@@ -150,7 +140,7 @@ def claim_policies(
     catalog: JobCatalog,
     schemas: Mapping[str, Schema],
     file: Path,
-    rollout_revisions: Mapping[str, str],
+    fixed: Mapping[str, str],
     references: Mapping[str, str] = MappingProxyType({}),
 ) -> Claim:
     """Creates missing policies and opens a session of each; all processes call it.
@@ -158,7 +148,7 @@ def claim_policies(
     Args:
         schemas: by the catalog's names of the policies.
         file: ``run.json`` of the workdir, which this process has locked.
-        rollout_revisions, references: names of revisions or PEFT directories, by policy.
+        fixed, references: names of revisions or PEFT directories, by policy.
 
     Raises:
         UserError: a policy is trained by another run, is retired, or is of another base or adapter
@@ -166,12 +156,15 @@ def claim_policies(
     """
     writer: CatalogWriter | None = None
 
+    def digest(text: str) -> str:
+        if "@" not in text and peft.is_peft(Path(text)):
+            return text
+        return catalog.main.resolve(text).digest
+
     def begin() -> list[dict[str, Any]]:
         nonlocal writer
-        main, run = catalog.main, _read(file)
-        if "id" not in run:
-            run = _write(file, {"id": uuid.uuid4().hex})
-        own, why = f"run {run['id']} ", str(file.parent.absolute())
+        main, run, why = catalog.main, _read(file), str(file.parent.absolute())
+        own = f"run {run['id']} "
         owner = f"{own}on {socket.gethostname()}, process {os.getpid()}"
         for name, schema in schemas.items():
             _check_record(main, name, schema, why)
@@ -182,23 +175,27 @@ def claim_policies(
                 sessions[name] = opened
                 on_error.callback(main.close_session, opened)
             if "start" not in run:
-                fixed, named = (
-                    {name: _digest(main, text) for name, text in some.items()}
-                    for some in (rollout_revisions, references)
-                )
-                began = {"start": _newest(main, schemas), "fixed": fixed, "references": named}
-                run = _write(file, run | began)
+                newest = {
+                    n: main.revision(n, "latest") for n in schemas if main.policy(n).revisions
+                }
+                run["start"] = {
+                    name: {"digest": found.digest, "number": found.number, "step": found.step}
+                    for name, found in newest.items()
+                }
+                run["fixed"] = {name: digest(text) for name, text in fixed.items()}
+                run["references"] = {name: digest(text) for name, text in references.items()}
+                write_file(file, json.dumps(run))
             leases: list[Lease] = []
-            for digest in dict.fromkeys([*run["fixed"].values(), *run["references"].values()]):
-                if not peft.is_peft(Path(digest)):
-                    leases.append(main.lease(digest, owner, SESSION_S))
+            for one in dict.fromkeys([*run["fixed"].values(), *run["references"].values()]):
+                if not peft.is_peft(Path(one)):
+                    leases.append(main.lease(one, owner, SESSION_S))
                     on_error.callback(main.release, leases[-1])
             on_error.pop_all()
         writer = CatalogWriter(main, sessions, leases)
         return [run["start"], run["fixed"], run["references"]]
 
-    start, fixed, named = multihost.agree("policies in the catalog", begin)
-    return Claim(start, fixed, named, writer)
+    start, drawn_from, compared = multihost.agree("policies in the catalog", begin)
+    return Claim(start, drawn_from, compared, writer)
 
 
 def _check_record(main: Catalog, name: str, schema: Schema, why: str) -> None:
@@ -222,27 +219,15 @@ def _check_record(main: Catalog, name: str, schema: Schema, why: str) -> None:
             )
 
 
-def _newest(main: Catalog, names: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns digest, number and step of the newest revision of each policy that has one."""
-    found = {n: main.revision(n, "latest") for n in names if main.policy(n).revisions}
-    return {n: {"digest": r.digest, "number": r.number, "step": r.step} for n, r in found.items()}
-
-
-def _digest(main: Catalog, text: str) -> str:
-    return text if "@" not in text and peft.is_peft(Path(text)) else main.resolve(text).digest
-
-
 def _read(file: Path) -> dict[str, Any]:
+    """Returns what ``run.json`` has; a new one gets an id."""
     try:
         return json.loads(file.read_text())
     except FileNotFoundError:
-        return {}
+        run = {"id": uuid.uuid4().hex}
+        write_file(file, json.dumps(run))
+        return run
     except ValueError:
         raise UserError(
             f"{file} is damaged: it names this run to the catalog; choose another --workdir"
         ) from None
-
-
-def _write(file: Path, run: dict[str, Any]) -> dict[str, Any]:
-    write_file(file, json.dumps(run))
-    return run

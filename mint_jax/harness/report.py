@@ -23,8 +23,8 @@ def table(
     rows: Sequence[Sequence[Any]],
     console: Console | None = None,
 ) -> None:
-    """Prints a table, on stderr if no console says otherwise; numbers are right-aligned and never
-    broken. Where it is wider than the terminal, each row is a table of its own.
+    """Prints a table, on stderr if no console says otherwise. Where its numbers do not fit the
+    terminal, each row is a table of its own.
     """
     console = console or _console
     out = Table(title=title or None, title_justify="left")
@@ -41,7 +41,6 @@ def table(
         return
     for k, row in enumerate(rows):
         single = Table(columns[0], _shown(row[0]), title=(title or None) if k == 0 else None)
-        single.title_justify = "left"
         for column, value in zip(columns[1:], row[1:]):
             single.add_row(column, _shown(value))
         console.print(single)
@@ -53,23 +52,22 @@ def _shown(value: Any) -> str:
 
 def result(found: Mapping[str, Any], file: Path) -> None:
     """Prints a job's result on stdout: each list of records as a table, then the single values, and
-    where all of it is.
+    the file that has all of it.
     """
     for key, rows in found.items():
-        if not (isinstance(rows, list) and rows and isinstance(rows[0], dict)):
-            continue
-        shown = [_named(row) for row in rows]
-        columns = [name for name, value in shown[0].items() if isinstance(value, int | float | str)]
-        cells = [[row.get(name, "") for name in columns] for row in shown]
-        table(f"{found.get('job', '')} {key}".strip(), columns, cells, Console(highlight=False))
-    single = [
-        f"{key} {value}"
-        for key, value in found.items()
-        if isinstance(value, int | float | str) and key != "job"
-    ]
+        if isinstance(rows, list) and rows and isinstance(rows[0], dict):
+            shown = [_named(row) for row in rows]
+            columns = [name for name, value in shown[0].items() if _is_single(value)]
+            cells = [[row.get(name, "") for name in columns] for row in shown]
+            table(f"{found.get('job', '')} {key}".strip(), columns, cells, Console(highlight=False))
+    single = [f"{k} {v}" for k, v in found.items() if _is_single(v) and k != "job"]
     whole: Any = {"break_long_words": False, "break_on_hyphens": False}
     print(*textwrap.wrap(", ".join(single), 120, **whole), sep="\n")
     print(f"result: {file}", flush=True)
+
+
+def _is_single(value: Any) -> bool:
+    return isinstance(value, int | float | str)
 
 
 def _named(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -100,9 +98,6 @@ def curves(
 ) -> None:
     """Draws a metric over the steps, one panel a policy: its value, its moving mean, and the
     held-out value before and after training where that is given.
-
-    Args:
-        rows: metrics of each step, by policy.
     """
     import matplotlib
 
@@ -121,10 +116,11 @@ def curves(
         smooth = [np.mean(values[max(0, i - 5) : i]) for i in numbers]
         ax.plot(numbers, values, lw=0.8, alpha=0.5, color="C0")
         ax.plot(numbers, smooth, lw=1.8, color="C0", label="training, mean of 5")
-        ax.set_title(name, fontsize=10)
+        title = name
         if name in held_out:
             ax.plot([0, len(values)], held_out[name], "o", color="C3", label="held out")
-            ax.set_title("{}: {:.2f} → {:.2f}".format(name, *held_out[name]), fontsize=10)
+            title = "{}: {:.2f} → {:.2f}".format(name, *held_out[name])
+        ax.set_title(title, fontsize=10)
         ax.set_xlabel("step")
         ax.grid(alpha=0.3)
     axes[0, 0].set_ylabel(metric)

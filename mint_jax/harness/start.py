@@ -28,15 +28,11 @@ def say(message: str) -> None:
 
 
 def open_base(config: BaseSettings) -> Base:
-    """Builds the mesh and loads the base.
-
-    Raises:
-        UserError: some processes of the devices have not joined, or have a different base.
+    """Builds the mesh and loads the base. Raises ``UserError`` if some processes of the devices
+    have not joined, or have a different base.
     """
-    there, joined = (
-        (jax.process_index(), jax.process_count()),
-        (multihost.index(), multihost.count()),
-    )
+    there = jax.process_index(), jax.process_count()
+    joined = multihost.index(), multihost.count()
     if there != joined:
         raise UserError(
             "this is process {} of {} of these devices, and joined as {} of {}: start all with"
@@ -72,23 +68,15 @@ def encode(base: Base, prompt: Any) -> list[int]:
     return tokenizer.encode_chat(chat.messages_of(prompt, "prompt of an example"))
 
 
-def cache_bytes(cache_gib: float) -> int | None:
-    """Returns bytes of the sampler's cache; None lets the engine choose."""
-    if not 0 <= cache_gib < 2**30:
-        raise UserError(f"cache_gib is {cache_gib}; expected GiB of cache, or 0")
-    return int(cache_gib * 2**30) or None
-
-
 def policy_seed(seed: int, name: str) -> int:
-    """Returns a policy's own 32-bit seed from the run's seed and its name alone: other policies of
-    a config do not change it.
+    """Returns a policy's 32-bit seed from the run's seed and its name alone: other policies of a
+    config do not change it.
     """
     words = np.frombuffer(hashlib.blake2b(name.encode(), digest_size=16).digest(), "<u4")
     return int(np.random.SeedSequence([seed, *words.tolist()]).generate_state(1)[0])
 
 
 def check_alpha(alpha: float, where: str = "") -> None:
-    """Refuses an alpha that is no scale."""
     if not 0 < alpha < math.inf:
         raise UserError(
             f"{where}alpha is {alpha}; expected a finite number above 0: the adapter's scale is"
@@ -97,7 +85,7 @@ def check_alpha(alpha: float, where: str = "") -> None:
 
 
 def policy_config(name: str, policy: PolicySettings, run_seed: int) -> PolicyConfig:
-    """Returns the trainer's config of a policy; its seed is its own or ``policy_seed``."""
+    """Returns the trainer's config of a policy."""
     check_alpha(policy.adapter.alpha, f"policies.{name}.adapter.")
     seed = policy_seed(run_seed, name) if policy.seed is None else policy.seed
     return PolicyConfig(name, policy.adapter, policy.optimizer, policy.loss, seed)
@@ -105,11 +93,9 @@ def policy_config(name: str, policy: PolicySettings, run_seed: int) -> PolicyCon
 
 @dataclasses.dataclass
 class PolicyData:
-    """Training and held-out examples of one policy.
+    """Examples of one policy, as its recipe takes them: token ids of prompts, or groups.
 
     Attributes:
-        config: of the trainer.
-        train, held_out: examples as the recipe takes them: token ids of prompts, or groups.
         per_step: examples of an update.
     """
 

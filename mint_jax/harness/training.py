@@ -8,6 +8,7 @@ write checkpoints.
 
 import contextlib
 import dataclasses
+import functools
 import json
 import signal
 import threading
@@ -18,9 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from mint_jax import interrupts, metrics, multihost, trackers
-from mint_jax import params as params_lib
-from mint_jax.catalog.lifecycle import Catalog
+from mint_jax import interrupts, metrics, multihost, params, trackers
 from mint_jax.catalog.packed import Schema, digest_of
 from mint_jax.catalog.records.exports import Export
 from mint_jax.catalog.records.names import full_name
@@ -28,12 +27,11 @@ from mint_jax.catalog.rollouts import Rollouts, pack_rollouts
 from mint_jax.checkpoint import FOLDER, Checkpoints
 from mint_jax.data.buckets import ShapeBook
 from mint_jax.errors import Interrupted, UserError
-from mint_jax.harness import adapters, workdir
-from mint_jax.harness.catalogs import JobCatalog
+from mint_jax.harness import workdir
+from mint_jax.harness.adapters import JobCatalog, read_adapter
 from mint_jax.harness.options import TrainingSettings
 from mint_jax.harness.recorder import CatalogWriter, Snapshot, claim_policies
 from mint_jax.harness.start import say
-from mint_jax.harness.workdir import WorkdirLock
 from mint_jax.lora.tree import spelled_out
 from mint_jax.train.state import TrainStack
 from mint_jax.train.trainer import Trainer
@@ -42,14 +40,12 @@ ADAPTERS = "adapters"  # item of a checkpoint that restores without the rest
 
 
 class TrainingRun:
-    """One run, a context manager: it holds the workdir from its start, and the policies from
-    ``begin``, until it ends.
+    """One run, a context manager: it holds the workdir, and from ``begin`` the policies, until it
+    ends. All processes make the same calls.
 
     Attributes:
         step: updates done, by policy.
         notes: JSON of the recipe, which a resume restores.
-        resumed: whether the run continues from a checkpoint.
-        catalog: the config's, or ``folder/catalog``.
         fixed: digest or PEFT directory that rollouts are drawn from, for policies with
             ``rollout_revision``.
 
@@ -58,29 +54,23 @@ class TrainingRun:
             cannot be used.
     """
 
-    trainer: Trainer
-    catalog: JobCatalog
-    step: dict[str, int]
-    fixed: dict[str, str]
-    resumed: bool
-
     def __init__(self, config: TrainingSettings, folder: Path):
         self.config, self.workdir, self.notes = config, folder, dict[str, Any]()
-        self._writes: CatalogWriter | None = None
+        self._writes: CatalogWriter | None = None  # in the first process
         # (full name, step, digest) of records from before an interruption, which are not repeated
         self._recorded: set[tuple[str, int, str]] = set()
         self._final: dict[str, tuple[str, int]] = {}  # digest and number of final revisions
         self._snapshots: dict[str, Snapshot] = {}
-        self._steps_at: dict[int, dict[str, int]] = {}  # by checkpoint, until it is recorded
         self._sizes: dict[str, list[tuple[int, ...]]] = {}  # of shapes, after the last update
-        self._durable: dict[str, int] | None = None  # steps of the newest checkpoint on disk
+        self._saving: dict[str, int] = {}  # steps of the newest checkpoint
+        self._durable: dict[str, int] | None = None  # the same, once it is on disk
         self._signal = 0  # the last one received
         self._has_begun = self._is_updating = False
         trackers.check(config.trackers)
         with contextlib.ExitStack() as closing:
 
             def lock() -> None:
-                closing.callback(WorkdirLock(folder).release)
+                closing.callback(workdir.WorkdirLock(folder).release)
 
             multihost.agree("the workdir", lock)
             workdir.claim(config, folder)
@@ -95,7 +85,6 @@ class TrainingRun:
         """Claims the policies and restores the newest checkpoint.
 
         Args:
-            trainer: its state is saved, and restored here.
             shapes: padded sizes of each policy's updates, shared by policies that are always
                 updated together. Padding decides the order of sums, so an exact resume restores
                 them too.
@@ -106,37 +95,35 @@ class TrainingRun:
                 adapter config.
         """
         config, base = self.config, trainer.base
-        self.trainer, self.shapes = trainer, shapes
+        self.trainer, self.shapes, self._sampling = trainer, shapes, sampling
         self.step = dict.fromkeys(trainer.policies, 0)
         self.names = {name: full_name(config.tenant, name) for name in trainer.policies}
-        self._sampling = {self.names[name]: settings for name, settings in sampling.items()}
-        place = config.catalog or self.workdir / "catalog"
-        self.catalog = JobCatalog(place, config.payloads, create=True)
+        self.catalog = JobCatalog(
+            config.catalog or self.workdir / "catalog", config.payloads, create=True
+        )
         self._closing.callback(self.catalog.close)
-        drawn_from = {n: p.rollout_revision for n, p in config.policies.items()}
         losses = {n: p.loss for n, p in trainer.policies.items() if p.loss.needs_reference}
-        schemas = {full: self._schema(name) for name, full in self.names.items()}
         start, self.fixed, references, self._writes = claim_policies(
             self.catalog,
-            schemas,
+            {full: self._schema(name) for name, full in self.names.items()},
             self.workdir / "run.json",
-            {name: revision for name, revision in drawn_from.items() if revision},
+            {n: p.rollout_revision for n, p in config.policies.items() if p.rollout_revision},
             {n: x.reference for n, x in losses.items() if x.reference not in ("start", "base")},
         )
         if self._writes is not None:
             self._closing.callback(self._writes.stop)
         # records add the step of the revision that a policy continues
-        self._first_step = {full: start.get(full, {}).get("step", 0) for full in schemas}
+        self._first_step = {f: start.get(f, {}).get("step", 0) for f in self.names.values()}
+        self._numbers = {f: start.get(f, {}).get("number", 0) for f in self.names.values()}
         self._saved = Checkpoints(self.workdir / FOLDER, config.checkpoint.keep, self._committed)
-        exported = self._restore()
-        self.resumed = exported is not None
-        self._numbers = {full: start.get(full, {}).get("number", 0) for full in schemas}
-        self._numbers |= exported or {}
+        self.resumed = self._restore()
         if self._writes is not None:
-            self._find_records(self._writes.catalog)
-        self._continue({full: one["digest"] for full, one in start.items()})
+            self._recorded = _records_since(self._writes, self._numbers)
+        for name, full in self.names.items():
+            if full in start:
+                self._continue(name, start[full]["digest"])
         for name, text in references.items():
-            loaded = adapters.read_adapter(text, base, self.catalog)
+            loaded = read_adapter(text, base, self.catalog)
             trainer.refer(name, loaded.config, loaded.adapter)
         self._rows = self.workdir / "metrics.jsonl"
         multihost.agree("metrics.jsonl", lambda: metrics.truncate_rows(self._rows, self.step))
@@ -150,7 +137,7 @@ class TrainingRun:
         self._due = min(self.step.values()) + config.checkpoint.every
         for name, policy in trainer.policies.items():
             size, stack = self.adapter_bytes(name), trainer.state[trainer.slots[name].bucket]
-            whole = params_lib.nbytes(stack) / stack.steps.shape[0]
+            whole = params.nbytes(stack) / stack.steps.shape[0]
             say(
                 f"policy {name}: rank {policy.adapter.rank}, adapter {size / 1e6:.2f} MB"
                 f" ({100 * size / base.full_bytes:.2f} % of the base), {whole / 1e6:.2f} MB with"
@@ -164,16 +151,6 @@ class TrainingRun:
                 self._export([name], step)
         interrupts.standing(self._resume_hint)
         self._has_begun = True
-
-    def _find_records(self, main: Catalog) -> None:
-        """Looks up the records from before an interruption."""
-        for full, number in self._numbers.items():
-            found: list[Any] = list(main.rollouts(full, 1000))
-            after = max(0, number - 1)  # the checkpoint's own step is exported again
-            while page := main.revisions(full, after):
-                found += [revision for revision in page if revision.state == "live"]
-                after = page[-1].number
-            self._recorded |= {(full, one.step, one.digest) for one in found}
 
     def rows(self) -> dict[str, list[dict[str, Any]]]:
         """Returns the recorded metrics of all steps, by policy."""
@@ -218,13 +195,11 @@ class TrainingRun:
 
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:
-        """In this block Ctrl-C and SIGTERM save a checkpoint; a second signal does not wait for it.
+        """In this block Ctrl-C and SIGTERM save a checkpoint and raise ``Interrupted``; a second
+        signal does not wait for it.
 
         An update ends first; several processes end the step, since they must agree. Rollouts and
         rewards are dropped, for the same command repeats them. ``interrupts`` bounds the time.
-
-        Raises:
-            Interrupted: after the checkpoint.
         """
 
         def note(number: int, frame: FrameType | None) -> None:
@@ -271,21 +246,10 @@ class TrainingRun:
             factors[str(bucket)] = one.pop(ADAPTERS)
         return rest, factors
 
-    def _places(self) -> dict[str, Any]:
-        """Returns bucket, slot (axis 1 of the stack) and schema, with the true rank, by policy."""
-        return {
-            name: {
-                "bucket": str(slot.bucket),
-                "slot": slot.index,
-                "schema": json.loads(self._schema(name).to_json()),
-            }
-            for name, slot in self.trainer.slots.items()
-        }
-
-    def _restore(self) -> dict[str, int] | None:
-        """Restores the newest checkpoint, if any; returns each policy's revision at that time."""
+    def _restore(self) -> bool:
+        """Restores the newest checkpoint; returns False if there is none."""
         if (number := self._saved.latest()) is None:
-            return None
+            return False
         arrays, factors = self._arrays()
         _, arrays, extra = self._saved.restore(arrays, number)
         factors = self._saved.restore_item(number, ADAPTERS, factors)
@@ -294,33 +258,31 @@ class TrainingRun:
             for bucket, rest in arrays.items()
         }
         self.step, self.notes = extra["step"], extra["notes"]
-        self._steps_at[number] = dict(self.step)
+        self._saving, self._numbers = dict(self.step), extra["exported"]
         for name, book in self.shapes.items():
             book.shapes = [tuple(shape) for shape in extra["shapes"][name]]
         say(f"resumed at {_span(self.step)} of {self.config.steps}")
-        return extra["exported"]
+        return True
 
-    def _continue(self, start: dict[str, str]) -> None:
-        """Loads the last revision of policies that the catalog had before this run. A resumed run
-        has its state, and needs only that reference.
+    def _continue(self, name: str, digest: str) -> None:
+        """Loads the revision that the catalog had of a policy before this run. A resumed run has
+        the policy's state, and may need that revision as its reference.
         """
-        for name, full in self.names.items():
-            loss = self.trainer.policies[name].loss
-            refers = loss.needs_reference and loss.reference == "start"
-            if full not in start or (self.resumed and not refers):
-                continue
-            loaded = adapters.read_adapter(start[full], self.trainer.base, self.catalog)
-            if self.resumed:
-                self.trainer.refer(name, loaded.config, loaded.adapter)
-            else:
-                say(f"policy {name} continues from revision {loaded.revision} of the catalog")
-                self.trainer.load_adapter(name, loaded.adapter)
+        loss = self.trainer.policies[name].loss
+        if self.resumed and not (loss.needs_reference and loss.reference == "start"):
+            return
+        loaded = read_adapter(digest, self.trainer.base, self.catalog)
+        if self.resumed:
+            self.trainer.refer(name, loaded.config, loaded.adapter)
+        else:
+            say(f"policy {name} continues from revision {loaded.revision} of the catalog")
+            self.trainer.load_adapter(name, loaded.adapter)
 
     def adapter_bytes(self, name: str) -> int:
         """Returns float32 bytes of a policy's factors at its true rank."""
-        return params_lib.nbytes(self.trainer.adapter(name))
+        return params.nbytes(self.trainer.adapter(name))
 
-    def snapshot(self, name: str) -> Snapshot:
+    def _snapshot(self, name: str) -> Snapshot:
         """Returns a policy's present adapter, copied once between two updates."""
         if name not in self._snapshots:
             copied, version = self.trainer.snapshot(name), self.trainer.versions[name]
@@ -347,27 +309,30 @@ class TrainingRun:
     def _all_done(self) -> bool:
         return self.resumed and min(self.step.values()) >= self.config.steps
 
+    def _queue(self, write: Callable[[CatalogWriter], object]) -> None:
+        """Queues a write to the catalog, in the process that has it."""
+        if self._writes is not None:
+            self._writes.put(functools.partial(write, self._writes))
+
     def keep(
         self, name: str, step: int, drawn_by: str | int, rollouts: Callable[[str], Rollouts]
     ) -> None:
-        """Records a policy's rollouts of a step, in the writing thread, if ``keep_rollouts`` is
-        set; all processes call it before the step's update.
+        """Records a policy's rollouts of a step, if ``keep_rollouts`` is set; called before the
+        step's update.
 
         Args:
             step: updates done when they were drawn.
             drawn_by: digest of the revision that drew them, or the policy's version.
-            rollouts: returns the object, given that digest.
+            rollouts: returns the object, given that digest; called in the writing thread.
         """
-        if not self.config.keep_rollouts:
+        if not (keep := self.config.keep_rollouts):
             return
-        snapshot = self.snapshot(name) if isinstance(drawn_by, int) else None
+        snapshot = self._snapshot(name) if isinstance(drawn_by, int) else None
         assert snapshot is None or snapshot.version == drawn_by, "the policy was updated since"
-        if (writer := self._writes) is None:
-            return
-        full, keep = self.names[name], self.config.keep_rollouts
+        full = self.names[name]
         recorded = self._first_step[full] + step
 
-        def write() -> None:
+        def write(writer: CatalogWriter) -> None:
             made = rollouts(str(drawn_by) if snapshot is None else snapshot.digest)
             data = pack_rollouts(dataclasses.replace(made, policy=full, step=recorded))
             if (full, recorded, digest_of(data)) not in self._recorded:
@@ -378,7 +343,7 @@ class TrainingRun:
             if step >= keep:
                 writer.catalog.drop_rollouts(full, recorded + 1 - keep)
 
-        writer.put(write)
+        self._queue(write)
 
     def is_eval_step(self, step: int) -> bool:
         """True where policies are evaluated after this step."""
@@ -420,9 +385,8 @@ class TrainingRun:
             self._due = min(self.step.values()) + self.config.checkpoint.every
 
     def _remember_shapes(self, names: Iterable[str]) -> None:
-        """Keeps the sizes after these policies' updates: a resumed run repeats rollouts that a
-        checkpoint finds under way, and must not know their sizes.
-        """
+        # a resumed run repeats rollouts that a checkpoint finds under way, and must not know their
+        # sizes
         self._sizes |= {name: list(self.shapes[name].shapes) for name in names}
 
     def _is_export_step(self, step: int) -> bool:
@@ -430,17 +394,16 @@ class TrainingRun:
 
     def _export(self, names: Iterable[str], step: int, final: bool = False) -> None:
         """Starts the copies to the host; packing and writing overlap the next step."""
-        snapshots = {self.names[name]: self.snapshot(name) for name in names}
-        if (writer := self._writes) is None or not snapshots:
-            return
+        snapshots = {name: self._snapshot(name) for name in names}
 
-        def write() -> None:
+        def write(writer: CatalogWriter) -> None:
             exports = []
-            for full, snapshot in snapshots.items():
+            for name, snapshot in snapshots.items():
+                full = self.names[name]
                 at = step + self._first_step[full]
                 if final or (full, at, snapshot.digest) not in self._recorded:
                     about = at, writer.sessions[full], f"{self.config.job} in {self.workdir}"
-                    drawn = self._sampling.get(full)
+                    drawn = self._sampling.get(name)
                     exports.append(Export(full, snapshot.data, *about, sampling=drawn))
             for export, revision in zip(exports, writer.catalog.export_many(exports)):
                 full = export.policy
@@ -448,50 +411,49 @@ class TrainingRun:
                 if final:  # the alias latest moves to them, even from newer ones
                     self._final[full] = (revision.digest, revision.number)
 
-        writer.put(write)
+        if snapshots:
+            self._queue(write)
 
     def _promote(self, name: str, alias: str, why: str) -> None:
         """Points an alias at the revision of a policy's present adapter, which was exported."""
-        full, snapshot = self.names[name], self.snapshot(name)
-        if (writer := self._writes) is not None:
-            writer.put(lambda: writer.catalog.promote(full, snapshot.digest, alias, why=why))
+        full, snapshot = self.names[name], self._snapshot(name)
+        self._queue(lambda writer: writer.catalog.promote(full, snapshot.digest, alias, why=why))
 
     def save(self) -> None:
         """Starts a checkpoint of all policies, unless this state is saved already."""
         number = sum(self.step.values())
         self._saved.wait()
-        if number and self._saved.latest() != number:
-            extra = {
-                "step": self.step,
-                "notes": self.notes,
-                "shapes": self._sizes,
-                "exported": self._numbers,
-                ADAPTERS: self._places(),
+        if not number or self._saved.latest() == number:
+            return
+        places = {
+            name: {
+                "bucket": str(slot.bucket),
+                "slot": slot.index,  # on axis 1 of the stack
+                "schema": json.loads(self._schema(name).to_json()),  # with the true rank
             }
-            self._steps_at[number] = dict(self.step)
-            rest, factors = self._arrays()
-            self._saved.save(number, rest, json.loads(json.dumps(extra)), {ADAPTERS: factors})
+            for name, slot in self.trainer.slots.items()
+        }
+        extra = {"step": self.step, "notes": self.notes, "shapes": self._sizes}
+        extra |= {"exported": self._numbers, ADAPTERS: places}
+        self._saving = dict(self.step)
+        rest, factors = self._arrays()
+        self._saved.save(number, rest, json.loads(json.dumps(extra)), {ADAPTERS: factors})
 
     def _committed(self, number: int) -> None:
         """Records a durable checkpoint; its number is the sum of all policies' steps."""
-        steps = self._durable = self._steps_at.pop(number)
-        if (writer := self._writes) is None:
-            return
-        place = str(self._saved.directory / f"step_{number}")
+        steps = self._durable = self._saving
+        place, keep = str(self._saved.directory / f"step_{number}"), self.config.checkpoint.keep
 
-        def write() -> None:
+        def write(writer: CatalogWriter) -> None:
             for name, step in steps.items():
                 full = self.names[name]
                 at = step + self._first_step[full]
                 known = [(one.step, one.place) for one in writer.catalog.checkpoints(full, 10)]
                 if (at, place) not in known:
-                    how: Any = {
-                        "session": writer.sessions[full],
-                        "keep": self.config.checkpoint.keep,
-                    }
-                    writer.catalog.checkpoint(full, at, place, **how)
+                    session = writer.sessions[full]
+                    writer.catalog.checkpoint(full, at, place, session=session, keep=keep)
 
-        writer.put(write)
+        self._queue(write)
 
     def close(self) -> dict[str, tuple[str, int]]:
         """Saves everything and releases the policies; returns digest and number of each final
@@ -511,6 +473,18 @@ class TrainingRun:
         self._writer.close()
         self._trackers.close()
         return {name: (digest, number) for name, (digest, number) in final.items()}
+
+
+def _records_since(writer: CatalogWriter, numbers: Mapping[str, int]) -> set[tuple[str, int, str]]:
+    """Returns policy, step and digest of rollouts, and of revisions from these numbers on."""
+    found: list[Any] = []
+    for full, number in numbers.items():
+        found += writer.catalog.rollouts(full, 1000)
+        after = max(0, number - 1)  # the checkpoint's own step is exported again
+        while page := writer.catalog.revisions(full, after):
+            found += [revision for revision in page if revision.state == "live"]
+            after = page[-1].number
+    return {(one.policy, one.step, one.digest) for one in found}
 
 
 def _span(steps: Mapping[str, int]) -> str:

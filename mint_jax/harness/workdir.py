@@ -1,9 +1,5 @@
 """The workdir of a run: one process at a time, one config, and the files ``config.json`` and
-``result.json``.
-
-A process holds a lock on ``run.lock`` for as long as it lives. A file system may have no locks:
-there the later of two training runs fences off the other one's policies (``recorder``). Of several
-processes all call the functions here, and the first writes.
+``result.json``. Of several processes all call the functions here, and the first writes.
 """
 
 import fcntl
@@ -13,6 +9,7 @@ import re
 import socket
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +17,18 @@ from mint_jax import multihost, stamp
 from mint_jax.errors import UserError
 from mint_jax.files import write_file
 from mint_jax.harness import settings
-from mint_jax.harness.options import RecipeSettings, TrainingSettings
+from mint_jax.harness.options import TRACKERS, RecipeSettings, TrainingSettings
+
+# a resumed run may change these; the others must stay
+CHANGEABLE = (
+    *("steps", "export_every", "checkpoint", "reward_workers", "reward_timeout"),
+    *("keep_rollouts", "cache_gib", "kernels", "tensorboard", *TRACKERS),
+)
 
 
 class WorkdirLock:
-    """Locks a workdir until ``release``.
-
-    Raises:
-        UserError: a living process has the workdir, or it cannot be written.
+    """Locks ``run.lock`` of a workdir until ``release`` or the process's end. Raises ``UserError``
+    if a living process has the workdir, or it cannot be written.
     """
 
     def __init__(self, workdir: Path):
@@ -38,7 +39,7 @@ class WorkdirLock:
             workdir.mkdir(parents=True, exist_ok=True)
             self._file = os.open(workdir / "run.lock", os.O_RDWR | os.O_CREAT, 0o644)
             _locks.add(self)
-            _lock(self._file, workdir)
+            lock(self._file, lambda: self._refusal(workdir))
             os.ftruncate(self._file, 0)
             os.pwrite(self._file, holder.encode(), 0)
         except BaseException as error:
@@ -46,6 +47,13 @@ class WorkdirLock:
             if isinstance(error, OSError):
                 raise _unwritable(workdir, error) from None
             raise
+
+    def _refusal(self, workdir: Path) -> str:
+        holder = os.pread(self._file, 4096, 0).decode() or "a process that has just started"
+        return (
+            f"workdir {workdir} is in use by {holder}: wait until it ends, stop it, or choose"
+            " another --workdir"
+        )
 
     def release(self) -> None:
         """Frees the workdir."""
@@ -57,29 +65,24 @@ class WorkdirLock:
 
 _locks: "weakref.WeakSet[WorkdirLock]" = weakref.WeakSet()
 # a child that outlives a killed run must not keep the lock
-os.register_at_fork(after_in_child=lambda: [lock.release() for lock in list(_locks)])
+os.register_at_fork(after_in_child=lambda: [one.release() for one in list(_locks)])
 
 
-def _lock(handle: int, workdir: Path) -> None:
+def lock(handle: int, refusal: Callable[[], str]) -> None:
+    """Locks an open file; raises ``UserError`` if another process has locked it. On a file system
+    without locks the later of two training runs still fences off the other's policies.
+    """
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        holder = os.pread(handle, 4096, 0).decode() or "a process that has just started"
-        raise UserError(
-            f"workdir {workdir} is in use by {holder}: wait until it ends, stop it, or choose"
-            " another --workdir"
-        ) from None
+        raise UserError(refusal()) from None
     except OSError:
-        pass  # a file system without locks
+        pass
 
 
 def claim(config: TrainingSettings, workdir: Path) -> None:
-    """Saves the config of a training run, which may resume the steps in the workdir.
-
-    A run that ended before its first step leaves nothing: another config may follow it.
-
-    Raises:
-        UserError: the workdir has steps of another config.
+    """Saves the config of a training run, which may resume the steps in the workdir. Raises
+    ``UserError`` if the workdir has steps of another config.
     """
 
     def look() -> None:
@@ -94,7 +97,7 @@ def claim(config: TrainingSettings, workdir: Path) -> None:
                 f"workdir {workdir} holds a run with {key}={old!r}, this one has {new!r}: choose"
                 " another --workdir, or remove that folder, or repeat its config to resume it"
             )
-        for name in ("run.json", "trackers.json"):
+        for name in ("run.json", "trackers.json"):  # of a run that ended before its first step
             (workdir / name).unlink(missing_ok=True)
 
     multihost.agree("workdir", look)
@@ -115,16 +118,14 @@ def _difference(config: TrainingSettings, file: Path) -> tuple[str, Any, Any] | 
         return None
     old, new = flat(json.loads(file.read_text())), flat(to_json(config))
     for key in sorted(old.keys() | new.keys()):
-        if key.split(".")[0] not in config.CHANGEABLE and old.get(key) != new.get(key):
+        if key.split(".")[0] not in CHANGEABLE and old.get(key) != new.get(key):
             return key, old.get(key), new.get(key)
     return None
 
 
 def save_config(config: RecipeSettings, workdir: Path) -> None:
-    """Writes ``config.json``.
-
-    Raises:
-        UserError: the workdir cannot be written, or processes have different configs.
+    """Writes ``config.json``. Raises ``UserError`` if the workdir cannot be written, or processes
+    have different configs.
     """
     saved = to_json(config)
     multihost.require_same("the config", lambda: saved)

@@ -6,16 +6,7 @@ from typing import Any
 
 from mint_jax.harness.options import RecipeSettings
 
-RECIPES = {  # job -> module
-    name: f"mint_jax.recipes.{name}"
-    for name in (
-        *("grpo", "sft", "dpo", "evaluate", "sample", "score", "serve"),
-        *("pretrain", "scale_up"),
-    )
-}
-ALONE = ("pretrain",)  # run in one process
-
 
 def run(settings: RecipeSettings, workdir: Path) -> dict[str, Any]:
     """Runs a recipe; returns its result."""
-    return importlib.import_module(RECIPES[settings.job]).run(settings, workdir)
+    return importlib.import_module(f"{__name__}.{settings.job}").run(settings, workdir)

@@ -2,20 +2,18 @@
 ``config.json``. Nothing is loaded or written.
 """
 
-import importlib
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from mint_jax import mesh, trackers
-from mint_jax import params as params_lib
+from mint_jax import mesh, params, trackers
 from mint_jax.harness import workdir
 from mint_jax.harness.options import BaseSettings, RecipeSettings, TrainingSettings
 from mint_jax.lora import tree as lora_tree
 from mint_jax.models import hf, names, stored, transformer
 from mint_jax.models.base import DTYPES
-from mint_jax.recipes import RECIPES
+from mint_jax.recipes import reference
 from mint_jax.train import state as state_lib
 
 
@@ -25,10 +23,8 @@ def describe(config: RecipeSettings, folder: Path) -> dict[str, Any]:
     on disk. Activations and the sampler's cache depend on the lengths of texts, and are not
     included. Raises ``UserError`` where settings do not fit each other, or the base.
     """
-    module = importlib.import_module(RECIPES[config.job])
-    about = (module.__doc__ or "").split("\n\n")[0].replace("\n", " ")
     out: dict[str, Any] = {
-        "runs": f"{module.__name__}: {about}",
+        "runs": f"mint_jax.recipes.{config.job}: {reference.summary(config.job)}",
         "workdir": str(folder),
         "config": workdir.to_json(config),
     }
@@ -44,15 +40,12 @@ def describe(config: RecipeSettings, folder: Path) -> dict[str, Any]:
     refused = stored.reason_against(dtype, quantise, jax.devices(), config.kernels.layer_matmul)
     as_stored = config.as_stored and not refused
     base, *_ = hf.resident_specs(directory, cfg, dtype, quantise, as_stored)
-    sizes: dict[str, Any] = {"devices": {"base": params_lib.nbytes(base)}, "disk": {}}
+    sizes: dict[str, Any] = {"devices": {"base": params.nbytes(base)}, "disk": {}}
     if isinstance(config, TrainingSettings):
         specs = transformer.abstract(cfg)
         adapters = {name: policy.adapter for name, policy in config.policies.items()}
         empty = jax.eval_shape(lambda: state_lib.empty(specs, list(adapters.values())))
-        state = params_lib.nbytes(empty)
-        sizes["devices"]["policies_in_training"] = state
-        sizes["disk"]["checkpoint"] = state
-        sizes["disk"]["revision"] = {
-            name: lora_tree.adapter_nbytes(specs, adapter) for name, adapter in adapters.items()
-        }
+        sizes["devices"]["policies_in_training"] = params.nbytes(empty)
+        revisions = {name: lora_tree.adapter_nbytes(specs, one) for name, one in adapters.items()}
+        sizes["disk"] = {"checkpoint": params.nbytes(empty), "revision": revisions}
     return out | {"bytes": sizes}

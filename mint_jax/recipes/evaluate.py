@@ -22,10 +22,8 @@ from mint_jax import multihost
 from mint_jax.catalog.packed import digest_of
 from mint_jax.envs import scoring
 from mint_jax.errors import UserError
-from mint_jax.harness import catalogs, report, start, workdir
-from mint_jax.harness.adapters import AdapterSource
-from mint_jax.harness.catalogs import JobCatalog, Named
-from mint_jax.harness.start import say
+from mint_jax.harness import report, start, workdir
+from mint_jax.harness.adapters import AdapterSource, JobCatalog, Named, catalog_of
 from mint_jax.metrics import Progress
 from mint_jax.recipes.options import EvaluateSettings, GrpoSampling
 from mint_jax.residency.pool import Pool, ResidentAdapters
@@ -55,10 +53,16 @@ def run(config: EvaluateSettings, folder: Path) -> dict[str, Any]:
     prompts = [tuple(start.encode(base, example.messages)) for example in examples]
     multihost.require_same("the prompts", lambda: prompts)
     n, ends = config.samples, base.need_tokenizer().eos_ids
-    with catalogs.reading(config) as catalog:
+    about = {
+        "renderer": _digest(base.need_tokenizer().sources),
+        "scorer": f"{config.env.name} {_digest([config.env.name, config.env.extra])}",
+        "dataset": _digest([[e.messages, e.answer] for e in examples]),
+        "seed": config.seed,
+    }
+    with catalog_of(config) as catalog:
         names = [text for text in dict.fromkeys(config.adapters.values()) if text]
         source = AdapterSource(base, catalog)
-        with Pool(base, source, names, config.slots, say) as pool:
+        with Pool(base, source, names, config.slots, start.say) as pool:
             samplings = _samplings(config, names, source.revisions, catalog)
             requests = {
                 text: [
@@ -84,37 +88,23 @@ def run(config: EvaluateSettings, folder: Path) -> dict[str, Any]:
 
         watch = scoring.Watch(config.reward_timeout)
         rewards = multihost.agree("rewards", lambda: watch.over(judge))
-        verdicts = {}
+        found = {}
         for label, text in config.adapters.items():
             (_, alone), (_, shared) = drawn[text]
-            dtype = np.dtype(base.dtype).name
-            verdict = compare(alone, shared, rewards[label][0], rewards[label][1], dtype)
-            verdicts[label] = verdict
-            if not verdict.holds:
+            scores = rewards[label][0], rewards[label][1]
+            found[label] = compare(alone, shared, *scores, np.dtype(base.dtype).name)
+            if not found[label].holds:
                 raise UserError(
-                    f"{label!r} ({text or 'the base'}): {verdict}; nothing is recorded: find which"
-                    " of the two serves another adapter"
+                    f"{label!r} ({text or 'the base'}): {found[label]}; nothing is recorded: find"
+                    " which of the two serves another adapter"
                 )
-        about = {
-            "renderer": _digest(base.need_tokenizer().sources),
-            "scorer": f"{config.env.name} {_digest([config.env.name, config.env.extra])}",
-            "dataset": _digest([[e.messages, e.answer] for e in examples]),
-            "seed": config.seed,
-        }
         rows = []
         for label, text in config.adapters.items():
             row = {"name": label, "adapter": text, "revision": pool.digests.get(text)}
-            row |= verdicts[label].row(rewards[label][0])
-            row |= {"sampling": samplings[text], "samples": n}
-            rows.append(row)
+            row |= found[label].row(rewards[label][0])
+            rows.append(row | {"sampling": samplings[text], "samples": n})
             if catalog is not None and text in source.revisions:
-                name, verdict = str(source.revisions[text]), verdicts[label]
-                scores = {k: getattr(verdict, k) for k in ("isolated", "shared", "tolerance")}
-
-                def record(name=name, scores=scores | about, row=row) -> None:
-                    catalog.main.record_evaluation(name, metrics=row, **scores)
-
-                multihost.agree("evaluation", record)
+                _record(catalog, str(source.revisions[text]), found[label], about, rows[-1])
     if multihost.is_main():
         columns = ("name", "reward", "shared", "standard_error")
         cells = [[row[c] for c in columns] for row in rows]
@@ -127,6 +117,17 @@ def _digest(value: Any) -> str:
     return digest_of(json.dumps(value, sort_keys=True, default=str).encode())
 
 
+def _record(
+    catalog: JobCatalog, name: str, found: "Agreement", about: dict[str, Any], row: dict[str, Any]
+) -> None:
+    scores = {k: getattr(found, k) for k in ("isolated", "shared", "tolerance")} | about
+
+    def write() -> None:
+        catalog.main.record_evaluation(name, metrics=row, **scores)
+
+    multihost.agree("evaluation", write)
+
+
 def _samplings(
     config: EvaluateSettings,
     names: Sequence[str],
@@ -136,9 +137,10 @@ def _samplings(
     """Returns how each adapter and the base are sampled."""
 
     def recorded() -> dict[str, dict[str, Any] | None]:
-        assert catalog is not None or not revisions
+        if catalog is None:
+            return {}
         return {
-            text: catalog.main.revision(named.policy, named.number).sampling  # type: ignore[arg-type]
+            text: catalog.main.revision(named.policy, named.number).sampling
             for text, named in revisions.items()
         }
 
@@ -160,32 +162,29 @@ def _sample(
 ) -> dict[str, list[tuple[list[Completion], list[np.ndarray]]]]:
     """Returns every adapter's completions, alone and in batches of ``config.slots`` adapters, with
     the errors of their log-probabilities: one array a row, sampled minus scored alone.
-
-    The adapter alone is loaded again into a pool with a single slot, so that an error that puts it
-    into a wrong slot of the batch does not repeat itself.
     """
     base, names = pool.base, list(pool.digests)
     groups = [names[k : k + config.slots] for k in range(0, len(names), config.slots)] or [[]]
     names.append(BASE)
-    progress = Progress("evaluate", len(groups) + len(names))
-    decode, cache_bytes = base.need_tokenizer().decode, start.cache_bytes(config.cache_gib)
+    progress, done = Progress("evaluate", len(groups) + len(names)), itertools.count(1)
+    decode, cache_bytes = base.need_tokenizer().decode, int(config.cache_gib * 2**30) or None
     engine = Engine(base, decode, config.max_rows, cache_bytes=cache_bytes)
-    scorer, done = Scorer(base), itertools.count(1)
+    scorer = Scorer(base)
     shared: Completions = {}
     for group in groups:
         with pool.hold([*group, BASE]) as resident:
-            shared |= sample_together(engine, requests, resident, [*group, BASE], "in one batch")
+            shared |= _sample_together(engine, requests, resident, [*group, BASE], "in one batch")
         progress.update(next(done), f"{len(group) + 1} in one batch")
     out = {}
     for text in names:
         name = revisions[text].digest if text in revisions else text  # an alias may have moved
-        with (
-            Pool(base, AdapterSource(base, catalog), [name], 1) as own,
-            own.hold([name]) as resident,
-        ):
+        # Loaded again into a pool with a single slot: an error that puts the adapter into a wrong
+        # slot of the batch must not repeat itself.
+        own = Pool(base, AdapterSource(base, catalog), [name], 1)
+        with own, own.hold([name]) as resident:
             slot = resident.slot(name)
             single = ResidentAdapters({text: slot} if slot else {}, resident.stacks)
-            alone = sample_together(engine, requests, single, [text], "alone")[text]
+            alone = _sample_together(engine, requests, single, [text], "alone")[text]
             prompts = [r.prompt for r in requests[text] for _ in range(r.n)]
             rows = [
                 (prompt, tuple(c.tokens))
@@ -204,7 +203,7 @@ def _sample(
     return out
 
 
-def sample_together(
+def _sample_together(
     engine: Engine,
     requests: Mapping[str, Sequence[Request]],
     resident: ResidentAdapters,
@@ -251,8 +250,7 @@ class Agreement:
     def holds(self) -> bool:
         """True where the score may be recorded."""
         near = self.error <= self.allowed_error and self.worst <= self.allowed_worst
-        is_equal = abs(self.isolated - self.shared) <= self.tolerance
-        return near and is_equal and math.isfinite(self.worst)
+        return near and abs(self.isolated - self.shared) <= self.tolerance
 
     def row(self, rewards: Sequence[float]) -> dict[str, Any]:
         """Returns the figures of a result."""
@@ -298,23 +296,20 @@ def compare(
         dtype: of the base.
     """
     (noise, noisiest), (error, worst) = map(_sizes, (alone, shared))
-    least, rows = LEAST[dtype], len(isolated_rewards)
     difference = np.subtract(isolated_rewards, shared_rewards)
+    bound = SPREAD * float(np.sqrt(np.sum(difference**2))) / len(difference) + 1e-9
     return Agreement(
         error=error,
-        allowed_error=WHOLE * max(noise, least),
+        allowed_error=WHOLE * max(noise, LEAST[dtype]),
         worst=worst,
-        allowed_worst=WORST * max(noisiest, least),
+        allowed_worst=WORST * max(noisiest, LEAST[dtype]),
         isolated=float(np.mean(isolated_rewards)),
         shared=float(np.mean(shared_rewards)),
-        tolerance=SPREAD * float(np.sqrt(np.sum(difference**2))) / rows + 1e-9,
+        tolerance=bound,
     )
 
 
 def _sizes(errors: Sequence[np.ndarray]) -> tuple[float, float]:
-    """Returns the root mean square over all tokens, and that of the worst row; infinite for NaN."""
-    squares = [float(np.mean(np.square(row))) for row in errors]
-    whole = float(np.mean(np.square(np.concatenate(errors))))
-    return tuple(
-        math.sqrt(x) if math.isfinite(x) else math.inf for x in (whole, float(np.max(squares)))
-    )  # type: ignore[return-value]
+    """Returns the root mean square over all tokens, and that of the worst row; NaN for NaN."""
+    worst = np.max([np.mean(np.square(row)) for row in errors])
+    return math.sqrt(np.mean(np.square(np.concatenate(errors)))), math.sqrt(worst)

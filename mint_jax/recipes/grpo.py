@@ -163,9 +163,7 @@ class ConcurrentGrpo(PolicySampler):
         return out
 
     def evaluate(self, names: Sequence[str] | None = None) -> HeldOut:
-        """Returns the mean held-out reward of policies as they are, and a completion of each
-        prompt.
-        """
+        """Returns the held-out results of policies as they are."""
         drawn = self.held_out(list(names or self.members))
 
         def judge() -> HeldOut:
@@ -181,15 +179,15 @@ class ConcurrentGrpo(PolicySampler):
 
 
 def rollout_groups(sampling: GrpoSampling, rollout: Rollout, rewards_QG: np.ndarray) -> list[Group]:
-    """Returns scored rollouts as groups to train on, with advantages; see
-    ``to_groups``.
-    """
-    made = []
-    for prompt, completions in zip(rollout.prompts, rollout.completions):
-        made.append([of_completion(prompt, c, sampling.temperature) for c in completions])
-        if not sampling.replay:
-            without = {"routes": None, "prompt_routes": None}
-            made[-1] = [dataclasses.replace(one, **without) for one in made[-1]]
+    """Returns scored rollouts as groups to train on, with advantages."""
+    without: Any = {} if sampling.replay else {"routes": None, "prompt_routes": None}
+    made = [
+        [
+            dataclasses.replace(of_completion(prompt, c, sampling.temperature), **without)
+            for c in completions
+        ]
+        for prompt, completions in zip(rollout.prompts, rollout.completions)
+    ]
     how = sampling.baseline, sampling.divide_by_std, sampling.normalisation, sampling.max_tokens
     return to_groups(made, rewards_QG, *how)
 

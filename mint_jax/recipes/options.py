@@ -27,7 +27,7 @@ from mint_jax.harness.options import (
     check_environment,
     need_package,
 )
-from mint_jax.harness.settings import Count, Natural, Open, Place
+from mint_jax.harness.settings import Amount, Count, Natural, Open, Place
 from mint_jax.lora.config import AdapterConfig
 from mint_jax.models.kernels import Kernels
 from mint_jax.rollout.ranges import check_ranges
@@ -43,12 +43,10 @@ REWARD_TIMEOUT = "seconds that the reward of one completion may take; 0: no limi
 
 @dataclasses.dataclass(frozen=True)
 class GrpoSampling:
-    """Drawing of rollouts, and their way into a batch.
+    """Drawing of rollouts, and their way into a batch."""
 
-    Rollouts are drawn from the whole distribution: a filter's support moves with the policy, so the
-    gradient of what it draws is not that of the renormalised probabilities.
-    """
-
+    # No filters: a filter's support moves with the policy, so the gradient of what it draws is not
+    # that of the renormalised probabilities.
     prompts: Count = setting("prompts of a step", 8)
     group_size: Count = setting("rollouts of a prompt", 8)
     max_tokens: Count = setting("largest number of new tokens", 16)
@@ -63,7 +61,7 @@ class GrpoSampling:
     replay: bool = setting("train through the experts that the sampler used (R3)", True)
 
     def __post_init__(self):
-        # both raise for an unknown name
+        # both refuse an unknown name
         advantages.group_advantages(np.zeros((1, self.group_size)), self.baseline)
         advantages.token_weights([1], self.normalisation)
         if not 1e-30 <= self.temperature <= 1e30:
@@ -132,20 +130,17 @@ class GrpoSettings(TrainingSettings):
     schedule: str = setting("sequential, overlapped or batched sharing of the devices", "batched")
     cohorts: Count = setting("groups of policies that take turns, with schedule batched", 1)
     reward_workers: Count = setting("threads that compute rewards", 4)
-    reward_timeout: float = setting(REWARD_TIMEOUT, scoring.TIMEOUT_S)
+    reward_timeout: Amount = setting(REWARD_TIMEOUT, scoring.TIMEOUT_S)
     max_rows: Count = setting(MAX_ROWS, 256)
-    cache_gib: float = setting(CACHE_GIB, 0.0)
+    cache_gib: Amount = setting(CACHE_GIB, 0.0)
     keep_rollouts: Natural = setting("last steps whose rollouts the catalog keeps; 0: none", 8)
     eval: HeldOutSettings = setting("evaluation before and after training", HeldOutSettings())
-    router_noise: float = setting("std of noise on the trainer's router weights; 0: none", 0.0)
+    router_noise: Amount = setting("std of noise on the trainer's router weights; 0: none", 0.0)
     trainer_dtype: str = setting("dtype of a second base for the trainer; empty: one base", "")
     trainer_quantise: str | None = setting(
         "int8, float8 or empty (none) for that second base; unset: as the sampler's", None
     )
     policies: dict[str, GrpoPolicy] = setting("policies by name")
-
-    def __post_init__(self):
-        scoring.check_timeout(self.reward_timeout)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -253,7 +248,7 @@ class SampleSettings(BatchSettings):
     """Settings of sampling."""
 
     max_rows: Count = setting(MAX_ROWS, 64)
-    cache_gib: float = setting(CACHE_GIB, 0.0)
+    cache_gib: Amount = setting(CACHE_GIB, 0.0)
     sampling: LineSampling = setting("of lines without settings of their own", LineSampling())
 
 
@@ -275,12 +270,9 @@ class EvaluateSettings(CatalogSettings):
     adapters: dict[str, Place] = setting("revision or PEFT directory by label; empty: the base")
     sampling: DrawingSettings = setting("how completions are drawn", DrawingSettings())
     max_rows: Count = setting(MAX_ROWS, 64)
-    cache_gib: float = setting(CACHE_GIB, 0.0)
+    cache_gib: Amount = setting(CACHE_GIB, 0.0)
     slots: Count = setting("adapters of one batch, and on the device at once", 64)
-    reward_timeout: float = setting(REWARD_TIMEOUT, scoring.TIMEOUT_S)
-
-    def __post_init__(self):
-        scoring.check_timeout(self.reward_timeout)
+    reward_timeout: Amount = setting(REWARD_TIMEOUT, scoring.TIMEOUT_S)
 
     def preflight(self) -> None:
         super().preflight()
@@ -311,26 +303,26 @@ class ServeSettings(CatalogSettings):
         (),
     )
     max_rows: Count = setting(MAX_ROWS, 32)
-    cache_gib: float = setting(CACHE_GIB, 0.0)
+    cache_gib: Amount = setting(CACHE_GIB, 0.0)
     reuse_decoded: bool = setting(
         "reuse the cache of sampled tokens in a chat's next turn; rounding may differ", False
     )
-    host_gib: float = setting("host memory for idle policies, and again for adapters, GiB", 4.0)
-    gap_s: float = setting("seconds that decoding rows wait for a training step at most", 0.5)
-    idle_gap_s: float = setting("the same while no row decodes", 2.0)
+    host_gib: Amount = setting("host memory for idle policies, and again for adapters, GiB", 4.0)
+    gap_s: Amount = setting("seconds that decoding rows wait for a training step at most", 0.5)
+    idle_gap_s: Amount = setting("the same while no row decodes", 2.0)
     precompile: Annotated[str, ("background", "before", "only")] = setting(
         "while serving; before it; into the cache only, then exit", "background"
     )
     snapshot_every: Count = setting("updates of a policy between two snapshots of its state", 16)
-    snapshot_s: float = setting("seconds after which a snapshot is taken anyway", 60.0)
-    session_s: float = setting("seconds without a request that end a client's session", 86400.0)
+    snapshot_s: Amount = setting("seconds after which a snapshot is taken anyway", 60.0)
+    session_s: Amount = setting("seconds without a request that end a client's session", 86400.0)
     openai_limits: bool = setting("refuse what OpenAI's API refuses beyond the engine", True)
     body_mb: Count = setting("largest request body, MB; 1 MB on paths that take no data", 64)
-    bodies_gib: float = setting("memory for all request bodies, GiB; beyond it 429", 1.0)
+    bodies_gib: Amount = setting("memory for all request bodies, GiB; beyond it 429", 1.0)
     tenant_requests: Count = setting("requests of a tenant in flight; further ones get 429", 1000)
     tenant_tokens: Natural = setting("tokens of a tenant's requests in flight; 0: no limit", 0)
     tenant_policies: Natural = setting("policies of a tenant in training; 0: no limit", 0)
-    tenant_gib: float = setting("checkpoints and states of a tenant, GiB; 0: no limit", 0.0)
+    tenant_gib: Amount = setting("checkpoints and states of a tenant, GiB; 0: no limit", 0.0)
 
     def __post_init__(self):
         for shape in self.shapes:
@@ -342,7 +334,7 @@ class ServeSettings(CatalogSettings):
         if not self.ranks:
             raise UserError("ranks is empty; expected the ranks that policies may have: (8, 32)")
 
-    creates_catalog = True
+    creates_catalog = needs_one_process = True
 
     def preflight(self) -> None:
         super().preflight()
@@ -370,6 +362,8 @@ class PretrainSettings(RecipeSettings):
     learning_rate: float = setting("peak learning rate", 3e-3)
     envs: tuple[Any, ...] = setting("environments, each a dict of a name and its options")
     model: dict[str, Any] = setting("fields of config.json, without the vocabulary's size")
+
+    needs_one_process = True
 
     def preflight(self) -> None:
         for env in self.envs:
@@ -405,7 +399,7 @@ class ScaleUpSettings(RecipeSettings):
         chips.need_compiler(self.chip if self.topology == "smallest" else self.topology)
 
 
-OF_JOB: dict[str, type[RecipeSettings]] = {
+OF_JOB: dict[str, type[RecipeSettings]] = {  # recipes/JOB.py runs it
     "grpo": GrpoSettings,
     "sft": SftSettings,
     "dpo": DpoSettings,
@@ -419,17 +413,13 @@ OF_JOB: dict[str, type[RecipeSettings]] = {
 
 
 def of_job(job: Any) -> type[RecipeSettings]:
-    """Returns the class of a job's settings; raises ``UserError`` for an unknown job."""
+    """Returns the class of a job's settings."""
     if job not in OF_JOB:
         raise choice("job", job, OF_JOB)
     return OF_JOB[job]
 
 
 def read(config: Mapping[str, Any]) -> Any:
-    """Returns the settings of a config, which names its ``job``.
-
-    Raises:
-        UserError: see ``settings.build``.
-    """
+    """Returns the settings of a config, which names its ``job``; see ``settings.build``."""
     tree = config.to_dict() if hasattr(config, "to_dict") else dict(config)  # type: ignore[attr-defined]
     return settings.build(of_job(tree.get("job")), tree)

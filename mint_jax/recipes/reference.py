@@ -5,12 +5,10 @@ docs/settings.md`` writes the page of all recipes. Imports no JAX for ``--help``
 import importlib
 import shutil
 import textwrap
-from collections.abc import Iterator
 from typing import Any
 
 from mint_jax.harness import settings
 from mint_jax.harness.options import RecipeSettings
-from mint_jax.recipes import RECIPES
 from mint_jax.recipes.options import OF_JOB
 
 HEAD = """# Settings
@@ -22,6 +20,7 @@ Benchmarks declare theirs in `configs/bench/` and `configs/sweeps/`.
 
 Generated from `mint_jax/harness/options.py` and `mint_jax/recipes/options.py`.
 """  # noqa: E501
+TABLE = "| setting | default | type | meaning |\n| --- | --- | --- | --- |"
 
 
 def usage(cls: type[RecipeSettings], tree: dict[str, Any]) -> str:
@@ -37,23 +36,22 @@ def usage(cls: type[RecipeSettings], tree: dict[str, Any]) -> str:
     return "\n".join(out)
 
 
+def summary(job: str) -> str:
+    """Returns the first paragraph of a recipe's docstring."""
+    doc = importlib.import_module(f"mint_jax.recipes.{job}").__doc__ or ""
+    return doc.split("\n\n")[0].strip().replace("\n", " ")
+
+
 def page() -> str:
-    """Returns the page."""
+    """Returns the page; ``NAME`` stands for a policy's name."""
     parts = [HEAD]
-    for job, module in RECIPES.items():
-        doc = importlib.import_module(module).__doc__ or ""
-        about = doc.split("\n\n")[0].strip().replace("\n", " ")
-        head = "| setting | default | type | meaning |\n| --- | --- | --- | --- |"
-        parts.append(f"## {job}\n\n{about}\n\n{head}\n" + "\n".join(_rows(OF_JOB[job])))
+    for job, cls in OF_JOB.items():
+        parts.append(f"## {job}\n\n{summary(job)}\n\n{TABLE}")
+        for path, words, value, line in settings.describe(cls, {}):
+            usual = "(not set)" if value is None else f"`{value!r}`"
+            cells = f"`{path}`", "" if value is settings.UNSET else usual, words, line
+            parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(parts) + "\n"
-
-
-def _rows(cls: type) -> Iterator[str]:
-    """Yields a table row for every setting; ``NAME`` stands for a policy's name."""
-    for path, words, value, line in settings.describe(cls, {}):
-        shown = "(not set)" if value is None else "" if value is settings.UNSET else f"`{value!r}`"
-        cells = (f"`{path}`", shown, words, line)
-        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 if __name__ == "__main__":

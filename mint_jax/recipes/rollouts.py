@@ -20,8 +20,9 @@ from mint_jax.catalog import rollouts as catalog_rollouts
 from mint_jax.envs.env import Environment, Example
 from mint_jax.errors import UserError
 from mint_jax.harness import adapters, start
-from mint_jax.harness.catalogs import JobCatalog
+from mint_jax.harness.adapters import JobCatalog
 from mint_jax.harness.start import PolicyData
+from mint_jax.lora.tree import Slot
 from mint_jax.models import base as base_lib
 from mint_jax.models import moe
 from mint_jax.models.base import Base
@@ -44,23 +45,17 @@ class Member(PolicyData):
 
 @dataclasses.dataclass
 class Rollout:
-    """Completions of one policy's step; examples and prompts are in the same order.
-
-    Attributes:
-        drawn_by: digest of the fixed revision that drew them, or the policy's version.
-    """
+    """Completions of one policy's step, by prompt."""
 
     examples: list[Example]
     prompts: list[list[int]]
     completions: list[list[Completion]]
-    drawn_by: str | int = 0
+    drawn_by: str | int = 0  # digest of a fixed revision, or the policy's version
 
 
 def members_of(config: GrpoSettings, base: Base) -> dict[str, Member]:
-    """Returns the policies with their prompts encoded.
-
-    Raises:
-        UserError: a prompt and its completion exceed the context.
+    """Returns the policies with their prompts encoded; refuses prompts that leave no room for a
+    completion.
     """
     members = {}
     for name, policy in config.policies.items():
@@ -86,7 +81,6 @@ class PolicySampler:
 
     Attributes:
         tokens: number of tokens sampled in this process.
-        fixed: digest or PEFT directory of policies that sample from another adapter.
     """
 
     def __init__(
@@ -99,11 +93,12 @@ class PolicySampler:
             tokenizer.decode,
             config.max_rows,
             keep_routes=base.cfg.routed and any(s.replay for s in samplings),
-            cache_bytes=start.cache_bytes(config.cache_gib),
+            cache_bytes=int(config.cache_gib * 2**30) or None,
             keep_cache=False,
         )
-        self.stop_ids, self.tokens, self.fixed = tokenizer.eos_ids, 0, dict[str, str]()
-        self._resident, self._digests = ResidentAdapters({}, {}), dict[str, str]()  # of fixed
+        self.stop_ids, self.tokens = tokenizer.eos_ids, 0
+        # adapters of policies that sample from another one
+        self._fixed, self._resident = dict[str, tuple[str, Slot]](), ResidentAdapters({}, {})
 
     @contextlib.contextmanager
     def sampling_from(self, fixed: dict[str, str], catalog: JobCatalog) -> Iterator[None]:
@@ -115,14 +110,14 @@ class PolicySampler:
         names = list(fixed.values())
         with (
             adapters.pool_of(self.base, names, catalog, max(1, len(names))) as pool,
-            pool.hold(names) as resident,
+            pool.hold(names) as self._resident,
         ):
-            digests = {name: pool.digests[text] for name, text in fixed.items()}
-            self.fixed, self._resident, self._digests = fixed, resident, digests
+            slots = self._resident.slots
+            self._fixed = {name: (pool.digests[text], slots[text]) for name, text in fixed.items()}
             try:
                 yield
             finally:
-                self.fixed, self._resident, self._digests = {}, ResidentAdapters({}, {}), {}
+                self._fixed, self._resident = {}, ResidentAdapters({}, {})
 
     def rollout(self, names: Sequence[str], step: int) -> dict[str, Rollout]:
         """Samples the prompts of a step: one engine call for policies that sample themselves, and
@@ -135,13 +130,13 @@ class PolicySampler:
                 (name, self.members[name].train[i], self.members[name].sampling.group_size, seed)
                 for name in names
                 for i, seed in order[name]
-                if (name in self.fixed) == is_fixed
+                if (name in self._fixed) == is_fixed
             ]
             for name, completions in self._sample(rows, is_fixed).items():
                 member, chosen = self.members[name], [i for i, _ in order[name]]
-                examples = [member.env.train[i] for i in chosen]
-                drawn_by = self._digests[name] if is_fixed else self.trainer.versions[name]
+                drawn_by = self._fixed[name][0] if is_fixed else self.trainer.versions[name]
                 prompts = [member.train[i] for i in chosen]
+                examples = [member.env.train[i] for i in chosen]
                 out[name] = Rollout(examples, prompts, completions, drawn_by)
                 self.tokens += sum(len(c.tokens) for group in completions for c in group)
         return {name: out[name] for name in names}
@@ -166,11 +161,10 @@ class PolicySampler:
         """Samples rows of policy, prompt, number of completions and seed, in one engine call."""
         requests, out = [], {name: [] for name, *_ in rows}
         for name, prompt, n, seed in rows:
-            named: dict[str, Any] = {"version": self.trainer.versions[name]}
-            named["adapter"] = self.trainer.slots[name]
+            named: dict[str, Any] = {"adapter": self.trainer.slots[name]}
+            named["version"] = self.trainer.versions[name]
             if is_fixed:
-                named = {"revision": self._digests[name]}
-                named["adapter"] = self._resident.slots[self.fixed[name]]
+                named = dict(zip(("revision", "adapter"), self._fixed[name]))
             drawing = self.members[name].sampling.drawing
             own = {"prompt": tuple(prompt), "n": n, "seed": seed, "stop_ids": self.stop_ids}
             requests.append(Request(**own, **drawing, **named))
@@ -182,13 +176,8 @@ class PolicySampler:
 
 
 def trainer_base(base: Base, config: GrpoSettings) -> Base:
-    """Returns the trainer's base: the sampler's, unless the config studies a mismatch of the two.
-
-    ``router_noise`` changes the weights of the trainer's routers. ``trainer_dtype`` and
-    ``trainer_quantise`` load a second base, with its memory.
-
-    Raises:
-        UserError: noise for a base without experts.
+    """Returns the trainer's base: the sampler's, unless the config studies a mismatch of the two by
+    noise on the weights of its routers, or by a second base of another dtype.
     """
     dtype, quantise = config.trainer_dtype or config.dtype, config.trainer_quantise
     quantise = config.quantise if quantise is None else quantise
@@ -207,9 +196,8 @@ def trainer_base(base: Base, config: GrpoSettings) -> Base:
 def rollout_metrics(
     sampling: GrpoSampling, rollout: Rollout, rewards_QG: np.ndarray
 ) -> dict[str, float]:
-    """Returns metrics of scored rollouts: reward, its std within a prompt, tokens of a completion
-    and of all, shares of truncated completions and of prompts without advantage, and the entropy of
-    a token in nats, estimated by the mean of ``-log p`` of the drawn ones.
+    """Returns metrics of scored rollouts. ``reward_std`` is within a prompt, ``entropy`` of a token
+    in nats, estimated by the mean of ``-log p`` of the drawn ones.
     """
     drawn = [c for group in rollout.completions for c in group]
     advantage = advantages.group_advantages(rewards_QG, sampling.baseline, sampling.divide_by_std)
@@ -235,14 +223,11 @@ def as_record(rollout: Rollout, rewards_QG: np.ndarray, digest: str) -> catalog_
 
 @dataclasses.dataclass(frozen=True)
 class Episode:
-    """Tokens that a policy and its environment wrote after a prompt.
+    """Tokens of all turns that a policy and its environment wrote after a prompt.
 
     Attributes:
-        prompt: token ids.
-        tokens: of all turns, with the environment's in between.
         drawn: whether the policy drew each of ``tokens``.
-        logprobs: under the sampled distribution; 0 for the environment's tokens.
-        temperature: of that distribution.
+        logprobs: under the distribution sampled at ``temperature``; 0 for tokens not drawn.
         routes, prompt_routes: recorded experts of ``tokens`` and of ``prompt``; see ``Completion``.
     """
 
@@ -270,11 +255,8 @@ def to_groups(
     normalisation: str = "token",
     max_tokens: int = 1,
 ) -> list[Group]:
-    """Returns the groups of one update; ``train.advantages`` has baselines and normalisations. A
-    prompt whose episodes have equal rewards has advantage 0.
-
-    Args:
-        max_tokens: divisor of normalisation ``constant``.
+    """Returns the groups of one update; ``train.advantages`` has baselines and normalisations, and
+    ``max_tokens`` is the divisor of ``constant``.
     """
     advantages_QG = advantages.group_advantages(rewards_QG, baseline, divide_by_std)
     lengths = [sum(one.drawn) for group in episodes for one in group]
@@ -285,8 +267,7 @@ def to_groups(
         for one, value in zip(group, values, strict=True):
             weight = next(weights)
             by_token = [weight if drawn else 0.0 for drawn in one.drawn]
-            advantage = [float(value)] * len(one.tokens)
-            sequence = one.tokens, by_token, advantage, one.logprobs
+            sequence = one.tokens, by_token, [float(value)] * len(one.tokens), one.logprobs
             sequences.append(TrainSequence(*sequence, routes=one.routes))
         first = group[0]
         shared: Any = {"routes": first.prompt_routes, "temperature": first.temperature}

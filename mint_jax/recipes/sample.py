@@ -9,22 +9,20 @@ A line is ``{"prompt": "text"}``, ``{"messages": [...]}`` (with ``tools`` and
 A result is ``{"id", "prompt_tokens", "revision", "completions": [{"tokens", "logprobs", "text",
 "finish"}]}``, in the order of the input; ``revision`` is the adapter's digest, null for the bare
 base. Requested ``top_logprobs`` are lists of [token, log-probability] of a completion; values of
-the prompt's positions have the names of their settings. More adapters than ``config.slots`` take
-turns. The same command continues an interrupted run; see ``harness.batch``.
+the prompt's positions have the names of their settings. See ``harness.batch``.
 """
 
 import dataclasses
 import functools
 import json
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from mint_jax import fields
 from mint_jax.data import chat
 from mint_jax.errors import UserError
-from mint_jax.harness import batch, start
+from mint_jax.harness import batch
 from mint_jax.models.base import Base
 from mint_jax.recipes.options import LineSampling, SampleSettings
 from mint_jax.rollout.engine import Engine
@@ -34,6 +32,7 @@ OF_PROMPT = (
     *("prompt_logprobs", "top_prompt_logprobs", "target_prompt_logprobs"),
     "prompt_alternatives",
 )
+FORMS = ("prompt", "messages", "tokens", "text")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +50,7 @@ SETTINGS = tuple(f.name for f in dataclasses.fields(LineOptions))
 def run(config: SampleSettings, folder: Path) -> dict[str, Any]:
     """Samples ``config.input`` into ``config.output``; returns the result."""
     decides = {f"sampling.{name}": value for name, value in vars(config.sampling).items()}
-    how = functools.partial(LineSampler, config=config)
+    how = functools.partial(sampler, config=config)
     common, rows, drawn, seconds = batch.run(config, folder, how, decides)
     new = sum(len(c.tokens) for completions in drawn for c in completions)
     return {
@@ -63,45 +62,43 @@ def run(config: SampleSettings, folder: Path) -> dict[str, Any]:
     }
 
 
-class LineSampler:
-    """Samples requests of many adapters."""
+def sampler(base: Base, config: SampleSettings) -> batch.Program:
+    """Returns a program that samples requests of many adapters."""
+    decode = base.tokenizer.decode if base.tokenizer is not None else None
+    cache_bytes = int(config.cache_gib * 2**30) or None
+    engine = Engine(base, decode, config.max_rows, cache_bytes=cache_bytes)
 
-    keys = ("id", "adapter", "prompt", "messages", "tokens", "text", *chat.OF_CHATS, *SETTINGS)
-    unit = "prompts"
-
-    def __init__(self, base: Base, config: SampleSettings):
-        self.base, self.defaults = base, vars(config.sampling)
-        decode = base.tokenizer.decode if base.tokenizer is not None else None
-        cache_bytes = start.cache_bytes(config.cache_gib)
-        self.engine = Engine(base, decode, config.max_rows, cache_bytes=cache_bytes)
-
-    def prepare(self, row: batch.Row, where: str) -> Request:
-        request = request_of(self.base, row, self.defaults, where)
+    def prepare(row: batch.Row, where: str) -> Request:
+        request = request_of(base, row, vars(config.sampling), where)
         try:
-            self.engine.check(request, {})
+            engine.check(request, {})
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
         return request
 
     def compute(
-        self, inputs: Sequence[Request], placed: batch.Placed, done: batch.Finished
+        inputs: list[Request], placed: batch.Placed, done: batch.Finished
     ) -> list[list[Completion]]:
         requests = [
             dataclasses.replace(request, adapter=slot, revision=digest)
             for request, slot, digest in zip(inputs, placed.slots, placed.digests)
         ]
-        return self.engine.generate(requests, placed.stacks, finished=done)
+        return engine.generate(requests, placed.stacks, finished=done)
 
-    def to_row(self, made: Request, result: list[Completion], digest: str | None) -> batch.Row:
-        row = {"prompt_tokens": list(made.prompt), "revision": digest}
-        row |= _present(result[0], *OF_PROMPT)
-        if (values := row.get("prompt_logprobs")) is not None:  # JSON has no NaN
-            row["prompt_logprobs"] = [None if math.isnan(p) else p for p in values]
-        names = "tokens", "logprobs", "text", "finish"
-        completions = [
-            {name: getattr(c, name) for name in names} | _present(c, "top_logprobs") for c in result
-        ]
-        return row | {"completions": completions}
+    keys = ("id", "adapter", *FORMS, *chat.OF_CHATS, *SETTINGS)
+    return batch.Program("prompts", keys, prepare, compute, _to_row)
+
+
+def _to_row(request: Request, result: list[Completion], digest: str | None) -> batch.Row:
+    row = {"prompt_tokens": list(request.prompt), "revision": digest}
+    row |= _present(result[0], *OF_PROMPT)
+    if (values := row.get("prompt_logprobs")) is not None:  # JSON has no NaN
+        row["prompt_logprobs"] = [None if math.isnan(p) else p for p in values]
+    names = "tokens", "logprobs", "text", "finish"
+    completions = [
+        {name: getattr(c, name) for name in names} | _present(c, "top_logprobs") for c in result
+    ]
+    return row | {"completions": completions}
 
 
 def _present(completion: Completion, *names: str) -> dict[str, Any]:
@@ -139,8 +136,8 @@ def _bias(where: str, token: str, bias: Any) -> tuple[int, float]:
 
 
 def _prompt(base: Base, row: batch.Row, where: str) -> list[int]:
-    """Returns the token ids of a line's ``prompt``, ``messages``, ``tokens`` or ``text``."""
-    given = [name for name in ("prompt", "messages", "tokens", "text") if name in row]
+    """Returns the token ids of a line's prompt."""
+    given = [name for name in FORMS if name in row]
     if len(given) > 1:
         raise UserError(f"{where} has {' and '.join(given)}: give one of them")
     if "messages" in row:

@@ -13,7 +13,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from mint_jax import host, multihost
+from mint_jax import host
 from mint_jax.errors import UserError
 from mint_jax.harness import start, workdir
 from mint_jax.harness.workdir import WorkdirLock
@@ -29,28 +29,21 @@ def sizes_of(config: ServeSettings) -> Any:
     """Returns ``service.server.Sizes`` of the settings."""
     from mint_jax.service.server import Sizes
 
+    same = ("max_rows", "reuse_decoded", "gap_s", "idle_gap_s", "session_s")
     return Sizes(
         slots=dict.fromkeys(config.ranks, config.slots),
         adapters=dict.fromkeys(config.ranks, config.adapters),
         shapes=[BlockShape(*shape) for shape in config.shapes],
-        max_rows=config.max_rows,
-        cache_bytes=start.cache_bytes(config.cache_gib),
-        reuse_decoded=config.reuse_decoded,
+        cache_bytes=int(config.cache_gib * 2**30) or None,
         host_bytes=int(config.host_gib * 2**30),
-        gap_s=config.gap_s,
-        idle_gap_s=config.idle_gap_s,
         every=config.snapshot_every,
         every_s=config.snapshot_s,
-        session_s=config.session_s,
+        **{name: getattr(config, name) for name in same},
     )
 
 
 def run(config: ServeSettings, folder: Path) -> dict[str, Any]:
     """Serves until a signal; ``precompile=only`` fills the compilation cache and returns."""
-    if (count := multihost.count()) > 1:
-        raise UserError(
-            f"the service is of one process, here are {count}: start one over all its devices"
-        )
     # after the check of the extra's packages
     from mint_jax.service import app, binding, gate
     from mint_jax.service.keys import Keys
@@ -58,16 +51,13 @@ def run(config: ServeSettings, folder: Path) -> dict[str, Any]:
     from mint_jax.service.server import Server
     from mint_jax.service.starting import Starting
 
-    keys = Keys(Path(config.api_keys)) if config.api_keys else None
+    key_folder = Path(config.api_keys) if config.api_keys else None
+    keys = Keys(key_folder) if key_folder else None
     binding.check_binding(config.host, keys, bool(config.certificate) or config.behind_tls)
     binding.check_hosts(config.hosts)
-    sizes = sizes_of(config)
-    default = Quota(
-        tokens=config.tenant_tokens or None,
-        policies=config.tenant_policies or None,
-        bytes=int(config.tenant_gib * 2**30) or None,
-    )
-    quotas = Quotas(default, Path(config.api_keys) if config.api_keys else None)
+    sizes, tenant_bytes = sizes_of(config), int(config.tenant_gib * 2**30) or None
+    tokens, policies = config.tenant_tokens or None, config.tenant_policies or None
+    default = Quota(tokens=tokens, policies=policies, bytes=tenant_bytes)
     limits = gate.Limits(
         body_bytes=config.body_mb << 20,
         tenant=config.tenant_requests,
@@ -91,7 +81,7 @@ def run(config: ServeSettings, folder: Path) -> dict[str, Any]:
             name=config.name or None,
             tokenizer=config.tokenizer or None,
             peft_folder=Path(config.peft_folder) if config.peft_folder else None,
-            quotas=quotas,
+            quotas=Quotas(default, key_folder),
         )
 
     tls: dict[str, Any] = {}

@@ -167,27 +167,28 @@ def data_of(
 def _encoded(
     name: str, data: DataSettings, base: Base, task: Task, rows: Sequence[LocatedRow]
 ) -> list[Group]:
-    """Returns rows as groups; too long ones are treated as ``data.too_long`` says, and counted."""
+    """Returns rows as groups; too long ones are treated as ``data.too_long`` says."""
     limit = min(data.max_tokens or base.cfg.context, base.cfg.context)
-    groups, cut, dropped = [], 0, 0
+    groups, cut = [], 0
     for where, row in rows:
-        group: Group | None = task.to_group(base, row, where, data.append_eos)
+        group = task.to_group(base, row, where, data.append_eos)
         longest = len(group.prefix) + max(len(s.tokens) for s in group.sequences)
-        if longest > limit:
-            if data.too_long == "refuse":
-                what = "the context" if limit == base.cfg.context else "data.max_tokens"
-                raise UserError(
-                    f"policy {name!r}: {where} has {longest} tokens, which exceeds {what} of"
-                    f" {limit}: shorten it, or set data.too_long to cut or drop"
-                )
-            group = _cut(group, limit) if data.too_long == "cut" else None
-            cut, dropped = cut + (group is not None), dropped + (group is None)
-        if group is not None:
+        if longest <= limit:
             groups.append(group)
-    if cut or dropped:
+            continue
+        if data.too_long == "refuse":
+            what = "the context" if limit == base.cfg.context else "data.max_tokens"
+            raise UserError(
+                f"policy {name!r}: {where} has {longest} tokens, which exceeds {what} of {limit}:"
+                " shorten it, or set data.too_long to cut or drop"
+            )
+        if data.too_long == "cut" and (short := _cut(group, limit)) is not None:
+            groups.append(short)
+            cut += 1
+    if cut or len(groups) < len(rows):
         say(
-            f"policy {name!r}: of {len(rows)} rows {cut} were cut to {limit} tokens and {dropped}"
-            " left out"
+            f"policy {name!r}: of {len(rows)} rows {cut} were cut to {limit} tokens and"
+            f" {len(rows) - len(groups)} left out"
         )
     if rows and not groups:
         raise UserError(
@@ -199,12 +200,12 @@ def _encoded(
 
 def _cut(group: Group, limit: int) -> Group | None:
     """Returns a group cut to ``limit`` tokens; None where a sequence loses all its targets."""
-    left = limit - len(group.prefix)
+    left = max(0, limit - len(group.prefix))
     sequences = [
         dataclasses.replace(s, tokens=s.tokens[:left], weights=s.weights[:left])
         for s in group.sequences
     ]
-    if left < 1 or not all(any(s.weights) for s in sequences):
+    if not all(any(s.weights) for s in sequences):
         return None
     return dataclasses.replace(group, sequences=sequences)
 
@@ -221,7 +222,7 @@ def weighted(groups: Sequence[Group]) -> list[Group]:
     return out
 
 
-def to_group(base: Base, row: dict[str, Any], where: str, append_eos: bool) -> Group:
+def to_group(base: Base, row: Row, where: str, append_eos: bool) -> Group:
     """Returns one text; the tokens before its first target are the prefix."""
     return group_of(chat.supervised_row(base.need_tokenizer(), row, where, append_eos))
 
@@ -238,7 +239,7 @@ def group_of(*marked: chat.Marked, pair_weight: float = 0.0) -> Group:
     return Group(marked[0].tokens[:first], sequences, pair_weight)
 
 
-def from_env(examples: Sequence[Example]) -> list[dict[str, Any]]:
+def from_env(examples: Sequence[Example]) -> list[Row]:
     """Returns prompts and answers; after a text prompt come a space, the answer and a newline."""
     return [
         {

@@ -118,50 +118,36 @@ def test_gradients_start_and_export_agree_with_peft(with_peft, hf_dirs, tmp_path
 
 @pytest.mark.long
 def test_a_saved_state_goes_on_bit_for_bit(load, tmp_path):
+    loss = mint.LossConfig("cross_entropy", kl_kind="k3", kl=0.1)
+    drawing = {"temperature": 1.0, "max_tokens": 6}
+    rows = [*ROWS[1:], {"text": "one more row, which is longer than the others are, by some words"}]
+
+    def goes_on(policy):
+        metrics = [policy.train_step(rows) for _ in range(2)]
+        [drawn] = policy.completions(["2 + 2 ="], n=4, **drawing)
+        state = policy.save_state(tmp_path / "states" / "later.state").read_bytes()
+        return metrics, policy.adapter(), [c.tokens for c in drawn], state
+
     with load() as base:
-        policy = base.policy(
-            "a",
-            3,
-            targets=["q", "down"],
-            learning_rate=1e-2,
-            loss=mint.LossConfig("cross_entropy", kl_kind="k3", kl=0.1),
-        )
+        policy = base.policy("a", 3, targets=["q", "down"], learning_rate=1e-2, loss=loss)
         policy.train_step(ROWS)
         with mint.open(tmp_path / "catalog", create=True) as store:
             policy.save(store)
-            started = base.policy(
-                "b", start=store["a@latest"], loss=policy.config.loss, learning_rate=1e-2
-            )
+            start = store["a@latest"]
+            started = base.policy("b", start=start, loss=loss, learning_rate=1e-2)
         base.remove("a")
         started.train_step(ROWS)
         started.forward_backward(ROWS[:1])
-        started.completions(["2"], n=2, temperature=1.0, max_tokens=3)
+        started.completions(["2"], n=2, **drawing)
         file = started.save_state(tmp_path / "states" / "b.state")
-        rows = [
-            *ROWS[1:],
-            {"text": "one more row, which is longer than the others are, by some words at least"},
-        ]
-        expected = [started.train_step(rows) for _ in range(2)], started.adapter()
-        drawn = [
-            c.tokens
-            for c in started.completions(["2 + 2 ="], n=4, temperature=1.0, max_tokens=6)[0]
-        ]
-        pending = started.save_state(tmp_path / "states" / "later.state")
+        expected = goes_on(started)
     with load() as base:
         again = base.resume(file)
         assert (again.name, again.steps, again.draws) == ("b", 1, 1)
-        assert (
-            again.config.adapter.rank,
-            again.config.optimizer.learning_rate,
-            again.config.loss.kl,
-        ) == (3, 1e-2, 0.1)
-        found = [again.train_step(rows) for _ in range(2)], again.adapter()
-        assert found[0] == expected[0]
-        chex.assert_trees_all_equal(found[1], expected[1])
-        assert [
-            c.tokens for c in again.completions(["2 + 2 ="], n=4, temperature=1.0, max_tokens=6)[0]
-        ] == drawn
-        assert again.save_state(tmp_path / "again.state").read_bytes() == pending.read_bytes()
+        assert (again.config.adapter.rank, again.config.loss) == (3, loss)
+        found = goes_on(again)
+        chex.assert_trees_all_equal(found[:2], expected[:2])
+        assert found[2:] == expected[2:]
     file.write_bytes(file.read_bytes()[:-7])
     with load() as base, pytest.raises(mint.UserError, match=r"b\.state"):
         base.resume(file)

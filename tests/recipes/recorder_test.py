@@ -9,7 +9,7 @@ import pytest
 from mint_jax.catalog.packed import Schema
 from mint_jax.catalog.records.exports import Export
 from mint_jax.errors import UserError
-from mint_jax.harness.catalogs import JobCatalog
+from mint_jax.harness.adapters import JobCatalog
 from mint_jax.harness.recorder import Snapshot, claim_policies
 from mint_jax.lora.tree import AdapterConfig
 

@@ -9,7 +9,7 @@ import pytest
 from mint_jax import launch
 from mint_jax.errors import UserError
 from mint_jax.harness import settings
-from mint_jax.recipes import RECIPES, options, reference
+from mint_jax.recipes import options, reference
 
 ROOT = Path(__file__).parents[2]
 TEN_LINES = """
@@ -40,32 +40,26 @@ def own(tmp_path):
 
 def test_what_a_file_leaves_out_has_its_default_and_can_be_set(own):
     config = own()
-    assert (
-        config.dtype,
-        config.mesh.data,
-        config.checkpoint.every,
-        config.policies["adder"].batch_size,
-    ) == ("float32", -1, 10, 8)
-    assert config.policies["adder"].seed is None, "derived, unless somebody sets it"
+    assert (config.dtype, config.mesh.data, config.checkpoint.every) == ("float32", -1, 10)
+    assert config.policies["adder"].seed is None, "derived, unless set"
     config = own(
-        "--config.catalog=runs/catalog",
+        "--config.catalog=~/catalog",
+        "--config.policies.adder.data.path=~/d.jsonl",
         "--config.policies.adder.optimizer.warmup_steps",
         "3",
         "--config.policies.adder.seed=7",
         "--config.policies.*.adapter.alpha=64",
-        "--config.checkpoint.keep=5",
         "--config.tensorboard=false",
         "--config.policies.v2.adapter.targets=('q', 'v')",
     )
-    assert config.catalog == "runs/catalog"
-    assert config.policies["adder"].optimizer.warmup_steps == 3
-    assert config.policies["v2"].optimizer.warmup_steps == 0
-    assert config.policies["adder"].seed == 7
+    adder, other = config.policies["adder"], config.policies["v2"]
+    home = str(Path.home())
+    assert (config.catalog, adder.data.path) == (f"{home}/catalog", f"{home}/d.jsonl")
+    assert (adder.optimizer.warmup_steps, other.optimizer.warmup_steps) == (3, 0)
+    assert (adder.seed, config.tensorboard) == (7, False)
     assert [p.adapter.alpha for p in config.policies.values()] == [64.0, 64.0]
-    assert isinstance(config.policies["v2"].adapter.alpha, float)
-    assert config.checkpoint.keep == 5
-    assert config.tensorboard is False
-    assert config.policies["v2"].adapter.targets == ("q", "v")
+    assert isinstance(other.adapter.alpha, float)
+    assert other.adapter.targets == ("q", "v")
 
 
 @pytest.mark.parametrize(
@@ -73,10 +67,6 @@ def test_what_a_file_leaves_out_has_its_default_and_can_be_set(own):
     [
         ("stepps=3", "stepps is no setting: did you mean steps?"),
         ("checkpoint.evry=3", "checkpoint.evry is no setting: did you mean checkpoint.every?"),
-        (
-            "policies.adder.optimizer.warmup=3",
-            "did you mean policies.adder.optimizer.warmup_steps?",
-        ),
         ("steps.more=3", "steps is a value, not a section: set --config.steps=3"),
         ("checkpoint=3", "checkpoint is a section, not a value: .* it has every, keep"),
     ],
@@ -92,10 +82,7 @@ def test_a_misspelt_setting_is_refused_with_the_nearest(own, change, says):
         ("steps=abc", "steps is 'abc'; expected a whole number, at least 1: set --config.steps"),
         ("steps=0", "steps is 0; expected a whole number, at least 1"),
         ("tensorboard=maybe", "tensorboard is 'maybe'; expected True or False"),
-        (
-            "policies.adder.optimizer.learning_rate=fast",
-            "learning_rate is 'fast'; expected a number",
-        ),
+        ("policies.*.optimizer.learning_rate=fast", "learning_rate is 'fast'; expected a number"),
         (
             "policies.adder.optimizer.schedule=steps",
             "policies.adder.optimizer: schedule is 'steps'; choose one of",
@@ -139,23 +126,7 @@ def test_an_argument_that_nobody_takes_is_refused(own, tmp_path):
         launch.load(str(ROOT / "configs" / "quickstart.py") + ":cii")
 
 
-def test_home_is_expanded_in_every_path(own, monkeypatch):
-    monkeypatch.setenv("HOME", "/home/somebody")
-    config = own(
-        "--config.base=~/b",
-        "--config.catalog=~/c",
-        "--config.payloads=~/p",
-        "--config.policies.adder.data.path=~/d.jsonl",
-    )
-    assert (config.base, config.catalog, config.payloads) == (
-        "/home/somebody/b",
-        "/home/somebody/c",
-        "/home/somebody/p",
-    )
-    assert config.policies["adder"].data.path == "/home/somebody/d.jsonl"
-
-
-@pytest.mark.parametrize("job", RECIPES)
+@pytest.mark.parametrize("job", options.OF_JOB)
 def test_every_setting_has_a_line(job):
     found = list(settings.describe(options.of_job(job), {}))
     assert [line.path for line in found if not line.help] == []
@@ -182,5 +153,4 @@ def test_help_lists_every_setting_with_its_present_value(capsys):
 def test_the_page_of_all_settings_is_up_to_date():
     """``python -m mint_jax.recipes.reference > docs/settings.md`` makes it anew."""
     assert (ROOT / "docs" / "settings.md").read_text() == reference.page()
-    for name in [n for n in reference.page().split("\n## ")[1:] if n.startswith("grpo")]:
-        assert "`policies.NAME.adapter.rank` |  |" in name, "what must be given has no default"
+    assert "`policies.NAME.adapter.rank` |  |" in reference.page(), "what must be given"

@@ -54,18 +54,14 @@ def test_schedules_give_the_same_policies(own_env, tmp_path):
         workdir = tmp_path / f"{schedule}{cohorts}"
         result = run_config(config, workdir)
         with Catalog.open(workdir / "catalog") as catalog:
+            for p in result["policies"]:
+                assert catalog.resolve(p["name"]).digest == p["revision"]
             results[schedule, cohorts] = {
                 p["name"]: unpack(catalog.load(p["revision"]))[0] for p in result["policies"]
             }
-            assert [catalog.resolve(p["name"]).digest for p in result["policies"]] == [
-                p["revision"] for p in result["policies"]
-            ]
-        for p in result["policies"]:
-            assert p["adapter_bytes"] > 0
         rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-        assert sorted((r["step"], r["name"]) for r in rows) == [
-            (s, n) for s in range(2) for n in ("cispo", "ppo")
-        ]
+        expected = [(s, n) for s in range(2) for n in ("cispo", "ppo")]
+        assert sorted((r["step"], r["name"]) for r in rows) == expected
         assert (workdir / "rewards.png").stat().st_size > 1000
     first = jax.tree.leaves(results["sequential", 1])
     assert any(np.abs(x).max() > 0 for x in first)
@@ -74,13 +70,6 @@ def test_schedules_give_the_same_policies(own_env, tmp_path):
             # float32 sums in another order; Adam divides by the gradient's own size, so a step of
             # 1e-4 may differ in part
             np.testing.assert_allclose(a, b, atol=2e-5)
-
-
-def test_a_bad_reward_names_policy_and_remedy(own_env, tmp_path):
-    config = only(tiny("grpo"), "ppo")
-    config.policies.ppo.env.name = own_env(lambda text, example: 1 / 0)
-    with pytest.raises(UserError, match=r"division by zero; .*ppo"):
-        run_config(config, tmp_path)
 
 
 @pytest.mark.parametrize("where", ["held out", "in training"])

@@ -1,2 +1,0 @@
-class RayError(Exception):
-    pass
