@@ -217,13 +217,14 @@ def _variables(tokenizer: Tokenizer, row: Row, form: tuple[str, ...]) -> dict[st
         )
     if "tools" not in given:
         return variables
+    tools = _read_json(given["tools"], list, "tools")
+    tools = [_read_json(tool, dict, "tools") for tool in tools]
     if not re.search(r"\btools\b", tokenizer.sources[1] or ""):
         raise UserError(
             "there are tools, but this checkpoint's chat template has no place for them: leave"
             " them out"
         )
-    tools = _read_json(given["tools"], list, "tools")
-    return variables | {"tools": [_read_json(tool, dict, "tools") for tool in tools]}
+    return variables | {"tools": tools}
 
 
 def _read_json(value: Any, kind: type, column: str) -> Any:

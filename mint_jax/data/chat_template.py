@@ -49,12 +49,10 @@ def read_templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
 
 
 class Template:
-    """A compiled template; ``marks``: it marks replies with ``{% generation %}``. Raises
-    ``UserError``: the source is not valid jinja.
-    """
+    """A compiled template. Raises ``UserError``: the source is not valid jinja."""
 
     def __init__(self, source: str):
-        self.marks = re.search(r"{%[-+]?\s*generation\s*[-+]?%}", source) is not None
+        self._marks = re.search(r"{%[-+]?\s*generation\s*[-+]?%}", source) is not None
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
         )
@@ -69,15 +67,15 @@ class Template:
                 f"the chat template is not valid jinja ({where}): fetch the checkpoint again"
             ) from None
 
-    def render(self, **variables: Any) -> tuple[str, list[Span]]:
-        """Returns the text and the spans of the marked replies."""
+    def render(self, **variables: Any) -> tuple[str, list[Span] | None]:
+        """Returns the text and the spans of the replies between marks; None without marks."""
         text, spans = "", []
         for part in self._template.render(**variables).split(BEGIN):
             reply, mark, rest = part.partition(END)
             if mark and reply:
                 spans.append((len(text), len(text) + len(reply)))
             text += reply + rest
-        return text, spans
+        return text, spans if self._marks else None
 
 
 class _Generation(Extension):

@@ -87,30 +87,22 @@ class Tokenizer:
 
         Tools and documents default to None, and special tokens that the checkpoint lacks are
         undefined. With several templates, ``tool_use`` is used if there are tools, else
-        ``default``.
-
-        Raises:
-            UserError: the checkpoint has no template, or the template refuses the messages.
+        ``default``. Raises ``UserError``: the checkpoint has no template, or the template refuses
+        the messages.
         """
-        return self._render(messages, generation_prompt, variables)[0]
+        return self.render_replies(messages, generation_prompt, **variables)[0]
 
     def render_replies(
-        self, messages: list[Message], **variables: Any
+        self, messages: list[Message], generation_prompt: bool = False, **variables: Any
     ) -> tuple[str, list[Span] | None]:
-        """Returns the text of a conversation and the spans of replies that the template marks with
+        """Returns ``render`` and the spans of replies that the template marks with
         ``{% generation %}``, or None if it marks none.
         """
-        text, spans, marks = self._render(messages, False, variables)
-        return text, spans if marks else None
-
-    def _render(
-        self, messages: list[Message], generation_prompt: bool, variables: dict[str, Any]
-    ) -> tuple[str, list[Span], bool]:
         template = self._template("tool_use" if variables.get("tools") else "default")
         shown = {"tools": None, "documents": None} | self._named | variables
         shown |= {"messages": messages, "add_generation_prompt": generation_prompt}
         try:
-            return *template.render(**shown), template.marks
+            return template.render(**shown)
         except Exception as error:  # jinja2 raises what the template raises
             raise UserError(f"the chat template refuses {str(messages)[:200]}: {error}") from None
 

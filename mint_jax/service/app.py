@@ -62,7 +62,7 @@ def make(
         hosts: see ``Gate``.
         openai_limits: refuse what OpenAI's API refuses beyond the engine.
     """
-    monitor = monitoring.monitor_of(server)
+    server.metrics.register(monitoring.Collector(server))  # type: ignore[arg-type]
     browsers, openai = Browsers(keys), OpenAI(server, openai_limits)
     parts = [kind(server) for kind in (Tinker, Sampling, Rest, MintExtras)]
     tokens = Tokens() if keys is None else keys.tokens
@@ -70,14 +70,13 @@ def make(
     routes = [
         *endpoints.routes(endpoints.tinker_endpoints(), auth, *parts),
         *endpoints.routes(endpoints.openai_endpoints(), openai),
-        *monitor.routes(),
-        monitoring.cost_route(server.costs),
+        *monitoring.routes(server),
         openapi.route(server.base.cfg.context, openai_limits),
         *console_routes(server, browsers, openai),
     ]
     app = Starlette(routes=routes, exception_handlers=HANDLERS | {HTTPException: unrouted})
     gate = Gate(app, keys, limits, quotas=server.quotas, browsers=browsers, hosts=hosts)
-    return monitor.around(gate)
+    return monitoring.measured(gate, server.metrics)
 
 
 async def exchange(tokens: Tokens, request: Request) -> Response:

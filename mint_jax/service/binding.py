@@ -39,9 +39,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _host_of(authority: str) -> str:
-    """Returns the host of a Host header, in lower case, without port, brackets and a final dot;
-    empty if malformed.
-    """
+    """Returns the host of a Host header, lower case, no port; empty if malformed."""
     found = _AUTHORITY.fullmatch(authority)
     return found[1].strip("[]").lower().removesuffix(".") if found else ""
 
@@ -55,9 +53,7 @@ def is_ours(authority: str, hosts: Collection[str] = ()) -> bool:
 
 
 def check_hosts(names: Iterable[str]) -> frozenset[str]:
-    """Returns host names in the form in which ``is_ours`` compares them. Raises ``UserError``: one
-    has a port, a scheme, a path or a wildcard.
-    """
+    """Returns host names as ``is_ours`` compares them. Raises ``UserError``: not a bare host."""
     hosts = set()
     for name in names:
         # an IPv6 address needs no brackets here

@@ -90,9 +90,7 @@ def check_ttl(seconds: Any) -> int | None:
 
 
 def found_or_none(find: Callable[..., Any], *args: Any) -> Any:
-    """Returns what a look-up finds; None if it raises ``UserError`` for another reason than a
-    failed disk.
-    """
+    """Returns ``find(*args)``; None if it raises ``UserError`` but for a failed disk."""
     try:
         return find(*args)
     except DISK_FAILURES:
@@ -312,9 +310,7 @@ class Checkpoints:
     # removal
 
     def remove(self, row: Checkpoint) -> None:
-        """Removes the checkpoint of a row's path. If its bytes cannot be deleted now, a later
-        ``reclaim`` does. Raises ``NotFound`` if it is gone.
-        """
+        """Removes a row; ``reclaim`` deletes its bytes, now or later. Raises ``NotFound``."""
         self.book.remove_checkpoint(row)
         self.reclaim()
 
@@ -384,9 +380,7 @@ class Checkpoints:
                     path.unlink(missing_ok=True)
 
     def policy_of(self, digest: str) -> str:
-        """Returns the policy of a revision's digest: the id of this server's model, or another
-        policy's full name. Other texts, and retired or unknown digests, stay as they are.
-        """
+        """Returns a revision's model of this server, or its policy; other texts stay unchanged."""
         if not _is_digest(digest):
             return digest
         policy = self._policies.get(digest) or self._writing.get(digest)

@@ -28,9 +28,7 @@ class Payer(NamedTuple):
 
 @dataclasses.dataclass
 class Cost:
-    """Seconds of prompts, tokens drawn, passes, updates, and moves of revisions and states to and
-    from slots; and the tokens of the first three.
-    """
+    """Device seconds by kind of work, and the tokens of the first three."""
 
     prefill_s: float = 0.0
     decode_s: float = 0.0
@@ -58,9 +56,7 @@ FIELDS = tuple(field.name for field in dataclasses.fields(Cost))
 
 
 class Costs:
-    """Costs since the database was made; may be called from any thread. ``policy_of`` returns the
-    policy of a revision's digest.
-    """
+    """Costs since the database was made, thread-safe; ``policy_of``: a digest's policy."""
 
     def __init__(self, database: ServerDatabase, policy_of: Callable[[str], str] = str):
         self._database, self._policy_of = database, policy_of
@@ -123,9 +119,7 @@ class Costs:
     def listed(
         self, by: str, tenant: str | None = None, limit: int = -1, offset: int = 0
     ) -> dict[str, Cost]:
-        """Returns costs by ``policy`` or ``tenant``, the highest first; of all tenants, or of one.
-        A revision of no policy has its digest.
-        """
+        """Returns costs by ``policy`` or ``tenant``, highest first; of all tenants, or of one."""
         seconds = " + ".join(f"SUM({kind}_s)" for kind in KINDS)
         rest = f"WHERE ?1 IS NULL OR tenant = ?1 GROUP BY {by} ORDER BY {seconds} DESC, {by}"
         return self._sums(by, f"{rest} LIMIT ?2 OFFSET ?3", tenant, limit, offset)

@@ -18,9 +18,7 @@ MOST = 1000  # points of a chart
 
 
 class Point(NamedTuple):
-    """One update of a policy: the loss of a target before it and the gradient's norm, None if
-    unknown or not finite.
-    """
+    """One update: the loss of a target before it and the gradient's norm; None if not finite."""
 
     at: float
     loss: float | None

@@ -53,9 +53,7 @@ def _encrypted(data: bytes, recipients: Sequence[str]) -> bytes:
 
 
 class Links:
-    """Makes and follows links to files below a folder, signed with the key in a file, which is made
-    if missing.
-    """
+    """Makes and follows links to files, signed with the key in a file, made if missing."""
 
     def __init__(self, folder: Path, key: Path, clock: Callable[[], float]):
         self.folder, self._clock = folder, clock
@@ -70,9 +68,7 @@ class Links:
         return jwt.encode(claims, self._key, "HS256")
 
     def follow(self, token: str) -> Path:
-        """Returns the file of a token. Raises ``UserError`` if it is not valid here, or has
-        expired.
-        """
+        """Returns the file of a token. Raises ``UserError``: not valid here, or expired."""
         try:
             claims = jwt.decode(token, self._key, ["HS256"], options=OPTIONS)  # type: ignore[arg-type]
         except (jwt.PyJWTError, ValueError):

@@ -9,7 +9,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import psutil
@@ -29,7 +29,7 @@ from starlette.routing import Route
 
 from mint_jax.errors import UserError
 from mint_jax.residency.residency import Residency
-from mint_jax.service.costs import BASE, COUNTED, KINDS, Costs
+from mint_jax.service.costs import BASE, COUNTED, KINDS
 from mint_jax.service.endpoints import TABLE
 from mint_jax.service.exchange import path_of
 from mint_jax.service.handlers import CostsQuery, query_of
@@ -40,188 +40,146 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 1
 QUANTILES = (0.5, 0.95, 0.99, 1.0)
 MAX_POLICIES = 200  # shown in ``/debug/state``; the busiest first
 
-Collect = Callable[[], Iterable[Metric]]
+
+def measured(app: Any, registry: CollectorRegistry) -> Any:
+    """Returns an ASGI app that measures another one; wrap the gate, to count its refusals."""
+
+    def make(kind: Any, name: str, help: str, *labels: str, **more: Any) -> Any:
+        return kind(f"mint_http_{name}", help, ("route", *labels), registry=registry, **more)
+
+    requests = make(Counter, "requests", "Completed requests.", "status")
+    help = "Request to end of response."
+    seconds = make(Histogram, "seconds", help, "status", buckets=SECONDS)
+    help = "Request to start of response."
+    first_byte = make(Histogram, "first_byte_seconds", help, buckets=SECONDS)
+    in_flight = make(Gauge, "in_flight", "Requests in flight.")
+    received_bytes = make(Counter, "received_bytes", "Bytes of request bodies.")
+    sent_bytes = make(Counter, "sent_bytes", "Bytes of response bodies.")
+
+    async def call(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await app(scope, receive, send)
+            return
+        found = TABLE.find(scope["method"], path_of(scope))
+        route = "other" if found is None else f"{scope['method']} {found.path}"
+        received, sent = received_bytes.labels(route), sent_bytes.labels(route)
+        began, status = time.perf_counter(), "499"  # the client disconnected before a response
+
+        async def counted_receive() -> Any:
+            message = await receive()
+            received.inc(len(message.get("body", b"")))
+            return message
+
+        async def counted_send(message: Any) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = str(message["status"])
+                first_byte.labels(route).observe(time.perf_counter() - began)
+            sent.inc(len(message.get("body", b"")))
+            await send(message)
+
+        with in_flight.labels(route).track_inprogress():
+            try:
+                await app(scope, counted_receive, counted_send)
+            finally:
+                requests.labels(route, status).inc()
+                seconds.labels(route, status).observe(time.perf_counter() - began)
+
+    return call
 
 
-class Monitor:
-    """Registry of a server's metrics, and its routes. ``collectors`` yield the metrics of other
-    parts at each scrape; ``readiness`` returns the answer of ``/ready``, ``state`` that of
-    ``/debug/state``.
-    """
+def routes(server: Server) -> list[Route]:
+    """Returns the routes of metrics, health, readiness, state and costs."""
 
-    def __init__(
-        self,
-        *collectors: Collect,
-        readiness: Callable[[], Mapping[str, Any]] = lambda: {"status": "ready"},
-        state: Callable[[], Any] = dict,
-        registry: CollectorRegistry | None = None,
-    ):
-        self.registry = registry or CollectorRegistry()
-        self._collectors, self._readiness, self._state = collectors, readiness, state
-        self.registry.register(self)  # type: ignore[arg-type]
+    async def metrics(_: Request) -> Response:
+        text = await run_in_threadpool(generate_latest, server.metrics)
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
-        def make(kind: Any, name: str, help: str, *labels: str, **more: Any) -> Any:
-            labels = ("route", *labels)
-            return kind(f"mint_http_{name}", help, labels, registry=self.registry, **more)
+    async def health(_: Request) -> Response:
+        return _json({"status": "ok"})
 
-        self.requests = make(Counter, "requests", "Completed requests.", "status")
-        help = "Request to end of response."
-        self.seconds = make(Histogram, "seconds", help, "status", buckets=SECONDS)
-        help = "Request to start of response."
-        self.first = make(Histogram, "first_byte_seconds", help, buckets=SECONDS)
-        self.in_flight = make(Gauge, "in_flight", "Requests in flight.")
-        self.received = make(Counter, "received_bytes", "Bytes of request bodies.")
-        self.sent = make(Counter, "sent_bytes", "Bytes of response bodies.")
+    async def ready(_: Request) -> Response:
+        found = server.readiness()
+        return _json(found, 200 if found["status"] == "ready" else 503)
 
-    def collect(self) -> Iterator[Metric]:
-        """Yields the metrics of all collectors, for Prometheus' registry."""
-        for collect in self._collectors:
-            yield from collect()
+    async def state(_: Request) -> Response:
+        return await run_in_threadpool(lambda: _json(state_of(server)))
 
-    def around(self, app: Any) -> Any:
-        """Returns an ASGI app that measures another one; wrap the gate, to count its refusals."""
-
-        async def measured(scope: Any, receive: Any, send: Any) -> None:
-            if scope["type"] != "http":
-                await app(scope, receive, send)
-                return
-            found = TABLE.find(scope["method"], path_of(scope))
-            route = "other" if found is None else f"{scope['method']} {found.path}"
-            received, sent = self.received.labels(route), self.sent.labels(route)
-            began, status = time.perf_counter(), 499  # the client disconnected before a response
-
-            async def counted_receive() -> Any:
-                message = await receive()
-                received.inc(len(message.get("body", b"")))
-                return message
-
-            async def counted_send(message: Any) -> None:
-                nonlocal status
-                if message["type"] == "http.response.start":
-                    status = message["status"]
-                    self.first.labels(route).observe(time.perf_counter() - began)
-                sent.inc(len(message.get("body", b"")))
-                await send(message)
-
-            with self.in_flight.labels(route).track_inprogress():
-                try:
-                    await app(scope, counted_receive, counted_send)
-                finally:
-                    self.requests.labels(route, str(status)).inc()
-                    self.seconds.labels(route, str(status)).observe(time.perf_counter() - began)
-
-        return measured
-
-    def routes(self) -> list[Route]:
-        """Returns the routes of metrics, health, readiness and state."""
-
-        async def metrics(_: Request) -> Response:
-            text = await run_in_threadpool(generate_latest, self.registry)
-            return Response(text, media_type=CONTENT_TYPE_LATEST)
-
-        async def health(_: Request) -> Response:
-            return _json({"status": "ok"})
-
-        async def ready(_: Request) -> Response:
-            found = self._readiness()
-            return _json(found, 200 if found["status"] == "ready" else 503)
-
-        async def state(_: Request) -> Response:
-            return await run_in_threadpool(lambda: _json(self._state()))
-
-        shown = {"/metrics": metrics, "/health": health, "/ready": ready, "/debug/state": state}
-        return [Route(path, endpoint, methods=["GET"]) for path, endpoint in shown.items()]
-
-
-def monitor_of(server: Server) -> Monitor:
-    """Returns the monitor of a server."""
-    help = "Seconds that decoding rows waited for training."
-    return Monitor(
-        lambda: counts("engine", "Counts of the engine.", server.engine.counts),
-        lambda: counts("training", "Counts of live training.", server.live.counts),
-        lambda: quantiles("decode_gap_seconds", help, list(server.durable.gaps)),
-        lambda: device_costs(server.costs),
-        lambda: adapters(server.residency, server.weights.names_of),
-        skipped_kernels,
-        readiness=server.readiness,
-        state=lambda: state_of(server),
-        registry=server.metrics,
-    )
-
-
-def cost_route(costs: Costs) -> Route:
-    """Returns ``GET /admin/costs?by=policy|tenant&tenant=T&limit=N&offset=N``."""
-
-    async def listed(request: Request) -> Response:
+    async def costs(request: Request) -> Response:
         query = query_of(CostsQuery, request)
         if query.by == "tenant" and query.tenant is not None:
             raise UserError("tenant is given with by=tenant: leave one of them out")
-        found = await run_in_threadpool(
-            lambda: costs.listed(query.by, query.tenant, query.limit + 1, query.offset)
-        )
+        wanted = query.by, query.tenant, query.limit + 1, query.offset
+        found = await run_in_threadpool(server.costs.listed, *wanted)
         page = [{query.by: name} | cost.to_json() for name, cost in found.items()]
         return _json({"costs": page[: query.limit], "has_more": len(page) > query.limit})
 
-    return Route("/admin/costs", listed, methods=["GET"])
+    shown = {"/metrics": metrics, "/health": health, "/ready": ready, "/debug/state": state}
+    shown["/admin/costs"] = costs
+    return [Route(path, endpoint, methods=["GET"]) for path, endpoint in shown.items()]
 
 
-# collectors
+class Collector:
+    """Metrics that a server's parts keep, collected at each scrape by Prometheus' registry."""
+
+    def __init__(self, server: Server):
+        self._server = server
+
+    def collect(self) -> Iterator[Metric]:
+        server = self._server
+        for part, help, counts in (
+            ("engine", "Counts of the engine.", server.engine.counts),
+            ("training", "Counts of live training.", server.live.counts),
+        ):
+            for key, value in sorted(dict(counts).items()):  # a copy: its owner goes on counting
+                yield _family(CounterMetricFamily, f"mint_{part}_{key}", help, (), {(): value})
+        gaps = sorted([*server.durable.gaps])
+        quantiles = {(str(q),): gaps[math.ceil(q * len(gaps)) - 1] for q in QUANTILES if gaps}
+        help, name = "Seconds that decoding rows waited for training.", "mint_decode_gap_seconds"
+        yield _family(GaugeMetricFamily, name, help, ["quantile"], quantiles)
+        by_tenant = sorted(server.costs.since_start().items())
+        for unit, suffix, kinds, help in (
+            ("seconds", "s", KINDS, "Device seconds by tenant and kind of work."),
+            ("tokens", "tokens", COUNTED, "Tokens processed in these seconds."),
+        ):
+            spent = {
+                (tenant, kind): getattr(cost, f"{kind}_{suffix}")
+                for tenant, cost in by_tenant
+                for kind in kinds
+            }
+            name, labels = f"mint_device_{unit}", ["tenant", "kind"]
+            yield _family(CounterMetricFamily, name, help, labels, spent)
+        yield adapters(server.residency, server.weights.names_of)
+        skipped = dispatch.passed_over(collections.Counter(), dispatch.platform_here())
+        labels = ["op", "implementation", "reason"]
+        times = {tuple(one[label] for label in labels): one["times"] for one in skipped}
+        help, name = "Calls in traced programs served otherwise.", "mint_kernels_passed_over"
+        yield _family(CounterMetricFamily, name, help, labels, times)
 
 
-def counts(name: str, help: str, values: Mapping[str, float]) -> Iterator[Metric]:
-    """Yields one counter ``mint_NAME_KEY_total`` per key."""
-    for key, value in sorted(dict(values).items()):  # a copy: its owner goes on counting
-        yield CounterMetricFamily(f"mint_{name}_{key}", help, value=value)
-
-
-def quantiles(name: str, help: str, seconds: Iterable[float]) -> Iterator[Metric]:
-    """Yields the ``QUANTILES`` of durations as a gauge; no series without durations."""
-    gauge, ordered = GaugeMetricFamily(f"mint_{name}", help, labels=["quantile"]), sorted(seconds)
-    for q in QUANTILES if ordered else ():
-        gauge.add_metric([str(q)], ordered[math.ceil(q * len(ordered)) - 1])
-    yield gauge
-
-
-def device_costs(costs: Costs) -> Iterator[Metric]:
-    """Yields seconds and tokens since the process started, by tenant and kind of work."""
-    by_tenant = sorted(costs.since_start().items())
-    for unit, suffix, kinds, help in (
-        ("seconds", "s", KINDS, "Device seconds by tenant and kind of work."),
-        ("tokens", "tokens", COUNTED, "Tokens processed in these seconds."),
-    ):
-        counter = CounterMetricFamily(f"mint_device_{unit}", help, labels=["tenant", "kind"])
-        for tenant, cost in by_tenant:
-            for kind in kinds:
-                counter.add_metric([tenant, kind], getattr(cost, f"{kind}_{suffix}"))
-        yield counter
-
-
-def adapters(residency: Residency, names_of: Callable[[str], Iterable[str]]) -> Iterator[Metric]:
-    """Yields ``vllm:lora_requests_info``, by which routers send requests to where their adapter is
-    loaded. An adapter in a slot counts as running, one that is being loaded as waiting.
-    """
+def adapters(residency: Residency, names_of: Callable[[str], Iterable[str]]) -> Metric:
+    """Returns ``vllm:lora_requests_info``, by which routers choose a server: loading is waiting."""
     state = residency.state()
     resident = state["resident"]
     waiting = sorted(set(residency.loads.digests()) - set(resident))
     labels = ["running_lora_adapters", "waiting_lora_adapters", "max_lora"]
     help = "Adapters in slots, adapters being loaded, and slots."
-    gauge = GaugeMetricFamily("vllm:lora_requests_info", help, labels=labels)
     named = [
         ",".join(name for digest in digests for name in names_of(digest))
         for digests in (resident, waiting)
     ]
     slots = sum(bucket["slots"] for bucket in state["slots"].values())
-    gauge.add_metric([*named, str(slots)], time.time())
-    yield gauge
+    samples = {(*named, str(slots)): time.time()}
+    return _family(GaugeMetricFamily, "vllm:lora_requests_info", help, labels, samples)
 
 
-def skipped_kernels() -> Iterator[Metric]:
-    """Yields the kernels of this platform that were skipped while programs were traced."""
-    labels, help = ["op", "implementation", "reason"], "Calls in traced programs served otherwise."
-    counter = CounterMetricFamily("mint_kernels_passed_over", help, labels=labels)
-    for one in dispatch.passed_over(collections.Counter(), dispatch.platform_here()):
-        counter.add_metric([one[label] for label in labels], one["times"])
-    yield counter
+def _family(
+    kind: Any, name: str, help: str, labels: Sequence[str], samples: Mapping[Any, float]
+) -> Metric:
+    family = kind(name, help, labels=labels)
+    for values, value in samples.items():
+        family.add_metric(values, value)
+    return family
 
 
 # ``/debug/state``
@@ -267,9 +225,7 @@ def state_of(server: Server) -> dict[str, Any]:
 
 
 def _policies(server: Server) -> dict[str, dict[str, Any]]:
-    """Returns the places of each policy's training state and nearest revision, and the numbers of
-    its queued training requests and samples.
-    """
+    """Returns places of training state and revision, and queued requests, by policy."""
     new = {"tenant": "", "training": "", "serving": "", "queued": 0, "sampling": 0}
     found: dict[str, dict[str, Any]] = collections.defaultdict(new.copy)
     for name, queued in server.durable.queued().items():

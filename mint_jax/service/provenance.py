@@ -19,9 +19,7 @@ KEPT_BYTES = 1 << 28  # of routes
 
 
 class Sequences:
-    """The newest sampled completions by id; may be called from any thread. Nothing is kept unless
-    the base is ``routed``: has experts.
-    """
+    """The newest sampled completions by id, thread-safe; none of a base without experts."""
 
     def __init__(self, routed: bool, max_bytes: int = KEPT_BYTES):
         self.routed, self.max_bytes = routed, max_bytes
@@ -61,9 +59,7 @@ class Sequences:
         return dataclasses.replace(call, data=data)
 
     def _routes_of(self, spans: Sequence[Any], count: int, tenant: str) -> np.ndarray | None:
-        """Returns the experts of a datum's ``count`` tokens, ``[N, L, X]`` int16, -1 where unknown;
-        None if all are.
-        """
+        """Returns experts of ``count`` tokens, ``[N, L, X]`` int16, -1 where unknown, or None."""
         out, start = None, 0
         for kind, id, offset, length in spans:
             found = self.find(id, tenant)

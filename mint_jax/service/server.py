@@ -221,9 +221,7 @@ class Server:
         return len(todo)
 
     def compile_beside(self, progress: Progress = lambda name, done, total: None) -> Programs:
-        """Compiles every program in another thread while ``running`` serves; a request waits only
-        for the programs that it needs.
-        """
+        """Compiles every program in a thread; a request waits only for its own."""
         self.programs = Programs(self._all_programs(), self.engine.wake, progress)
         self.engine.active.compiled = self.live.compiled = self.programs
         self.programs.start()
@@ -281,9 +279,7 @@ class Server:
                 trimmed = time.monotonic()
 
     def maintain(self) -> None:
-        """Expires old objects and writes new records. A step that fails is logged and tried again
-        by the next call; the others continue, for some of them free space.
-        """
+        """Expires old objects and writes new records; failures are logged and tried again."""
 
         def end_silent() -> None:
             for session in self.tenancy.silent():
@@ -293,9 +289,7 @@ class Server:
         _attempt(end_silent, self.curves.flush, self.costs.flush)
 
     def readiness(self) -> dict[str, Any]:
-        """Returns ``status``, which is ``ready`` once everything is compiled, and what can be
-        served.
-        """
+        """Returns ``status``, ``ready`` once all is compiled, and which requests are served."""
         status, programs = self.trouble(), self.programs
         if programs is None:
             return {"status": status or "ready"}
@@ -342,9 +336,7 @@ class Server:
             )
 
     def adapter_config(self, rank: int, train: Mapping[str, bool]) -> AdapterConfig:
-        """Returns the adapter of a rank over Tinker's families of projections. Raises
-        ``UserError``: no slots take the rank, or no family is trained.
-        """
+        """Returns the adapter of a rank over families of projections. Raises ``UserError``."""
         most = max(self.sizes.slots)
         if type(rank) is not int or not 1 <= rank <= most:
             raise UserError(f"rank is {str(rank)[:40]}; this server trains ranks from 1 to {most}")
@@ -364,9 +356,7 @@ class Server:
         return {family: not own.isdisjoint(members) for family, members in self.families.items()}
 
     def copy(self, tenant: str, source: str, session: str, place: int, ttl_s: int | None) -> str:
-        """Returns the path of a copy of a checkpoint, under a model that is not in training. Raises
-        ``NotFound``; ``Conflict``: the session has another model of this number.
-        """
+        """Returns the path of a copy of a checkpoint. Raises ``NotFound``, ``Conflict``."""
         self.book.session(tenant, session)
         row = self.book.checkpoint(tenant, *checkpoints.parse(source), published=True)
         about = {"metadata": row.details.get("metadata"), "copy_of": source}
@@ -392,9 +382,7 @@ class Server:
         return stream
 
     async def submit_training(self, model: str, tenant: str, number: int, call: Call) -> str:
-        """Returns the id of a training request, within the tenant's quota of tokens; a request that
-        can never fit fails through its future.
-        """
+        """Returns a request's id; one that exceeds the whole quota fails through its future."""
         if not isinstance(call, ForwardBackward):
             return await self.durable.submit_task(model, number, call)
         new, key = False, (model, number)

@@ -49,9 +49,7 @@ class Taken(UserError):
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A name as the client sent it, and the digest of its revision; None: the bare base. Policy and
-    number if the revision is in a catalog.
-    """
+    """A name as the client sent it, and its revision's digest; None: the bare base."""
 
     name: str
     digest: str | None = None

@@ -34,13 +34,15 @@ def turn(role, content) -> dict:
 
 def runs(tokenizer, marked) -> list[tuple[bool, str]]:
     """Consecutive tokens with the same mark, as text."""
-    pairs = itertools.groupby(
-        zip(marked.learn, marked.tokens, strict=True), key=lambda pair: pair[0]
-    )
+    pairs = zip(marked.learn, marked.tokens, strict=True)
     return [
         (learn, tokenizer.decode([token for _, token in group], skip_special=False))
-        for learn, group in pairs
+        for learn, group in itertools.groupby(pairs, key=lambda pair: pair[0])
     ]
+
+
+def learned(tokenizer, marked) -> list[str]:
+    return [part for learn, part in runs(tokenizer, marked) if learn]
 
 
 letters = st.characters(
@@ -56,24 +58,21 @@ def test_exactly_the_assistants_turns_are_learned(tokenizer, theirs):
     @given(contents, st.none() | text, st.none() | text)
     def check(pairs, system, last):
         messages = [turn("system", system)] if system is not None else []
-        messages += [
-            m for user, reply in pairs for m in (turn("user", user), turn("assistant", reply))
-        ]
-        asked = messages + ([turn("user", last)] if last is not None else [])
-        marked = chat.supervised_row(tokenizer, {"messages": asked}, "row")
+        for user, reply in pairs:
+            messages += [turn("user", user), turn("assistant", reply)]
+        # a last turn without an answer is left out
+        unanswered = [turn("user", last)] if last is not None else []
+        row = {"messages": messages + unanswered}
+        marked = chat.supervised_row(tokenizer, row, "row")
         found = runs(tokenizer, marked)
-        # a last turn that nobody answers is left out
         rendered = theirs.apply_chat_template(messages, tokenize=False)
         assert "".join(part for _, part in found) == rendered
-        learned = [part for learn, part in found if learn]
-        assert len(learned) == len(pairs)
-        for part, (_, reply) in zip(learned, pairs):
-            assert part.endswith(reply + END)
+        parts = learned(tokenizer, marked)
+        for part, (_, reply) in zip(parts, pairs, strict=True):
             # A token is learned if any of its characters is the reply's: blanks join the end of the
             # line before them.
             assert part == reply + END or (part == "\n" + reply + END and reply[0].isspace())
-        assert [part for learn, part in found if not learn][-1] == "\n"
-        assert marked.first == marked.learn.index(True)
+        assert found[-1] == (False, "\n")
 
     check()
 
@@ -93,15 +92,7 @@ def pair(request, tmp_path):
     return Tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
 
 
-WORDS = [
-    "blue",
-    " blue",
-    "\n\n",
-    "",
-    "日本",
-    " ",
-    "a\nb",
-]
+WORDS = ["blue", " blue", "\n\n", "", "日本", " ", "a\nb"]
 
 
 def test_what_is_sampled_is_what_is_learned(pair, rng):
@@ -199,36 +190,28 @@ def tooled(tmp_path):
 
 
 def call(arguments):
-    return {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": arguments}}],
-    }
+    calls = [{"type": "function", "function": {"name": "add", "arguments": arguments}}]
+    return {"role": "assistant", "content": None, "tool_calls": calls}
 
 
-@pytest.mark.parametrize("as_json", [False, True])
-def test_tools_and_arguments_reach_the_template_as_objects(tooled, as_json):
-    dumped = (lambda value: json.dumps(value)) if as_json else (lambda value: value)
-    messages = [
-        turn("user", "two plus two?"),
-        call(dumped({"a": 2, "b": {"c": '"x"'}})),
-        {"role": "tool", "content": "4"},
-        turn("assistant", "4"),
-    ]
+@pytest.mark.parametrize("dumped", [json.dumps, lambda value: value], ids=["json", "objects"])
+def test_tools_and_arguments_reach_the_template_as_objects(tooled, dumped):
+    arguments, parts = dumped({"a": 2, "b": {"c": '"x"'}}), ["4" + END]
+    parts = ['<tool>add {"a": 2, "b": {"c": "\\"x\\""}}</tool>' + END, *parts]
+    asked = [turn("user", "two plus two?"), call(arguments)]
+    messages = [*asked, {"role": "tool", "content": "4"}, turn("assistant", "4")]
     for tools in (dumped([TOOL]), [dumped(TOOL)]):
         marked = chat.supervised_row(tooled, {"messages": messages, "tools": tools}, "row")
         text = tooled.decode(marked.tokens, skip_special=False)
         assert text.startswith(f"Tools: {json.dumps([TOOL])}\n<|im_start|>user")
-        learned = [part for learn, part in runs(tooled, marked) if learn]
-        assert learned == ['<tool>add {"a": 2, "b": {"c": "\\"x\\""}}</tool>' + END, "4" + END]
-    reply = {"prompt": messages[:1], "completion": messages[1:2], "tools": [TOOL]}
+        assert learned(tooled, marked) == parts
+    reply = {"prompt": asked[:1], "completion": asked[1:], "tools": [TOOL]}
     assert chat.supervised_row(tooled, reply, "row") == chat.supervised_row(
-        tooled, {"messages": messages[:2], "tools": [TOOL]}, "row"
+        tooled, {"messages": asked, "tools": [TOOL]}, "row"
     )
-    pair = {"prompt": messages[:1], "chosen": messages[1], "rejected": "4", "tools": [TOOL]}
-    chosen, rejected = chat.preference_row(tooled, pair, "row")
-    assert [part for learn, part in runs(tooled, chosen) if learn] == learned[:1]
-    assert [part for learn, part in runs(tooled, rejected) if learn] == ["4" + END]
+    pair = {"prompt": asked[:1], "chosen": asked[1], "rejected": "4", "tools": [TOOL]}
+    found = [learned(tooled, marked) for marked in chat.preference_row(tooled, pair, "row")]
+    assert found == [parts[:1], parts[1:]]
 
 
 def test_prompts_to_sample_are_those_that_are_learned(tooled):
@@ -248,36 +231,6 @@ def test_prompts_to_sample_are_those_that_are_learned(tooled):
     )
     assert tooled.decode(bare).endswith("<think></think>")
     assert bare[: len(prompt)] == prompt
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"text": "a b", "tools": [TOOL]}, "row 5: there are tools and plain text"),
-        (
-            {"messages": [turn("user", "q"), turn("assistant", "a")], "tools": "add"},
-            "row 5: tools has 'add'; expected a list, or its JSON",
-        ),
-        (
-            {
-                "messages": [turn("user", "q"), turn("assistant", "a")],
-                "chat_template_kwargs": {"tools": []},
-            },
-            "row 5: chat_template_kwargs has 'tools'",
-        ),
-        (
-            {"messages": [turn("user", "q"), call("[1]")]},
-            r"row 5: a call of add has '\[1\]'; expected an object",
-        ),
-        (
-            {"prompt": "q", "completion": [turn("assistant", "a"), turn("assistant", "b")]},
-            "row 5: the reply to a prompt that is text",
-        ),
-    ],
-)
-def test_what_rows_say_of_chats_is_checked(tooled, row, message):
-    with pytest.raises(UserError, match=message):
-        chat.supervised_row(tooled, row, "row 5")
 
 
 @pytest.mark.parametrize(
@@ -301,27 +254,21 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer, tmp_path, 
         chat.supervised_row(Tokenizer(tmp_path), {"messages": messages}, "line 3")
 
 
+Q, GOOD, BAD = turn("user", "q"), turn("assistant", "good"), turn("assistant", "bad one")
+
+
 @pytest.mark.parametrize(
     "row",
     [
-        {"prompt": [turn("user", "q")], "chosen": "good", "rejected": "bad one"},
-        {
-            "prompt": [turn("user", "q")],
-            "chosen": [turn("assistant", "good")],
-            "rejected": [turn("assistant", "bad one")],
-        },
-        {
-            "chosen": [turn("user", "q"), turn("assistant", "good")],
-            "rejected": [turn("user", "q"), turn("assistant", "bad one")],
-        },
+        {"prompt": [Q], "chosen": "good", "rejected": "bad one"},
+        {"prompt": [Q], "chosen": [GOOD], "rejected": [BAD]},
+        {"chosen": [Q, GOOD], "rejected": [Q, BAD]},
     ],
 )
 def test_preferences_share_their_prompt(tokenizer, row):
-    chosen, rejected = chat.preference_row(tokenizer, row, "row")
-    prompt = tokenizer.encode_chat([turn("user", "q")])
-    for marked, reply in ((chosen, "good"), (rejected, "bad one")):
-        assert marked.tokens[: marked.first] == prompt
-        assert [part for learn, part in runs(tokenizer, marked) if learn] == [reply + END]
+    for marked, reply in zip(chat.preference_row(tokenizer, row, "row"), ("good", "bad one")):
+        assert marked.tokens[: marked.first] == tokenizer.encode_chat([Q])
+        assert learned(tokenizer, marked) == [reply + END]
 
 
 @pytest.mark.parametrize(
@@ -329,12 +276,22 @@ def test_preferences_share_their_prompt(tokenizer, row):
     [
         ({"question": "q", "answer": "a"}, "columns question, answer; expected messages"),
         ({"text": "a"}, "a text of 1 tokens; at least 2"),
-        ({"prompt": "q", "completion": ""}, "nothing|no .*learn|empty"),
-        ({"messages": [turn("user", "q"), {"role": "assistant"}]}, "template refuses"),
-        ({"messages": []}, "row 5: messages is .*; expected a list of messages"),
-        ({"prompt": "q", "completion": 5}, "row 5: completion is '5'; expected a string"),
+        ({"prompt": "q", "completion": ""}, "the reply is empty: there is nothing to learn"),
+        ({"messages": [Q, {"role": "assistant"}]}, "template refuses"),
+        ({"messages": [Q]}, "no assistant turn"),
+        ({"messages": []}, "messages is .*; expected a list of messages"),
+        ({"prompt": "q", "completion": 5}, "completion is '5'; expected a string"),
+        ({"prompt": "q", "completion": [GOOD, BAD]}, "the reply to a prompt that is text"),
+        ({"text": "a b", "tools": [TOOL]}, "there are tools and plain text"),
+        ({"messages": [Q, GOOD], "tools": "add"}, "tools has 'add'; expected a list, or its JSON"),
+        ({"messages": [Q, GOOD], "tools": [TOOL]}, "template has no place for them"),
+        (
+            {"messages": [Q, GOOD], "chat_template_kwargs": {"tools": []}},
+            "chat_template_kwargs has 'tools'",
+        ),
+        ({"messages": [Q, call("[1]")]}, r"a call of add has '\[1\]'; expected an object"),
     ],
 )
-def test_rows_with_nothing_to_learn_are_refused(tokenizer, row, message):
-    with pytest.raises(UserError, match=message):
+def test_bad_rows_are_refused(tokenizer, row, message):
+    with pytest.raises(UserError, match=f"row 5.*{message}"):
         chat.supervised_row(tokenizer, row, "row 5")

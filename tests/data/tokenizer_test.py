@@ -14,16 +14,12 @@ from mint_jax.data.tokenizer import Tokenizer
 from mint_jax.errors import UserError
 from mint_jax.models import base as base_lib
 
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "weather",
-            "description": "Wetter in 東京 <b>&",
-            "parameters": {"type": "object", "properties": {}},
-        },
-    }
-]
+WEATHER = {
+    "name": "weather",
+    "description": "Wetter in 東京 <b>&",
+    "parameters": {"type": "object"},
+}
+TOOLS = [{"type": "function", "function": WEATHER}]
 CHAT = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "What is 17 + 25?\n\tÜber <|im_end|> 日本"},
@@ -116,30 +112,23 @@ def test_what_templates_use_renders_as_in_transformers(copy, template):
 NAMED = {"default": "plain {{ messages[0].role }}", "tool_use": "{{ tools | length }} tools"}
 
 
-@pytest.mark.parametrize("form", ["list", "mapping", "files", "files over a config"])
+@pytest.mark.parametrize("form", ["list", "mapping", "files over a config"])
 def test_named_templates_are_taken_as_in_transformers(copy, form):
     """``tool_use`` where there are tools, else ``default``."""
-    if form == "list":
-        change_config(
-            copy, chat_template=[{"name": name, "template": text} for name, text in NAMED.items()]
-        )
-    elif form == "mapping":
-        change_config(copy, chat_template=NAMED)
-    else:
-        change_config(
-            copy, chat_template=[{"name": "default", "template": "no"}] if "over" in form else None
-        )
-        (copy / "chat_template.jinja").write_text(NAMED["default"])
+    listed = [{"name": name, "template": text} for name, text in NAMED.items()]
+    change_config(copy, chat_template=NAMED if form == "mapping" else listed)
+    named = NAMED
+    if form == "files over a config":
+        named = {name: f"file {text}" for name, text in NAMED.items()}
+        (copy / "chat_template.jinja").write_text(named["default"])
         (copy / "additional_chat_templates").mkdir()
-        (copy / "additional_chat_templates" / "tool_use.jinja").write_text(NAMED["tool_use"])
+        (copy / "additional_chat_templates" / "tool_use.jinja").write_text(named["tool_use"])
     mine, theirs = Tokenizer(copy), AutoTokenizer.from_pretrained(copy)
     for tools in (None, TOOLS):
-        wanted = theirs.apply_chat_template(
-            CHAT, tools=tools, tokenize=False, add_generation_prompt=True
-        )
-        assert mine.render(CHAT, True, tools=tools) == wanted
-    assert mine.render(CHAT, tools=TOOLS) == "1 tools"
-    assert set((mine.sources[1] or "").split("\n")) == set(NAMED.values())
+        wanted = theirs.apply_chat_template(CHAT, tools=tools, tokenize=False)
+        assert mine.render(CHAT, False, tools=tools) == wanted
+    assert mine.render(CHAT, tools=TOOLS).endswith("1 tools")
+    assert set((mine.sources[1] or "").split("\n")) == set(named.values())
 
 
 def test_a_post_processor_adds_its_tokens_unless_told_not_to(tmp_path):
@@ -151,14 +140,9 @@ def test_a_post_processor_adds_its_tokens_unless_told_not_to(tmp_path):
     )
     fast.add_special_tokens(["<s>", "</s>"])
     fast.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text(
-        json.dumps(
-            {
-                "tokenizer_class": "PreTrainedTokenizerFast",
-                "eos_token": {"__type": "AddedToken", "content": "</s>"},
-            }
-        )
-    )
+    end = {"__type": "AddedToken", "content": "</s>"}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": 3}))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 3]}))
     mine, hf = Tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)

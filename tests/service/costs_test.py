@@ -2,6 +2,7 @@
 told to operators.
 """
 
+import collections
 import functools
 import io
 import time
@@ -30,38 +31,31 @@ def database(tmp_path):
         yield database
 
 
-def random_shares(rng):
+def test_parts_sum_to_the_whole_by_policy_and_tenant(rng, database):
+    costs, seconds, tokens = Costs(database), collections.Counter(), collections.Counter()
     payers = [Payer(tenant, policy) for tenant in "ab" for policy in ("p", "q", BASE)]
-    return {
-        payers[i]: int(rng.integers(1, 300))
-        for i in rng.choice(len(payers), int(rng.integers(1, 6)), replace=False)
-    }
-
-
-def test_parts_sum_to_the_whole_and_are_each_ones_own(rng, database):
-    costs, seconds, tokens = Costs(database), {}, {}
     for i in range(200):
-        kind, took, shares = str(rng.choice(KINDS)), float(rng.exponential()), random_shares(rng)
+        kind, took = str(rng.choice(KINDS)), float(rng.exponential())
+        chosen = rng.choice(len(payers), int(rng.integers(1, 6)), replace=False)
+        shares = {payers[i]: int(rng.integers(1, 300)) for i in chosen}
         costs.charge(kind, took, shares)
         for (tenant, policy), share in shares.items():
-            part = took * share / sum(shares.values())
             for key in ("tenant", tenant), ("policy", policy):
-                seconds[key] = seconds.get(key, 0.0) + part
-                tokens[key] = tokens.get(key, 0) + share * (kind in ("prefill", "decode", "train"))
+                seconds[key] += took * share / sum(shares.values())
+                tokens[key] += share * (kind in ("prefill", "decode", "train"))
         if i % 50 == 0:
             costs.flush()
-    found = {("policy", name): cost for name, cost in costs.listed("policy").items()}
-    found |= {("tenant", name): cost for name, cost in costs.listed("tenant").items()}
+    found = {(by, n): cost for by in ("policy", "tenant") for n, cost in costs.listed(by).items()}
     assert {key: cost.tokens for key, cost in found.items()} == tokens
-    for key, cost in found.items():
-        assert cost.seconds == pytest.approx(seconds[key], rel=1e-9)
-    assert sum(cost.seconds for cost in costs.listed("policy").values()) == pytest.approx(
-        costs.measured_s, rel=1e-9
-    )
-    order = list(costs.listed("policy"))
+    # sums in another order
+    assert {key: cost.seconds for key, cost in found.items()} == pytest.approx(seconds, rel=1e-9)
+    policies = costs.listed("policy")
+    whole = sum(cost.seconds for cost in policies.values())
+    assert whole == pytest.approx(costs.measured_s, rel=1e-9)
+    order = list(policies)
     assert order == sorted(order, key=lambda name: -seconds["policy", name])
     assert [*costs.listed("policy", limit=2), *costs.listed("policy", limit=2, offset=2)] == order
-    assert costs.of(["p", "nobody's"]) == {"p": costs.listed("policy")["p"], "nobody's": Cost()}
+    assert costs.of(["p", "nobody's"]) == {"p": policies["p"], "nobody's": Cost()}
 
 
 def test_a_database_that_cannot_be_written_loses_nothing(database, monkeypatch):
@@ -94,34 +88,26 @@ def clocked(monkeypatch, thing, name, into):
     monkeypatch.setattr(thing, name, measured)
 
 
+def seconds_of(costs, by="policy") -> float:
+    return sum(cost.seconds for cost in costs.listed(by).values())
+
+
 @pytest.fixture
 def worked(rng, site, monkeypatch):
-    """Two policies that trained, were sampled beside the base, what the calls of the devices took
-    by a clock beside, and costs before.
+    """Two policies that trained and were sampled with the base, seconds of the devices' calls by
+    another clock, and costs before.
     """
-    took, live, calls = [], site.server.live, site.server.engine.calls
-    for thing, name in (
-        (live, "step"),
-        (live, "optim"),
-        (calls, "prefill"),
-        (calls, "block_until_ready"),
-        (calls, "decode"),
-    ):
-        clocked(monkeypatch, thing, name, took)
-    before = (
-        sum(cost.seconds for cost in site.server.costs.listed("policy").values()),
-        site.server.costs.measured_s,
-    )
-    began = time.perf_counter()
-    trainers = [site.trainer() for _ in range(2)]
-    asked = []
+    took, live, calls, costs = [], site.server.live, site.server.engine.calls, site.server.costs
+    for thing, names in (live, "step optim"), (calls, "prefill block_until_ready decode"):
+        for name in names.split():
+            clocked(monkeypatch, thing, name, took)
+    before, began = (seconds_of(costs), costs.measured_s), time.perf_counter()
+    trainers, asked = [site.trainer() for _ in range(2)], []
     for trainer in trainers:
         for _ in range(3):
             data = [datum_of(one) for one in random_data(rng, "cross_entropy", 24)]
-            asked += [
-                trainer.forward_backward(data, "cross_entropy"),
-                trainer.optim_step(types.AdamParams(learning_rate=1e-3)),
-            ]
+            asked.append(trainer.forward_backward(data, "cross_entropy"))
+            asked.append(trainer.optim_step(types.AdamParams(learning_rate=1e-3)))
     for one in asked:
         one.result()
     samplers = [trainer.save_weights_and_get_sampling_client().result() for trainer in trainers]
@@ -133,25 +119,23 @@ def worked(rng, site, monkeypatch):
 
 
 @pytest.mark.long
-def test_a_servers_costs_are_what_its_loop_took(site, worked):
+def test_a_servers_costs_are_the_time_of_its_loop(site, worked):
     trainers, took, wall_s, (before, measured_before) = worked
     costs = site.server.costs
     found = costs.listed("policy")
     names = [trainer.model_id for trainer in trainers]
-    assert {*names, BASE} <= set(found), "what is sampled of a policy's revision is the policy's"
+    assert {*names, BASE} <= set(found), "a sampled revision is charged to its policy"
     for name in names:
         assert all(getattr(found[name], f"{kind}_s") > 0 for kind in KINDS), found[name]
         assert found[name].decode_tokens == 32
     assert found[BASE].decode_tokens >= 32
     assert found[BASE].train_s == 0
-    total = sum(cost.seconds for cost in found.values()) - before
+    total = seconds_of(costs) - before
     assert total == pytest.approx(costs.measured_s - measured_before, rel=1e-6)
-    assert sum(cost.seconds for cost in costs.listed("tenant").values()) - before == pytest.approx(
-        total, rel=1e-6
-    )
-    assert total <= wall_s, "one thread computes: no second is told twice"
-    # By another clock; what waits for the host's cores between two calls is in one of the two.
-    assert total >= 0.5 * sum(took), "and those of the devices are told"
+    assert seconds_of(costs, "tenant") - before == pytest.approx(total, rel=1e-6)
+    assert total <= wall_s, "one thread computes: no second is counted twice"
+    # Another clock: waits for the host's cores between two calls are in one of the two.
+    assert total >= 0.5 * sum(took), "the devices' seconds are counted"
 
 
 def test_operators_see_costs_in_pages_and_by_tenant(site, worked):
@@ -171,22 +155,12 @@ def test_operators_see_costs_in_pages_and_by_tenant(site, worked):
         {"tenant": "default"} | costs.listed("tenant")["default"].to_json()
     ]
     assert get("?tenant=nobody").json()["costs"] == []
-    for wrong in (
-        "?by=x",
-        "?limit=0",
-        "?limit=1001",
-        "?offset=-1",
-        "?limit=9" + "9" * 400,
-        "?by=tenant&tenant=a",
-    ):
-        assert get(wrong).status_code == 400, wrong
-    families = {
-        f.name: f for f in text_string_to_metric_families(httpx.get(site.url + "/metrics").text)
-    }
-    seconds = {
-        (s.labels["tenant"], s.labels["kind"]): s.value
-        for s in families["mint_device_seconds"].samples
-    }
+    wrong = ["by=x", "limit=0", "limit=1001", "offset=-1", "by=tenant&tenant=a"]
+    for query in (*wrong, "limit=9" + "9" * 400):
+        assert get(f"?{query}").status_code == 400, query
+    text = httpx.get(site.url + "/metrics").text
+    [family] = [f for f in text_string_to_metric_families(text) if f.name == "mint_device_seconds"]
+    seconds = {(s.labels["tenant"], s.labels["kind"]): s.value for s in family.samples}
     assert sum(seconds.values()) == pytest.approx(costs.measured_s, rel=1e-6)
     assert {tenant for tenant, _ in seconds} == {"default"}
 

@@ -2,18 +2,21 @@
 
 import asyncio
 import collections
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.applications import Starlette
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from mint_jax.residency.metrics import Metrics
+from mint_jax.service import monitoring
+from mint_jax.service.costs import Cost
 from mint_jax.service.gate import Gate, Limits
 from mint_jax.service.keys import Keys, add
-from mint_jax.service.monitoring import Monitor, counts, quantiles, skipped_kernels
 from pallas_kernels import dispatch
 
 
@@ -40,7 +43,10 @@ def series(app, **headers):
     }
 
 
-def app_of(monitor, keys=None, limits=None):
+def app_of(keys=None, limits=None, server=None):
+    server = server or SimpleNamespace(metrics=CollectorRegistry())
+    server.readiness = lambda: {"status": "ready"}
+
     async def echo(request):
         return Response(await request.body())
 
@@ -50,14 +56,15 @@ def app_of(monitor, keys=None, limits=None):
     routes = [
         Route("/api/v1/asample", echo, methods=["POST"]),
         Route("/v1/models/{name:path}", streamed),
-        *monitor.routes(),
+        *monitoring.routes(server),
     ]
-    return monitor.around(Gate(Starlette(routes=routes), keys, limits))
+    gate = Gate(Starlette(routes=routes), keys, limits)
+    return monitoring.measured(gate, server.metrics), gate
 
 
 def test_requests_are_counted_by_template_and_status(tmp_path, rng):
     _, secret = add(tmp_path, "alice", ["sample", "read", "admin"])
-    app = app_of(Monitor(), Keys(tmp_path))
+    app, _ = app_of(Keys(tmp_path))
     key = {"headers": {"x-api-key": secret}}
     requests = [("POST", "/api/v1/asample", {"content": b"x" * 100, **key})] * 3
     requests += [("POST", "/api/v1/asample", {"content": b"x" * 7})]
@@ -91,36 +98,40 @@ def test_collectors_show_current_values(monkeypatch):
     }
     monkeypatch.setattr(dispatch, "fallen", collections.Counter(fallen))
     kinds, gaps = collections.Counter(prefills=3), collections.deque([0.1] * 98 + [0.2, 7.0])
-    registry = CollectorRegistry()
-    residency = Metrics(registry)
-    app = app_of(
-        Monitor(
-            lambda: counts("engine", "Counts of the engine.", kinds),
-            lambda: quantiles("gap_seconds", "Seconds that rows waited.", list(gaps)),
-            skipped_kernels,
-            registry=registry,
-        )
+    monkeypatch.setattr(monitoring, "adapters", lambda *_: Metric("none", "", "gauge"))
+    server: Any = SimpleNamespace(
+        metrics=CollectorRegistry(),
+        engine=SimpleNamespace(counts=kinds),
+        live=SimpleNamespace(counts={}),
+        durable=SimpleNamespace(gaps=gaps),
+        costs=SimpleNamespace(since_start=lambda: {"a": Cost(decode_s=0.5)}),
+        residency=None,
+        weights=SimpleNamespace(names_of=None),
     )
+    residency = Metrics(server.metrics)
+    server.metrics.register(monitoring.Collector(server))
+    app, _ = app_of(server=server)
     residency.joined.inc(4)
     kinds.update(("prefills", "decodes"))
     found = series(app)
     assert found[("mint_engine_prefills_total",)] == 4
     assert found[("mint_engine_decodes_total",)] == 1
     assert found[("mint_residency_joined_total",)] == 4
+    assert found["mint_device_seconds_total", ("kind", "decode"), ("tenant", "a")] == 0.5
     expected = {"0.5": 0.1, "0.95": 0.1, "0.99": 0.2, "1.0": 7.0}
-    assert {q: found["mint_gap_seconds", ("quantile", q)] for q in expected} == expected
+    assert {q: found["mint_decode_gap_seconds", ("quantile", q)] for q in expected} == expected
     labels = ("implementation", "cpu"), ("op", "slot_lora"), ("reason", 'rows are "bfloat16"')
     passed = {k: v for k, v in found.items() if k[0] == "mint_kernels_passed_over_total"}
     assert passed == {("mint_kernels_passed_over_total", *labels): 3}
     gaps.clear()
-    assert not [name for name, *_ in series(app) if name == "mint_gap_seconds"]
+    assert not [name for name, *_ in series(app) if name == "mint_decode_gap_seconds"]
 
 
 def test_health_responds_under_full_load(tmp_path):
     _, secret = add(tmp_path, "alice", ["admin"])
-    gate = Gate(Starlette(routes=Monitor().routes()), Keys(tmp_path), Limits(total=1))
+    app, gate = app_of(Keys(tmp_path), limits=Limits(total=1))
     gate.in_flight["bob"] += 1
     key = {"headers": {"authorization": f"Bearer {secret}"}}
     paths = ("/health", {}), ("/ready", {}), ("/metrics", {}), ("/metrics", key)
-    got = send(Monitor().around(gate), *[("GET", *one) for one in paths])
+    got = send(app, *[("GET", *one) for one in paths])
     assert [one.status_code for one in got] == [200, 200, 401, 429]

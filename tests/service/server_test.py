@@ -155,114 +155,115 @@ def full_disk(server, call):
         yield
 
 
+def update(rng):
+    data = random_data(rng, "cross_entropy")
+    return ForwardBackward(data, coefs("cross_entropy")), Optim(OptimizerConfig(0.05))
+
+
+class Sender:
+    """Sends requests of one model in order; ``refused`` are those that had no number."""
+
+    def __init__(self, server, model):
+        self.server, self.model, self.number = server, model, 0
+        self.accepted: dict[int, str] = {}
+        self.results: dict[int, object] = {}
+        self.reasons: list[str] = []
+        self.refused: list = []
+
+    def send(self, call, wait_s=WAIT_S):
+        if self.refused:  # its number is free still, and those behind it would wait for it
+            self.refused.append(call)
+            return
+        try:
+            id = self.server.durable.submit(self.model, self.number + 1, call)
+        except DatabaseFailed as reason:
+            self.reasons.append(str(reason))
+            self.refused.append(call)
+            return
+        self.number += 1
+        self.accepted[self.number] = id
+        self.hear(self.number, wait_s)
+
+    def hear(self, number, wait_s=WAIT_S):
+        """Keeps a result; of a failure that is no mistake of the client its reason."""
+        try:
+            result = self.server.durable.result(self.accepted[number], wait_s)
+        except RuntimeError as reason:
+            self.reasons.append(result := str(reason))
+        if result is not None:
+            self.results[number] = result
+
+    def paths(self):
+        found = [one for one in self.results.values() if isinstance(one, dict) and "path" in one]
+        return [one["path"] for one in found]
+
+
+def wait_until(done):
+    give_up = time.monotonic() + WAIT_S
+    while not done():
+        assert time.monotonic() < give_up
+        time.sleep(0.02)
+
+
 @pytest.mark.parametrize("call", ["database", "fsync", "rename"])
-def test_after_a_full_disk_training_goes_on_with_all_that_was_acknowledged(
+def test_after_a_full_disk_training_continues_with_everything_acknowledged(
     serve, rng, monkeypatch, call
 ):
-    """Whatever fails of it: each request fails once and says why, or is done; the state stays, and
-    nothing needs a restart.
-    """
+    """Each request fails once and says why, or is done; the state stays, without a restart."""
     monkeypatch.setattr(server_db, "RETRY_S", 0.05)
     notes = {"what": "x" * 60_000}  # more than the pages that a database has free
-    accepted, told, reasons = {}, {}, []
 
-    def send(server, model, number, call):
-        try:
-            accepted[number] = server.durable.submit(model, number, call)
-        except DatabaseFailed as reason:
-            reasons.append(str(reason))
-            return False
-        return True
-
-    def hear(server, number, wait_s):
-        """A result; of a failure that is no mistake of the client its reason."""
-        try:
-            result = server.durable.result(accepted[number], wait_s)
-        except RuntimeError as reason:
-            reasons.append(result := str(reason))
-        if result is not None:
-            told[number] = result
-        return result
-
-    def update():
-        return ForwardBackward(random_data(rng, "cross_entropy"), coefs("cross_entropy")), Optim(
-            OptimizerConfig(0.05)
-        )
+    def save(kind, name):
+        return Save(kind, name, metadata=notes)
 
     with serve(every=1).running() as server:
         _, model = model_of(server)
-        number = 0
-        for one in (
-            Create(CONFIG),
-            *update(),
-            Save("weights", "before", metadata=notes),
-        ):
-            number += 1
-            assert send(server, model, number, one)
-            assert hear(server, number, WAIT_S) is not None
+        sender = Sender(server, model)
+        for one in (Create(CONFIG), *update(rng), save("weights", "before")):
+            sender.send(one)
+        assert len(sender.results) == 4
         assert server.trouble() == ""
-        refused = []
         with full_disk(server, call):
-            todo = [
-                *update(),
-                Save("weights", "full", metadata=notes),
-                Save("sampler_weights", "full", metadata=notes),
-                *update(),
-            ]
-            for one in todo:
-                if refused or not send(server, model, number + 1, one):
-                    # its number is free still, and those behind it would wait for it
-                    refused.append(one)
-                    continue
-                number += 1
-                hear(server, number, 0.5)
+            saves = save("weights", "full"), save("sampler_weights", "full")
+            for one in (*update(rng), *saves, *update(rng)):
+                sender.send(one, 0.5)
             if call == "database":
-                assert refused
+                assert sender.refused
                 assert "disk is full" in server.trouble()
                 assert server.trouble(sampling=True) == ""
             with contextlib.suppress(UserError):
                 server.book.open_session("default", {"note": notes})
             server.maintain()
-        give_up = time.monotonic() + WAIT_S
-        while server.trouble():
-            assert time.monotonic() < give_up
-            time.sleep(0.02)
-        for one in accepted:
-            if one not in told:
-                assert hear(server, one, WAIT_S) is not None
-        assert reasons, "a request was refused, or a checkpoint could not be kept"
-        for reason in reasons:
+        wait_until(lambda: not server.trouble())
+        for number in sender.accepted.keys() - sender.results.keys():
+            sender.hear(number)
+        assert sender.results.keys() == sender.accepted.keys()
+        assert sender.reasons, "a request was refused, or a checkpoint could not be kept"
+        for reason in sender.reasons:
             assert any(words in reason for words in ("No space left", "disk is full")), reason
-        for one in (
-            *refused,
-            *update(),
-            Save("weights", "after", metadata=notes),
-            Save("sampler_weights", "after", metadata=notes),
-        ):
-            number += 1
-            assert send(server, model, number, one)
-            assert not isinstance(hear(server, number, WAIT_S), str)
-        held = held_of(server, model)
-        assert held.steps == 4
-        saved = [
-            result["path"]
-            for result in told.values()
-            if isinstance(result, dict) and "path" in result
-        ]
-        names = [("weights", "before"), ("weights", "after"), ("sampler_weights", "after")]
-        assert {f"tinker://{model}/{kind}/{name}" for kind, name in names} <= set(saved)
+        refused, sender.refused = sender.refused, []
+        late, count = (save("weights", "after"), save("sampler_weights", "after")), sender.number
+        for one in (*refused, *update(rng), *late):
+            sender.send(one)
+        new = {number: one for number, one in sender.results.items() if number > count}
+        assert len(new) == len(refused) + 4
+        assert not [one for one in new.values() if isinstance(one, str)]
+        state = held_of(server, model)
+        assert state.steps == 4
+        saved = sender.paths()
+        names = ("weights/before", "weights/after", "sampler_weights/after")
+        assert {f"tinker://{model}/{name}" for name in names} <= set(saved)
         server.maintain()
     with serve(every=1).running() as server:
         assert server.trouble() == ""
-        same_parts(held_of(server, model), held)
-        for one, id in accepted.items():
-            if not isinstance(told[one], str):
+        same_parts(held_of(server, model), state)
+        for number, id in sender.accepted.items():
+            if not isinstance(sender.results[number], str):
                 assert server.durable.result(id, WAIT_S) is not None
         for number, path in enumerate(saved):
             if "/weights/" in path:
-                server.checkpoints.load(
-                    Load(path, True, "default"), server.folder / f"kept{number}"
-                )
+                kept = server.folder / f"kept{number}"
+                server.checkpoints.load(Load(path, True, "default"), kept)
             else:
                 server.catalog.load(server.checkpoints.digest("default", path))
 
@@ -331,10 +332,7 @@ def test_a_policy_that_is_forgotten_on_a_full_disk_leaves_a_folder_that_opens(
         for id in done:
             server.durable.result(id, WAIT_S)
         snapshot = path_of(server.durable.states, model)
-        give_up = time.monotonic() + WAIT_S
-        while not snapshot.exists():
-            assert time.monotonic() < give_up
-            time.sleep(0.01)
+        wait_until(snapshot.exists)
         server.book.end_session(session)
         with full_disk(server, "database"):
             server.durable.forget(model)
@@ -342,10 +340,7 @@ def test_a_policy_that_is_forgotten_on_a_full_disk_leaves_a_folder_that_opens(
                 server.durable.submit("another", 3, Create(CONFIG))
             assert snapshot.exists()
             shutil.copytree(server.folder, tmp_path / "crashed")
-        give_up = time.monotonic() + WAIT_S
-        while snapshot.exists():
-            assert time.monotonic() < give_up
-            time.sleep(0.01)
+        wait_until(lambda: not snapshot.exists())
     with serve("crashed").running() as server:
         assert model in server.durable.restored
         # behind what the start asked of the policy

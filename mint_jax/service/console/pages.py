@@ -10,7 +10,6 @@ import contextlib
 import datetime
 import functools
 import hashlib
-import mimetypes
 import urllib.parse
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any, TypeVar
 import jinja2
 import pydantic
 from starlette.requests import Request
-from starlette.responses import RedirectResponse, Response
+from starlette.responses import FileResponse, RedirectResponse, Response
 
 from mint_jax.catalog.records import names
 from mint_jax.errors import UserError
@@ -30,6 +29,7 @@ from mint_jax.service.server import Server
 from mint_jax.service.validation import check
 
 HERE = Path(__file__).parent
+STATIC = HERE / "static"
 HEADERS = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:;"
@@ -109,7 +109,7 @@ def endpoints(server: Server, has_keys: bool, handlers: Mapping[str, Handler]) -
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    templates.filters |= {"when": when, "size": size, "number": number, "seconds": seconds}
+    templates.filters |= {"when": when, "number": number, "seconds": seconds}
     templates.globals |= {"base_name": server.name, "static": static_path, "has_keys": has_keys}
     templates.globals["full_name"] = names.full_name
 
@@ -147,27 +147,19 @@ def check_origin(request: Request) -> None:
 
 
 @functools.cache
-def static_files() -> dict[str, tuple[bytes, str, str]]:
-    """Returns bytes, type and version of each static file by name."""
-    found = {}
-    for path in sorted((HERE / "static").iterdir()):
-        data, kind = path.read_bytes(), mimetypes.guess_type(path.name)[0] or "text/plain"
-        found[path.name] = data, kind, hashlib.sha256(data).hexdigest()[:12]
-    return found
-
-
 def static_path(name: str) -> str:
     """Returns path and version of a static file, which browsers may keep for good."""
-    return f"{ROOT}/static/{name}?v={static_files()[name][2]}"
+    version = hashlib.sha256((STATIC / name).read_bytes()).hexdigest()[:12]
+    return f"{ROOT}/static/{name}?v={version}"
 
 
 async def static(request: Request) -> Response:
     """Answers with a static file."""
-    found = static_files().get(request.path_params["name"])
-    if found is None:
+    name = request.path_params["name"]
+    if name not in {path.name for path in STATIC.iterdir()}:
         return Response("there is no such file", 404)
     cached = {"cache-control": "public, max-age=31536000, immutable"}
-    return Response(found[0], 200, cached | {"x-content-type-options": "nosniff"}, found[1])
+    return FileResponse(STATIC / name, headers=cached | {"x-content-type-options": "nosniff"})
 
 
 # -- formats
@@ -176,15 +168,6 @@ async def static(request: Request) -> Response:
 def when(at: float) -> str:
     """Formats a time of day in UTC, to the second."""
     return datetime.datetime.fromtimestamp(at, datetime.UTC).strftime("%Y-%m-%d %H:%M:%S")
-
-
-def size(count: float) -> str:
-    """Formats bytes."""
-    for unit in ("B", "KiB", "MiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} GiB"
 
 
 def number(value: float) -> str:

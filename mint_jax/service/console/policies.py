@@ -46,9 +46,7 @@ class PolicyQuery(Body):
 
 
 class VisiblePolicy(NamedTuple):
-    """A policy that a visitor may see; ``record`` is None while nothing of it is exported, and
-    ``model`` unless it was trained here.
-    """
+    """A policy that a visitor may see: exported (``record``), trained here (``model``), or both."""
 
     name: str
     record: PolicyRecord | None
@@ -146,9 +144,7 @@ def _history(visit: Visit, query: PolicyQuery, record: PolicyRecord) -> dict[str
 
 
 def _ancestors(visit: Visit, record: PolicyRecord) -> Iterator[tuple[str, str]]:
-    """Yields name and policy of the revision that a policy branched from, of the one that this
-    one's policy did, and so on, as far as the visitor sees them.
-    """
+    """Yields name and policy of the revisions that a policy descends from, if visible."""
     for _ in range(ANCESTORS):
         if record.parent is None:
             return
@@ -161,9 +157,7 @@ def _ancestors(visit: Visit, record: PolicyRecord) -> Iterator[tuple[str, str]]:
 
 
 def _curves(visit: Visit, policy: VisiblePolicy) -> dict[str, dict[str, Any]]:
-    """Returns charts by name: x, y, and the unit of x. Loss and gradient norm of updates that this
-    server made; rewards of jobs' rollouts.
-    """
+    """Returns charts by name: x, y, and the unit of x."""
     server, model = visit.server, policy.model
     points = [] if model is None else server.curves.of(model.id)
     rollouts = [] if policy.record is None else server.catalog.rollouts(policy.name, ROLLOUTS)[::-1]

@@ -138,9 +138,7 @@ def state(visit: Visit) -> Response:
 
 
 def _named(server: Server, digest: str) -> tuple[str, str]:
-    """Returns name and policy of a revision; an adapter outside the catalog has its loaded names
-    and no policy.
-    """
+    """Returns name and policy of a revision; outside the catalog its loaded names and no policy."""
     found: Any = found_or_none(server.catalog.resolve, digest)
     if found is not None:
         return f"{found.policy}@{found.number}", found.policy

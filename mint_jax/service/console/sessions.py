@@ -40,9 +40,7 @@ class Browsers:
         return (key, session) if self._clock() < end else None
 
     def sign_in(self, secret: str) -> str | None:
-        """Returns a new session's cookie; None for a wrong key. Raises ``UserError`` if the keys
-        cannot be read.
-        """
+        """Returns a new session's cookie; None for a wrong key."""
         assert self.keys is not None, "without keys there is no sign-in"
         if (key := self.keys.find(secret.strip())) is None:
             return None
@@ -62,9 +60,7 @@ def covers(path: str) -> bool:
 
 
 def sign_in_first(scope: Any) -> Refusal:
-    """Returns the redirect to the sign-in page; htmx gets a header instead, or it would insert that
-    page into a part of this one.
-    """
+    """Returns the redirect to the sign-in page, for htmx as a header: it swaps parts of pages."""
     location = scope.get("root_path", "") + f"{ROOT}/sign-in"
     if scope["method"] in ("GET", "HEAD"):
         location += "?" + urllib.parse.urlencode({"next": path_of(scope)})
