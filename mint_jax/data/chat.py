@@ -28,9 +28,7 @@ OWN = {"messages", "add_generation_prompt", "generation_prompt", "tools"}
 
 @dataclasses.dataclass(frozen=True)
 class Marked:
-    """Token ids with ``learn[i]``, true if token i is a target, and ``prompt``, the text before the
-    first reply.
-    """
+    """Token ids, ``learn[i]`` if token i is a target, and the text before the first reply."""
 
     tokens: list[int]
     learn: list[bool]
@@ -43,9 +41,7 @@ class Marked:
 
 
 def prompt_tokens(tokenizer: Tokenizer, row: Row, where: str) -> list[int]:
-    """Returns the token ids of a row's ``messages`` with the reply's opening; ``tools`` and
-    ``chat_template_kwargs`` as in training rows.
-    """
+    """Returns the token ids of a row's ``messages`` with the reply's opening."""
     with _place_in_errors(where):
         variables = _variables(tokenizer, row, ("messages",))
         return tokenizer.encode_chat(messages_of(row["messages"], "messages"), **variables)
@@ -104,9 +100,7 @@ def preference_row(
 
 
 def form_of(row: Row, forms: Forms, where: str) -> tuple[str, ...]:
-    """Returns the columns of the first form that the row has completely. Raises ``UserError`` if it
-    has none.
-    """
+    """Returns the columns of the first form that the row has whole, or raises ``UserError``."""
     for form in forms:
         if all(column in row for column in form):
             return form
@@ -125,8 +119,8 @@ def _place_in_errors(where: str) -> Iterator[None]:
 def _conversation(
     tokenizer: Tokenizer, messages: list[Message], variables: dict[str, Any]
 ) -> Marked:
-    """Encodes a whole conversation. Targets are the assistant's turns up to and including their end
-    token, or the parts that the template marks with ``{% generation %}``.
+    """Encodes a conversation. Targets are the assistant's turns with their end token, or the parts
+    that the template marks with ``{% generation %}``.
     """
     replies = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not replies:
@@ -151,9 +145,7 @@ def _conversation(
 def _continuation(
     tokenizer: Tokenizer, row: Row, column: str, append_eos: bool, variables: dict[str, Any]
 ) -> Marked:
-    """Encodes a row's prompt and a reply: chat turns if the prompt has messages, otherwise
-    continued text.
-    """
+    """Encodes prompt and reply: chat turns if the prompt has messages, otherwise text."""
     prompt, reply = row["prompt"], _reply(row[column], column)
     if not isinstance(prompt, str):
         turns = [{"role": "assistant", "content": reply}] if isinstance(reply, str) else reply
@@ -185,9 +177,7 @@ def _marked(
 
 
 def _ended(tokenizer: Tokenizer, marked: Marked, append_eos: bool) -> Marked:
-    """Appends the checkpoint's end token as a target, unless the text ends with one or
-    ``append_eos`` is false.
-    """
+    """Appends the end token as a target, unless the text ends with one."""
     if not append_eos:
         return marked
     if marked.tokens[-1] in tokenizer.eos_ids:
@@ -242,9 +232,7 @@ def _read_json(value: Any, kind: type, column: str) -> Any:
 
 
 def messages_of(value: Any, column: str) -> list[Message]:
-    """Returns a checked list of messages, each with a role, in the form of chat templates and of
-    the service.
-    """
+    """Returns a checked list of messages in the form of chat templates."""
     messages = value if isinstance(value, list | tuple) else ()
     if not messages or not all(
         isinstance(one, dict) and isinstance(one.get("role"), str) for one in messages
@@ -286,9 +274,7 @@ def _call(call: Any) -> dict[str, Any]:
 
 
 def _reply(value: Any, column: str) -> list[Message] | str:
-    """Returns a reply given as text, as a message, or as messages that begin and end with the
-    assistant.
-    """
+    """Returns a reply: text, a message, or messages that begin and end with the assistant."""
     if isinstance(value, str):
         return value
     turns = [{"role": "assistant"} | value] if isinstance(value, dict) else value

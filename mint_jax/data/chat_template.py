@@ -20,8 +20,7 @@ BEGIN, END = (f"\N{NULL}{secrets.token_hex(16)}" for _ in range(2))
 
 
 def read_templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Returns the text of each template by name; the usual one is ``default``. Raises
-    ``UserError``: a template is not text.
+    """Returns the text of each template by name; the usual one is ``default``.
 
     Files (``chat_template.jinja``, ``additional_chat_templates/NAME.jinja``) take precedence over
     ``chat_template`` in ``tokenizer_config.json``, which is a text, a list of names and texts, or a

@@ -1,6 +1,4 @@
-"""Order of training examples: a function of seed and step, so the step number is the data
-position.
-"""
+"""Order of training examples, a function of seed and step: the step is the data position."""
 
 import functools
 

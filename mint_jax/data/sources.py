@@ -134,9 +134,7 @@ def _pyarrow(path: Path) -> Any:
 
 
 def _table(path: Path) -> list[tuple[str, Row]]:
-    """Returns the rows of a parquet or Arrow file. pandas writes Arrow's file format, Hugging Face
-    datasets its stream format.
-    """
+    """Returns the rows of a parquet or Arrow file."""
     pyarrow = _pyarrow(path)
     try:
         from pyarrow import ipc, parquet
@@ -144,6 +142,7 @@ def _table(path: Path) -> list[tuple[str, Row]]:
         if path.suffix == ".parquet":
             table = parquet.read_table(path)
         else:
+            # pandas writes Arrow's file format, Hugging Face datasets its stream format
             with pyarrow.memory_map(str(path)) as file:
                 is_file = file.read(6) == b"ARROW1"
                 file.seek(0)

@@ -69,9 +69,7 @@ class Tokenizer:
 
     @property
     def sources(self) -> tuple[str, str | None]:
-        """JSON of the tokenizer and text of the chat templates (None without one); they determine a
-        prompt's tokens.
-        """
+        """JSON of the tokenizer and text of its chat templates: they determine the tokens."""
         return self._fast.to_str(), "\n".join(self._templates.values()) if self._templates else None
 
     @property
@@ -95,9 +93,7 @@ class Tokenizer:
     def render_replies(
         self, messages: list[Message], generation_prompt: bool = False, **variables: Any
     ) -> tuple[str, list[Span] | None]:
-        """Returns ``render`` and the spans of replies that the template marks with
-        ``{% generation %}``, or None if it marks none.
-        """
+        """Returns ``render`` and the spans of replies that the template marks, None without."""
         template = self._template("tool_use" if variables.get("tools") else "default")
         shown = {"tools": None, "documents": None} | self._named | variables
         shown |= {"messages": messages, "add_generation_prompt": generation_prompt}

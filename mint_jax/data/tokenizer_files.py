@@ -127,9 +127,7 @@ def _class_of(
 
 
 def _built(kind: str, source: dict[str, Any], fast: Any, config: dict[str, Any], path: Path) -> Any:
-    """Builds the pipeline of a tokenizer class around the vocabulary, merges and post-processor of
-    the file.
-    """
+    """Builds a class's pipeline around the file's vocabulary, merges and post-processor."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     model = source["model"]

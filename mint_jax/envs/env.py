@@ -76,12 +76,7 @@ def register_environment(name: str, factory: Callable[..., Environment]) -> None
 
 
 def check_options(name: str, **options: Any) -> Any:
-    """Returns the factory of an environment after checking its options, without calling it.
-
-    Raises:
-        UserError: the name is unknown, the factory does not take the options, or a package is
-            missing.
-    """
+    """Returns the factory of an environment. Raises ``UserError`` for name or options."""
     if (needed := NEEDS.get(name)) and importlib.util.find_spec(needed) is None:
         raise UserError(
             f"environment {name!r} needs the package {needed}, which is not installed: pip install"
@@ -108,12 +103,7 @@ def check_options(name: str, **options: Any) -> Any:
 
 
 def make(name: str, **options: Any) -> Environment:
-    """Builds the environment ``name``, or ``module:factory`` of the user.
-
-    Raises:
-        UserError: as in ``check_options``; or the factory raised (with its traceback), or returned
-            something else than an environment.
-    """
+    """Builds environment ``name``, or the user's ``module:factory``. Raises ``UserError``."""
     factory = check_options(name, **options)
     try:
         environment = factory(**options)

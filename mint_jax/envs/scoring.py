@@ -41,12 +41,7 @@ _running: dict[int, _Call] = {}  # by thread
 
 
 def score(who: str, env: Environment, completion: str, example: Example) -> float:
-    """Returns the reward of a completion that the policy ``who`` sampled.
-
-    Raises:
-        UserError: the reward function raised, with its traceback, or returned something else than a
-            finite number.
-    """
+    """Returns a completion's reward. Raises ``UserError``: it raised, or is not a finite number."""
     thread = threading.get_ident()
     call = _running[thread] = _Call(who, completion, example.messages, time.monotonic())
     try:
@@ -91,12 +86,7 @@ def check_timeout(timeout_s: float) -> None:
 class Watch:
     """Watch over the rewards that this process awaits.
 
-    Args:
-        timeout_s: seconds that one completion's reward may take; 0 disables the limit.
-        out: stream for reports of slow rewards.
-
-    Raises:
-        UserError: the timeout is not a number of seconds.
+    ``timeout_s`` is the limit of one completion's reward; 0 disables it.
     """
 
     def __init__(self, timeout_s: float = TIMEOUT_S, out: TextIO | None = None):
@@ -105,12 +95,7 @@ class Watch:
         self._waited, self._due = 0.0, SHOWN_S
 
     def look(self, waited_s: float, waiting: int) -> None:
-        """Inspects running rewards; call it every second of a wait, with the seconds since it began
-        and the number of policies whose rewards are missing.
-
-        Raises:
-            UserError: a reward exceeded the timeout; names policy, prompt and completion.
-        """
+        """Inspects running rewards, each second of a wait. Raises ``UserError``: a timeout."""
         longest = min([*_running.values()], key=lambda call: call.began, default=None)
         took_s = 0.0 if longest is None else time.monotonic() - longest.began
         if self.timeout_s and took_s > self.timeout_s:
@@ -131,9 +116,7 @@ class Watch:
             print(text, file=self._out or sys.stderr, flush=True)
 
     def over(self, call: Callable[[], T]) -> T:
-        """Runs ``call``, which computes rewards, in a thread under this watch and returns its
-        result. The thread does not keep the process alive.
-        """
+        """Returns ``call()``, which computes rewards, run in a daemon thread under this watch."""
         future: Future[T] = Future()
 
         def run() -> None:

@@ -21,17 +21,13 @@ _WORDS = _TEXT.split()
 
 
 def digit_sum(seed: int = 0) -> ListEnvironment:
-    """Builds the task ``1 + 1 = 2`` and then a sum of two digits; the rest of the line must be the
-    bare number.
-    """
+    """Builds the sum of two digits after one example; the rest of the line is the number."""
     pairs = itertools.product(range(10), repeat=2)
     return _split([Example(f"1 + 1 = 2\n{a} + {b} =", str(a + b)) for a, b in pairs], _number, seed)
 
 
 def larger_of_two(seed: int = 0) -> ListEnvironment:
-    """Builds the task of the larger of two digits, after one example; the rest of the line must be
-    the bare number.
-    """
+    """Builds the larger of two digits after one example; the line is the number."""
     pairs = itertools.permutations(range(10), 2)
     examples = [Example(f"2 or 9: 9\n{a} or {b}:", str(max(a, b))) for a, b in pairs]
     return _split(examples, _number, seed)
@@ -49,9 +45,7 @@ def copy_word(seed: int = 0) -> ListEnvironment:
 
 
 def bracket_word(seed: int = 0) -> ListEnvironment:
-    """Builds a completion task with two examples; the rest of the line must be the word in
-    brackets.
-    """
+    """Builds a word in brackets after two examples; the rest of the line is that."""
     asked = [f"cat -> [cat]\nfish -> [fish]\n{word} ->" for word in _WORDS]
     return _split([Example(*pair) for pair in zip(asked, _WORDS)], _brackets, seed)
 
@@ -65,9 +59,7 @@ def _split(
 
 
 def _number(completion: str, example: Example) -> float:
-    """Returns 1 for the number alone, 0.2 for text in which it is the only number, 0.1 if it is one
-    of several.
-    """
+    """Returns 1 for the number alone, 0.2 for text with it alone, 0.1 among several."""
     text = completion.strip()
     if text == example.answer:
         return 1.0
@@ -78,9 +70,7 @@ def _number(completion: str, example: Example) -> float:
 
 
 def _word(completion: str, example: Example) -> float:
-    """Returns 1 for exactly the answer, 0.5 up to case and a final full stop, 0.1 for text that
-    contains it.
-    """
+    """Returns 1 for the answer, 0.5 up to case and a full stop, 0.1 for text with it."""
     text, answer = completion.strip(), example.answer
     if text == answer:
         return 1.0
