@@ -114,8 +114,8 @@ def routes(server: Server) -> list[Route]:
         page = [{query.by: name} | cost.to_json() for name, cost in found.items()]
         return _json({"costs": page[: query.limit], "has_more": len(page) > query.limit})
 
-    shown = {"/metrics": metrics, "/health": health, "/ready": ready, "/debug/state": state}
-    shown["/admin/costs"] = costs
+    shown: dict[str, Any] = {"/metrics": metrics, "/health": health, "/ready": ready}
+    shown |= {"/debug/state": state, "/admin/costs": costs}
     return [Route(path, endpoint, methods=["GET"]) for path, endpoint in shown.items()]
 
 
@@ -237,9 +237,10 @@ def _policies(server: Server) -> dict[str, dict[str, Any]]:
         found[server.checkpoints.policy_of(digest)]["serving"] = "slot"
     for (tenant, digest), count in server.engine.in_flight().items():
         one = found[server.checkpoints.policy_of(digest or BASE)]
-        place = "host" if digest in server.residency.host else "store"
         one["tenant"] = one["tenant"] or tenant
-        one["serving"] = one["serving"] or ("slot" if digest is None else place)
+        one["serving"] = one["serving"] or (
+            "slot" if digest is None else "host" if digest in server.residency.host else "store"
+        )
         one["sampling"] += count
     return found
 
