@@ -46,7 +46,6 @@ KINDS = {  # of paths, with Tinker's names of their types
 }
 SNAPSHOTS_S = 86400.0
 MAX_NAMED = 4096  # revisions whose policy is remembered
-SHORTEST_S, LONGEST_S = 3600, 10 * 366 * 86400  # limits of a time to live
 DISK_FAILURES = DatabaseFailed, StorageFailed
 
 
@@ -75,18 +74,6 @@ def check_name(name: Any) -> str:
             " step-100"
         )
     return names.clean("a checkpoint's name", name)
-
-
-def check_ttl(seconds: Any) -> int | None:
-    """Returns a time to live in seconds. Raises ``UserError`` if it is out of range."""
-    if seconds is None:
-        return None
-    if type(seconds) is not int or not SHORTEST_S <= seconds <= LONGEST_S:
-        raise UserError(
-            f"ttl_seconds is {str(seconds)[:40]}; expected {SHORTEST_S} to {LONGEST_S}, or null for"
-            " no limit"
-        )
-    return seconds
 
 
 def found_or_none(find: Callable[..., Any], *args: Any) -> Any:

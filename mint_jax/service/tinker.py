@@ -256,7 +256,7 @@ def _save(kind: str, body: types.SaveWeights) -> Save:
     return Save(
         kind,
         checkpoints.check_name(body.path),
-        ttl_s=checkpoints.check_ttl(body.ttl_seconds),
+        ttl_s=body.ttl_seconds,
         overwrite=body.overwrite,
         metadata=body.user_metadata,
         recipients=tuple(body.age_encryption_recipients or ()),

@@ -163,7 +163,7 @@ class Rest:
 
     async def ttl(self, request: Request) -> Response:
         row, body = self._row(request), await body_of(types.SetTtl, request)
-        seconds = checkpoints.check_ttl(body.ttl_seconds)
+        seconds = body.ttl_seconds
         expires = None if seconds is None else self.book.clock() + seconds
         self.book.change_checkpoint(row, expires=expires)
         return JSONResponse({})
@@ -204,7 +204,7 @@ class Rest:
         project.
         """
         body, tenant = await body_of(types.CopyWeights, request), tenant_of(request)
-        source, ttl_s = body.source_path, checkpoints.check_ttl(body.ttl_seconds)
+        source, ttl_s = body.source_path, body.ttl_seconds
         session, place = body.session_id, body.model_seq_id
         if session is None:
             if (project := body.destination_project_id) is None:

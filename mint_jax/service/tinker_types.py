@@ -15,6 +15,7 @@ REASONS = ("success", "errored", "interrupted")  # of clients that finish a sess
 MAX_METADATA = 1 << 16  # bytes of JSON of a user's notes
 Amount = Annotated[float, Field(ge=0, le=3.4028234663852886e38)]
 Share = Annotated[float, Field(ge=0, lt=1)]
+Ttl = Annotated[int, Field(ge=3600, le=10 * 366 * 86400)]  # seconds
 
 
 def _small(value: dict[str, Any]) -> dict[str, Any]:
@@ -122,7 +123,7 @@ class OptimStep(RequestPlace):
 
 class SaveWeights(RequestPlace):
     path: str | None = None
-    ttl_seconds: int | None = None
+    ttl_seconds: Ttl | None = None
     overwrite: bool = False
     user_metadata: Metadata | None = None
     age_encryption_recipients: list[Text] | None = None
@@ -165,7 +166,7 @@ class WeightsInfo(Body):
 
 
 class SetTtl(Body):
-    ttl_seconds: int | None = None
+    ttl_seconds: Ttl | None = None
 
 
 class CopyWeights(SetTtl):
