@@ -65,9 +65,12 @@ class Page(NamedTuple):
 
 
 class LoadedName(NamedTuple):
+    """A revision under a name; ``data``: the packed bytes of a PEFT folder."""
+
     model: Model
     path: str
     at: float
+    data: np.ndarray | None = None
 
 
 class Weights:
@@ -93,9 +96,8 @@ class Weights:
         self._catalog, self._sampler = catalog, sampler
         self._folder = None if folder is None else Path(os.path.realpath(folder))
         self._began = time.time()
-        self._lock = threading.Lock()  # of the two below
+        self._lock = threading.Lock()
         self._loaded: dict[tuple[str, str], LoadedName] = {}  # by tenant and name
-        self._bytes: dict[str, np.ndarray] = {}  # of PEFT folders, by digest
 
     def resolve(self, name: str, tenant: str) -> Model:
         """Resolves a name. Raises ``NotFound``: unknown, retired, or another tenant's."""
@@ -129,15 +131,14 @@ class Weights:
                 f"lora_name {name!r} is taken: unload it first, say load_inplace, or choose another"
                 " name"
             )
-        if (data := self._read_folder(path)) is None:
-            model, read = dataclasses.replace(self._stored(path, tenant), name=name), {}
+        if (read := self._read_folder(path)) is None:
+            model, data = dataclasses.replace(self._stored(path, tenant), name=name), None
         else:
-            digest = digest_of(data)
-            model, read = Model(name, digest), {digest: as_bytes(data)}
+            model = Model(name, digest_of(read))
+            data = self._data_of(model.digest)
+            data = as_bytes(read) if data is None else data  # one copy for all names
         with self._lock:
-            self._bytes |= read
-            self._loaded[tenant, name] = LoadedName(model, path, time.time())
-            self._drop_unnamed()
+            self._loaded[tenant, name] = LoadedName(model, path, time.time(), data)
         return model
 
     def unload(self, name: str, tenant: str) -> None:
@@ -145,18 +146,16 @@ class Weights:
         with self._lock:
             if self._loaded.pop((tenant, name), None) is None:
                 raise NotFound(name)
-            self._drop_unnamed()
-
-    def _drop_unnamed(self) -> None:
-        """Drops the bytes of folders without a name."""
-        named = {loaded.model.digest for loaded in self._loaded.values()}
-        self._bytes = {digest: data for digest, data in self._bytes.items() if digest in named}
 
     def fetch(self, digest: str) -> np.ndarray:
         """Returns the packed bytes of a revision, for residency."""
-        with self._lock:
-            data = self._bytes.get(digest)
+        data = self._data_of(digest)
         return self._catalog.load(digest) if data is None else data
+
+    def _data_of(self, digest: str | None) -> np.ndarray | None:
+        with self._lock:
+            loaded = [one.data for one in self._loaded.values() if one.model.digest == digest]
+        return next((data for data in loaded if data is not None), None)
 
     def names_of(self, digest: str) -> list[str]:
         """Returns the loaded names of a revision in all tenants; its digest if it has none."""

@@ -136,28 +136,20 @@ def test_a_token_that_straddles_prompt_and_reply_belongs_to_the_reply(tmp_path):
         assert sequence.weights == [float(learn) for learn in marked.learn[len(group.prefix) :]]
 
 
-GENERATION = {
-    "content": (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{%"
-        " generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content"
-        " }}<|im_end|>{% endif %}\n{% endfor %}"
-    ),
-    "in a macro": (
-        "{% macro say(m) %}{{ m.content }}<|im_end|>{% endmacro %}{% for m in messages %}{{ m.role"
-        " }}\n{% if m.role == 'assistant' %}{% set x = 1 %}{% generation %}{{ say(m) }}{{ x }}{%"
-        " endgeneration %}{% else %}{{ say(m) }}{% endif %}{% endfor %}"
-    ),
-}
+GENERATION = (
+    "{% macro say(m) %}{{ m.content }}<|im_end|>{% endmacro %}{% for m in messages %}{{ m.role"
+    " }}\n{% if m.role == 'assistant' %}{% set x = 1 %}{% generation %}{{ say(m) }}{{ x }}{%"
+    " endgeneration %}{% else %}{{ say(m) }}{% endif %}{% endfor %}"
+)
 
 
-@pytest.mark.parametrize("template", GENERATION.values(), ids=GENERATION.keys())
 @pytest.mark.parametrize("kind", ["bytes", "metaspace"])
-def test_replies_that_the_template_marks_are_learned(tmp_path, rng, template, kind):
+def test_replies_that_the_template_marks_are_learned(tmp_path, rng, kind):
     source = KINDS[kind][0]()
     if kind == "bytes":
         # transformers loses a reply's first blank otherwise
         source["post_processor"]["trim_offsets"] = False
-    save(tmp_path, source, chat_template=template)
+    save(tmp_path, source, chat_template=GENERATION)
     mine, theirs = Tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
     for _ in range(30):
         said = ["two", "one", *rng.choice([w for w in WORDS if w.isascii()], 2).tolist()]
@@ -168,7 +160,6 @@ def test_replies_that_the_template_marks_are_learned(tmp_path, rng, template, ki
         marked = chat.supervised_row(mine, {"messages": messages}, "row")
         assert marked.tokens == wanted["input_ids"]
         assert marked.learn == [bool(x) for x in wanted["assistant_masks"]]
-        assert mine.render(messages) == theirs.apply_chat_template(messages, tokenize=False)
 
 
 TOOLED = (
@@ -233,25 +224,12 @@ def test_prompts_to_sample_are_those_that_are_learned(tooled):
     assert bare[: len(prompt)] == prompt
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        # drops old replies
-        (
-            "{% for m in messages %}{% if loop.last or m.role != 'assistant' %}{{ m.content }};{%"
-            " endif %}{% endfor %}"
-        ),
-        "{{ messages | length }}{% for m in messages %}{{ m.content }};{% endfor %}",
-    ],
-)
-def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer, tmp_path, template):
-    (tmp_path / "tokenizer.json").write_bytes(
-        (base_lib.resolve("smollm2-135m-instruct") / "tokenizer.json").read_bytes()
-    )
-    (tmp_path / "chat_template.jinja").write_text(template)
+def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path):
+    counted = "{{ messages | length }}{% for m in messages %}{{ m.content }};{% endfor %}"
+    mine = Tokenizer(save(tmp_path, byte_level(), chat_template=counted))
     messages = [turn(role, f"{role} {i}") for i in range(2) for role in ("user", "assistant")]
     with pytest.raises(UserError, match="line 3: the chat template rewrites earlier turns"):
-        chat.supervised_row(Tokenizer(tmp_path), {"messages": messages}, "line 3")
+        chat.supervised_row(mine, {"messages": messages}, "line 3")
 
 
 Q, GOOD, BAD = turn("user", "q"), turn("assistant", "good"), turn("assistant", "bad one")

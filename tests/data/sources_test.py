@@ -96,24 +96,6 @@ def test_tables_give_the_rows_that_were_written(tmp_path, suffix):
     check()
 
 
-@pytest.mark.parametrize("suffix", [".parquet", ".arrow", ".feather"])
-def test_calls_of_tools_have_their_own_arguments_alone(tmp_path, suffix):
-    def call(name, **arguments):
-        function = {"name": name, "arguments": arguments}
-        return {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
-
-    asked = [{"role": "user", "content": "weather?"}]
-    rows = [
-        {"messages": [*asked, call("weather", city="Rome", days=[1, None])]},
-        {"messages": [call("add", a=2, b={"c": [{"d": 1}, {"e": 2}]})], "tools": [{"x": 1}]},
-        {"messages": asked, "tools": []},
-    ]
-    write_table(tmp_path / f"rows{suffix}", table_of(rows))
-    assert read_rows(tmp_path / f"rows{suffix}") == rows
-    write_rows(tmp_path / "rows.jsonl", rows)
-    assert read_rows(tmp_path / "rows.jsonl") == rows
-
-
 COMPRESSORS = {
     ".gz": gzip.compress,
     ".bz2": bz2.compress,

@@ -4,15 +4,14 @@ import json
 import shutil
 
 import pytest
-import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import models, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
 from mint_jax.data.tokenizer import Tokenizer
 from mint_jax.errors import UserError
 from mint_jax.models import base as base_lib
+from tests.data.tiny_tokenizers import save, sentence_piece
 
 WEATHER = {
     "name": "weather",
@@ -131,29 +130,12 @@ def test_named_templates_are_taken_as_in_transformers(copy, form):
     assert set((mine.sources[1] or "").split("\n")) == set(named.values())
 
 
-def test_a_post_processor_adds_its_tokens_unless_told_not_to(tmp_path):
-    vocab = {"<s>": 0, "</s>": 1, "a": 2, "b": 3, "[UNK]": 4}
-    fast = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="[UNK]"))
-    fast.pre_tokenizer = pre_tokenizers.Whitespace()
-    fast.post_processor = processors.TemplateProcessing(
-        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
-    )
-    fast.add_special_tokens(["<s>", "</s>"])
-    fast.save(str(tmp_path / "tokenizer.json"))
-    end = {"__type": "AddedToken", "content": "</s>"}
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": 3}))
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 3]}))
-    mine, hf = Tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
-    for special in (True, False):
-        assert (
-            mine.encode("a b zzz", special) == hf("a b zzz", add_special_tokens=special).input_ids
-        )
-    assert mine.encode("a b") == [0, 2, 3, 1]
-    assert mine.decode([0, 2, 3, 1]) == "a b"
-    assert mine.vocab_size == 5
-    assert mine.eos_ids == (2, 3, 1)
+def test_end_tokens_are_those_of_all_files(tmp_path):
+    save(tmp_path, sentence_piece(), {"eos_token_id": 3})
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 3]}))
+    mine, theirs = Tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert mine.eos_id == theirs.eos_token_id
+    assert mine.eos_ids == (5, 3, theirs.eos_token_id)
 
 
 @pytest.mark.parametrize(
