@@ -112,7 +112,7 @@ def train(
                 speed = f"{job.tokens / seconds:.0f} sampled tokens/s"
                 detail = f"step {unit.step + 1}: reward {shown}, {speed}"
                 run.record(unit.step, rows, detail, scores)  # metrics, export, checkpoint
-    return phases.timing.busy
+    return phases.busy
 
 
 class ConcurrentGrpo(PolicySampler):

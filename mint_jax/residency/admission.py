@@ -83,11 +83,9 @@ class Admission:
                 f" some for {config.bucket}"
             )
         for path, leaf in params_lib.leaves_with_path(adapter):
-            if np.asarray(leaf).dtype.name not in DTYPES:
-                raise UserError(
-                    f"{what}: {path} is stored as {np.asarray(leaf).dtype.name}; expected one of"
-                    f" {', '.join(DTYPES)}"
-                )
+            if (dtype := np.asarray(leaf).dtype.name) not in DTYPES:
+                expected = ", ".join(DTYPES)
+                raise UserError(f"{what}: {path} is stored as {dtype}; expected one of {expected}")
         bound = lora_tree.check_fits(
             adapter, config, self.base_specs, what, digest not in self.finite
         )

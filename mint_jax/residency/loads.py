@@ -40,7 +40,6 @@ class ColdLoad:
     Attributes:
         tenant: tenant of the first request.
         priority: COLD, ...; a request that joins a prefetch raises it.
-        submitted_at: seconds of the queue's clock.
         waiting: futures of the requests.
         queued: it waits for a worker.
         cold, seconds: its bytes came from storage, and the time that staging took.
@@ -84,10 +83,8 @@ class ColdLoads:
         self._loads: dict[str, ColdLoad] = {}
         self._queue: queue.PriorityQueue[tuple[int, int, int, Any]] = queue.PriorityQueue()
         self._numbers, self._closed = itertools.count(), False
-        self._threads = [
-            threading.Thread(target=self._run, name=f"cold-load-{i}", daemon=True)
-            for i in range(workers)
-        ]
+        names = (f"cold-load-{i}" for i in range(workers))
+        self._threads = [threading.Thread(target=self._run, name=n, daemon=True) for n in names]
         for thread in self._threads:
             thread.start()
 
@@ -112,27 +109,21 @@ class ColdLoads:
                     if load.queued:
                         self._push(load)
                 return load, None
-            dropped = self._make_room(priority) if len(self._loads) >= self.depth else None
+            dropped = None
+            if (count := len(self._loads)) >= self.depth:
+                idle = [x for x in self._loads.values() if x.priority == PREFETCH and x.queued]
+                if priority == PREFETCH or not idle:
+                    wait = max(0.001, count * (self._mean_s or _ASSUMED_S) / self.workers / 2)
+                    what = f"{count} loads are unfinished, the maximum; retry in {wait:.3g} s"
+                    raise QueueFull(what, wait)
+                dropped = max(idle, key=lambda load: load.number)
+                self._remove(dropped)
             load = ColdLoad(digest, tenant, priority, next(self._numbers), self._clock())
             self._loads[digest] = load
             self._push(load)
             return load, dropped
 
-    def _make_room(self, priority: int) -> ColdLoad:
-        """Drops the newest waiting prefetch. Raises ``QueueFull`` if there is none."""
-        idle = [one for one in self._loads.values() if one.priority == PREFETCH and one.queued]
-        if priority == PREFETCH or not idle:
-            count = len(self._loads)
-            wait = max(0.001, count * (self._mean_s or _ASSUMED_S) / self.workers / 2)
-            raise QueueFull(
-                f"{count} loads are unfinished, the maximum; retry in {wait:.3g} s", wait
-            )
-        dropped = max(idle, key=lambda load: load.number)
-        self._remove(dropped)
-        return dropped
-
     def resume(self, load: ColdLoad) -> None:
-        """Enqueues a paused load with the highest priority."""
         with self._lock:
             load.priority, load.queued = RESUMED, True
             self._push(load)
@@ -162,7 +153,7 @@ class ColdLoads:
         return list(self._loads.values())
 
     def _push(self, load: ColdLoad) -> None:
-        # the counter keeps two entries of one load from being compared further
+        # The counter keeps two entries of one load from being compared further.
         self._queue.put((load.priority, load.number, next(self._numbers), load))
 
     def _remove(self, load: ColdLoad) -> None:

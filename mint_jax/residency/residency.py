@@ -63,18 +63,15 @@ class AdapterLease:
 
 
 class Residency:
-    """The three tiers of one base on one engine. All methods except ``commit_ready`` and
-    ``wait_for`` may be called from any thread.
+    """The three tiers of one base on one engine: packed bytes on the ``host``, slots of each rank
+    bucket on the ``device``. All methods except ``commit_ready`` and ``wait_for`` may be called
+    from any thread.
 
     Args:
         host_bytes: budget of the host cache.
         workers, depth, niceness: see ``ColdLoads``.
         wrote: called with (digest, tenant, seconds) after each piece of an adapter is in its slot;
             the loop blocks until it is.
-
-    Attributes:
-        host: packed bytes.
-        device: slots of each rank bucket.
     """
 
     def __init__(
@@ -94,7 +91,7 @@ class Residency:
     ):
         self._fetch, self._unpack, self._admission, self.slots = fetch, unpack, admission, slots
         self._clock, self._niceness, self._wrote = clock, niceness, wrote
-        self._idle = 0  # engines that wait for loads
+        self._idle = 0  # waits of the engine's thread
         self.metrics = metrics or Metrics()
 
         def tier(capacity: int, name: str) -> Tier:
@@ -350,9 +347,17 @@ class Residency:
             load.modules = modules_of(adapter)
             bucket = self._admission.bucket(schema.config.rank)
             assert bucket is not None, "it was admitted"
-            if (slot := self._slot_for(load, bucket)) is None:
-                return
-            staged = self.slots.stage(slot, adapter, schema.config)
+            with self._lock:
+                is_wanted = bool(load.waiting)
+                if load.slot is None and not self._reserve(load, bucket, evict=is_wanted):
+                    if is_wanted:
+                        self._parked.append((bucket, load))
+                    else:
+                        self.loads.finish(load)
+                        self._changed.notify_all()
+                    return
+            assert load.slot is not None, "it was reserved"
+            staged = self.slots.stage(load.slot, adapter, schema.config)
         finally:
             if kept:
                 self.host.release(load.digest)
@@ -396,27 +401,15 @@ class Residency:
         copy.value = Occupant(load.slot, load.modules)
         return True
 
-    def _slot_for(self, load: ColdLoad, bucket: int) -> Slot | None:
-        """Returns the slot for a load; None if it waits for one, or ends because no request waits
-        for it.
-        """
-        with self._lock:
-            if load.slot is None and not self._reserve(load, bucket, evict=bool(load.waiting)):
-                if load.waiting:
-                    self._parked.append((bucket, load))
-                else:
-                    self.loads.finish(load)
-                    self._changed.notify_all()
-            return load.slot
-
     def _pump(self) -> None:
         """Assigns slots to the loads that wait for one."""
-        waiting, self._parked = self._parked, []
-        for bucket, load in waiting:
+        parked = []
+        for bucket, load in self._parked:
             if self._reserve(load, bucket):
                 self.loads.resume(load)
             else:
-                self._parked.append((bucket, load))
+                parked.append((bucket, load))
+        self._parked = parked
 
     def _unpark(self, load: ColdLoad) -> bool:
         before = len(self._parked)

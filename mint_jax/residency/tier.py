@@ -18,16 +18,14 @@ _LEAST_S = 1e-6  # minimum cost of a load, even if measured as 0 s
 
 @dataclasses.dataclass(slots=True)
 class Copy:
-    """One copy.
+    """One copy: ``value`` is packed bytes in host memory, or the slot; ``size`` is in the unit of
+    the tier's capacity.
 
     Attributes:
-        value: packed bytes in host memory, or the slot.
-        size: in the unit of the tier's capacity.
         frequency: F at ``used_at``, the time of its last use.
         seconds: time to load it again.
         leases: uses that have not ended, the loader's included.
-        ready: loaded, so that it can be leased.
-        doomed: removed when the last lease ends.
+        ready, doomed: it can be leased; it is removed when the last lease ends.
         key: eviction key; None while leased.
     """
 

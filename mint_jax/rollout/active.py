@@ -20,7 +20,6 @@ from mint_jax.models.base import Base
 from mint_jax.models.paged import PAGE
 from mint_jax.rollout import plans
 from mint_jax.rollout import request as requests_
-from mint_jax.rollout.cache import PagedCache
 from mint_jax.rollout.calls import DeviceCalls
 from mint_jax.rollout.detokenize import Stops, context_of, text_behind
 from mint_jax.rollout.grammar import Grammars, reason_of
@@ -87,23 +86,17 @@ class ActiveRequest:
 
 class ActiveRequests:
     """Requests that have not ended, and the turns that serve them; one thread runs the turns.
-
-    Args:
-        rows, blocks: decode program shapes, and blocks of a prefill call, over all parts.
-        decode, steps, keep_routes, reuse_decoded: as in ``Engine``.
+    Settings and attributes are those of ``Engine`` and ``Engine.serving``.
 
     Attributes:
-        counts, compiled: as in ``Engine``.
         is_serving: requests come from any thread while turns run.
         call: number of the current call of ``Engine.generate``.
-        residency, commit_bytes, coscheduled: as in ``Engine.serving``.
     """
 
     def __init__(
         self,
         base: Base,
         calls: DeviceCalls,
-        cache: PagedCache,
         rows: tuple[int, ...],
         blocks: int,
         decode: Callable[[list[int]], str] | None,
@@ -111,7 +104,7 @@ class ActiveRequests:
         keep_routes: bool,
         reuse_decoded: bool,
     ):
-        self.base, self.calls, self.cache, self.parts = base, calls, cache, cache.parts
+        self.base, self.calls, self.parts = base, calls, calls.parts
         self.rows, self.blocks, self.table = rows, blocks, longest_table(base.cfg.context)
         self.decode, self.steps, self.keep_routes = decode, steps, keep_routes
         self.reuse_decoded = reuse_decoded
@@ -311,25 +304,25 @@ class ActiveRequests:
 
     def _preempt(self, sample: SampleState) -> Any:
         self.counts["preempted"] += 1
-        return self.cache.swap_out(sample.prompt.part, sample.pages[: pages_for(sample.own, PAGE)])
+        return self.calls.swap_out(sample.prompt.part, sample.pages[: pages_for(sample.own, PAGE)])
 
     def _restore(self, sample: SampleState) -> None:
         if sample.swapped is not None:
             pages = sample.pages[: pages_for(sample.own, PAGE)]
-            self.cache.swap_in(sample.swapped, sample.prompt.part, pages)
+            self.calls.swap_in(sample.swapped, sample.prompt.part, pages)
             sample.swapped = None
 
     def _finish(self, sample: SampleState, reason: str) -> None:
         job, prompt, text_of = sample.owner, sample.prompt, self.decode
         if sample in self.schedule.running:
             if self.keep_routes and sample.tokens:
-                routes = self.cache.routes
+                routes = self.calls.routes
                 sample.routes = routes(prompt.part, sample.pages, len(sample.tokens))
                 if prompt.routes is None:
                     pages = [block.page for block in prompt.blocks]
                     prompt.routes = routes(prompt.part, pages, prompt.length)
             if self.reuse_decoded and not job.is_unnamed:
-                self.schedule.extend(sample, self.cache.move)
+                self.schedule.extend(sample, self.calls.move)
         self._end(sample)
         sample.finish = reason
         if text_of is not None and sample.text is None:
@@ -345,7 +338,7 @@ class ActiveRequests:
 
     def _end(self, sample: SampleState) -> None:
         if sample.swapped is not None:
-            self.cache.discard(sample.swapped)
+            self.calls.discard(sample.swapped)
         self.schedule.finish(sample)
 
     def _remove(self, job: ActiveRequest) -> None:
@@ -380,6 +373,6 @@ class ActiveRequests:
 
     def ensure_cache(self, requests: Sequence[Request] | None) -> None:
         """Makes the cache large enough for ``requests``, or as large as possible."""
-        if self.cache.ensure_capacity(requests):
-            pages = [PagePool(self.cache.pages, PAGE) for _ in range(self.parts)]
+        if self.calls.ensure_capacity(requests):
+            pages = [PagePool(self.calls.pages, PAGE) for _ in range(self.parts)]
             self.schedule = Scheduler(pages, self.rows[-1] // self.parts)

@@ -1,4 +1,4 @@
-"""The calls that the engine makes on the devices: allocate a pool, prefill, decode, swap pages.
+"""The engine's paged KV cache on the devices, and its device calls: prefill, decode, page swaps.
 
 A call's input is numbers from the host, and it changes the pool only. With several processes over
 one mesh, process 0 decides for all and broadcasts each call before it makes it; the others repeat
@@ -9,8 +9,9 @@ them, under a number. ``answer`` sends the completions.
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -19,15 +20,21 @@ from mint_jax import host, messages, multihost
 from mint_jax.errors import UserError
 from mint_jax.lora.tree import Stacks
 from mint_jax.models.base import Base
-from mint_jax.models.paged import Teams
+from mint_jax.models.paged import PAGE, Teams
 from mint_jax.rollout import device
 from mint_jax.rollout.device import DecodePlan, Drawn, PageMoves, PrefillPlan, PromptScoring
-from mint_jax.rollout.request import Completion
+from mint_jax.rollout.pages import pages_for
+from mint_jax.rollout.plans import NOWHERE
+from mint_jax.rollout.request import Completion, Request
 from mint_jax.rollout.sample import Penalties, SamplingParams
+from mint_jax.rollout.samples import own_pages, pages_needed
 
 T = TypeVar("T")
-PLANS = PromptScoring, PrefillPlan, PageMoves, Penalties, DecodePlan, SamplingParams, Teams
-RECORDS = {record.__name__: record for record in PLANS}
+CACHE_BYTES = 1 << 30  # on CPUs; accelerators use CACHE_SHARE of their free memory
+CACHE_SHARE = 0.6
+LEAST_PAGES = 16
+SWAP_PAGES = 8  # pages of each part in one swap call
+PLANS = PromptScoring, PrefillPlan, Penalties, DecodePlan, SamplingParams, Teams
 DEVICE_CALLS: dict[str, Callable[..., Any]] = {}
 
 
@@ -44,25 +51,50 @@ def everywhere(method: Callable[..., T]) -> Callable[..., T]:
     return call
 
 
+class SwappedPages(NamedTuple):
+    """Handle of page contents on the host: their number in ``DeviceCalls``, and the mesh part that
+    they were read from.
+    """
+
+    number: int
+    part: int
+
+
+RECORDS = {record.__name__: record for record in (*PLANS, SwappedPages)}
+
+
 class DeviceCalls:
-    """Device calls of one engine, repeated in every process; see the module.
+    """KV cache and device calls of one engine, repeated in every process; see the module.
 
     Args:
+        rows: maximum number of rows that decode together, over all parts.
+        nbytes: maximum bytes of the cache over all devices; None uses ``CACHE_BYTES`` or
+            ``CACHE_SHARE``.
         settings: sizes of the engine, which must be equal in all processes.
 
     Attributes:
         pool: the pages on the devices; None before ``make``.
+        pages, most: allocated and maximum pages of each part.
         stacks: adapter stacks of the current call.
+
+    Raises:
+        UserError: ``nbytes`` hold fewer than two pages of each part.
     """
 
-    def __init__(self, base: Base, keep_routes: bool, settings: Sequence[Any]):
-        self.base, self.keep_routes = base, keep_routes
+    def __init__(
+        self, base: Base, keep_routes: bool, rows: int, nbytes: int | None, settings: Sequence[Any]
+    ):
+        self.base, self.keep_routes, self.rows = base, keep_routes, rows
         self.settings = [base.fingerprint, keep_routes, *settings]
+        self.parts = device.page_parts(base.cfg, base.mesh)
         self.pool: Any = None
         self.stacks: Stacks = {}
+        self._numbers = itertools.count()
         self._swapped: dict[int, list[Any]] = {}
         self._visited: dict[int, np.ndarray] = {}  # expert ids of this call, if followers answer
         self._open, self._answered = False, False
+        self.pages = 0
+        self.most = multihost.agree("pages of the cache", lambda: self._count(nbytes))
 
     # -- process 0
 
@@ -93,12 +125,51 @@ class DeviceCalls:
             text = str(error) or type(error).__name__
             messages.send("fail", isinstance(error, UserError), text)
 
+    def ensure_capacity(self, requests: Sequence[Request] | None) -> bool:
+        """Grows the cache to its maximum, or to hold as many samples of ``requests`` as there are
+        rows. Returns True if it was reallocated and is now empty.
+        """
+        wanted = self.most
+        if requests is not None:
+            # Samples of a request share the prompt's pages, so the prompt counts once and each
+            # further sample adds its own pages. Counting prompts per sample gave 32 samples of 8
+            # prompts of SmolLM2 189 MB instead of 94.
+            sizes = [n for r in requests for n in (pages_needed(r), *[own_pages(r)] * (r.n - 1))]
+            longest = sorted(sizes, reverse=True)[: self.rows]
+            needed = max(LEAST_PAGES, sum(longest[:: self.parts]) + max(longest, default=0))
+            # Few sizes, because each is one more shape to compile.
+            power = 1 << (needed - 1).bit_length()
+            wanted = min(wanted, power // 4 * 3 if needed <= power // 4 * 3 else power)
+        if self.pool is not None and self.pages >= wanted:
+            return False
+        self.make(max(self.pages, wanted))
+        return True
+
+    def _count(self, nbytes: int | None) -> int:
+        """Returns the pages of each part that fit in ``nbytes``."""
+        mesh, cfg = self.base.mesh, self.base.cfg
+        if nbytes is None:
+            nbytes, is_on_cpu = CACHE_BYTES, mesh.devices.flat[0].platform == "cpu"
+            if not is_on_cpu and (stats := jax.local_devices()[0].memory_stats()):
+                free = stats["bytes_limit"] - stats["bytes_in_use"]
+                nbytes = int(CACHE_SHARE * free) * mesh.size
+        one = device.page_bytes(cfg, self.base.dtype, self.keep_routes, device.lanes(mesh))
+        count = nbytes // one // self.parts
+        if count < 2:
+            raise UserError(
+                f"a cache of {nbytes:,} bytes cannot hold two pages of {one:,} bytes in each of"
+                f" {self.parts} parts: raise cache_gib"
+            )
+        # Enough for all rows at full context, and as much again for cached prompts.
+        return min(count, 2 * -(-self.rows // self.parts) * (pages_for(cfg.context, PAGE) + 2))
+
     # -- device calls
 
     @everywhere
     def make(self, pages: int) -> None:
         """Allocates an empty pool of ``pages`` pages in each part."""
         self._free()
+        self.pages = pages
         cfg, mesh, dtype = self.base.cfg, self.base.mesh, self.base.dtype
         self.pool = device.empty_pool(cfg, mesh, pages, dtype, self.keep_routes)
 
@@ -126,42 +197,48 @@ class DeviceCalls:
         return Drawn(*multihost.to_host(tuple(drawn)))
 
     @everywhere
-    def move(self, moves: PageMoves) -> None:
-        """Builds pages from the contents of others."""
-        self.pool = device.move_pages(self.pool, moves, cfg=self.base.cfg)
-
-    @everywhere
-    def swap_out(self, number: int, ids: Sequence[np.ndarray]) -> None:
-        """Copies pages to the host in every process, under a new number."""
-        self._swapped[number] = self._read(self.pool, ids)
-
-    @everywhere
-    def swap_in(self, number: int, ids: Sequence[np.ndarray], shift: int) -> None:
-        """Writes a copy into pages, ``shift`` entries after those it was read from, and drops
-        it.
+    def move(self, part: int, moves: Sequence[tuple[int, int, int, int, int]]) -> None:
+        """Builds pages of one part from two others each; a move is ``(low, high, begin, cut, to)``
+        as in ``device.PageMoves``.
         """
-        for some, contents in zip(ids, self._swapped.pop(number), strict=True):
+        for i in range(0, max(1, len(moves)), SWAP_PAGES):  # at least one call, to compile it
+            plan = np.zeros((5, self.parts * SWAP_PAGES), np.int32)
+            plan[4] = NOWHERE
+            some = np.array(moves[i : i + SWAP_PAGES], np.int32).reshape(-1, 5).T
+            plan[:, part * SWAP_PAGES : part * SWAP_PAGES + some.shape[1]] = some
+            self.pool = device.move_pages(self.pool, PageMoves(*plan), cfg=self.base.cfg)
+
+    @everywhere
+    def swap_out(self, part: int, pages: Sequence[int]) -> SwappedPages:
+        """Copies the contents of pages of one part to the host."""
+        swapped = SwappedPages(next(self._numbers), part)
+        self._swapped[swapped.number] = self._read(self.pool, part, pages)
+        return swapped
+
+    @everywhere
+    def swap_in(self, swapped: SwappedPages, part: int, pages: Sequence[int]) -> None:
+        """Writes the contents into as many pages of any part, and drops the host copy."""
+        shift, parts = (part - swapped.part) * SWAP_PAGES, self._swapped.pop(swapped.number)
+        for ids, contents in zip(self._ids(part, pages, NOWHERE), parts, strict=True):
             if shift:
                 contents = jax.tree.map(lambda x: np.roll(x, shift, axis=1), contents)
-            self.pool = device.write_pages(self.pool, some, contents, cfg=self.base.cfg)
+            self.pool = device.write_pages(self.pool, ids, contents, cfg=self.base.cfg)
 
     @everywhere
-    def discard(self, number: int) -> None:
-        """Drops a copy, if ``drop`` has not dropped it already."""
-        self._swapped.pop(number, None)
+    def discard(self, swapped: SwappedPages) -> None:
+        """Drops a host copy, if ``drop`` has not dropped it already."""
+        self._swapped.pop(swapped.number, None)
 
     @everywhere
-    def routes(self, number: int, ids: Sequence[np.ndarray], at: int, count: int) -> np.ndarray:
-        """Returns the expert ids of ``count`` tokens in pages, ``[count, L, X]``; the part's pages
-        begin at entry ``at``. ``number`` names them in ``answer``.
-        """
-        each = len(ids[0]) // device.page_parts(self.base.cfg, self.base.mesh)
-        read = self._read({"routes": self.pool["moe"]["routes"]}, ids)
-        # [L, n, PAGE, X]
-        whole = np.concatenate([pages["routes"][:, at : at + each] for pages in read], axis=1)
+    def routes(self, part: int, pages: Sequence[int], count: int) -> np.ndarray:
+        """Returns the expert ids of the first ``count`` tokens in pages, ``[count, L, X]``."""
+        pool = {"routes": self.pool["moe"]["routes"]}
+        read = self._read(pool, part, pages[: pages_for(count, PAGE)])
+        own = np.s_[:, part * SWAP_PAGES : (part + 1) * SWAP_PAGES]
+        whole = np.concatenate([x["routes"][own] for x in read], axis=1)  # [L, n, PAGE, X]
         found = whole.reshape(whole.shape[0], -1, whole.shape[-1])[:, :count].swapaxes(0, 1)
         if self._answered:
-            self._visited[number] = found
+            self._visited[next(self._numbers)] = found
         return found
 
     def block_until_ready(self) -> None:
@@ -172,15 +249,30 @@ class DeviceCalls:
         """Drops the pool and every swapped copy."""
         self.pool, self._swapped = None, {}
 
+    def nowhere(self) -> np.ndarray:
+        """Returns page numbers for one call, all out of range."""
+        return self._ids(0, [], NOWHERE)[0]
+
     def _free(self) -> None:
         self.pool = None
         # A following rollout or update allocates other sizes, which the freed blocks do not fit.
         if self.base.mesh.devices.flat[0].platform == "cpu":
             host.give_back_freed_memory()
 
-    def _read(self, pool: Any, ids: Sequence[np.ndarray]) -> list[Any]:
-        cfg = self.base.cfg
+    def _read(self, pool: Any, part: int, pages: Sequence[int]) -> list[Any]:
+        cfg, ids = self.base.cfg, self._ids(part, pages, 0)
         return [multihost.to_host(device.read_pages(pool, some, cfg=cfg)) for some in ids]
+
+    def _ids(self, part: int, pages: Sequence[int], none: int) -> list[np.ndarray]:
+        """Splits page numbers into calls of SWAP_PAGES, at least one. Each array also spans the
+        other parts, whose entries are ``none``.
+        """
+        out = []
+        for i in range(0, max(1, len(pages)), SWAP_PAGES):
+            ids, some = np.full(self.parts * SWAP_PAGES, none, np.int32), pages[i : i + SWAP_PAGES]
+            ids[part * SWAP_PAGES : part * SWAP_PAGES + len(some)] = some
+            out.append(ids)
+        return out
 
     # -- the other processes
 
@@ -210,9 +302,9 @@ class DeviceCalls:
                 return found
             elif word == "fail":
                 is_user_error, text = values
-                raise (
-                    UserError(text) if is_user_error else RuntimeError(f"process 0 failed: {text}")
-                )
+                if is_user_error:
+                    raise UserError(text)
+                raise RuntimeError(f"process 0 failed: {text}")
             else:
                 raise RuntimeError(
                     f"process 0 sent {word!r}, which this process does not know: run the same"

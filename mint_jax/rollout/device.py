@@ -1,10 +1,7 @@
-"""The engine's programs on the device: prefill of prompt blocks, decoding of rows, page swaps.
-
-Every program is a pure function of the parameters, the adapter stacks, the pool and a *plan*: small
-arrays from the host. Shapes depend only on the number of rows and of blocks, so no mixture of
-requests compiles anything. A prompt except its last token is prefilled in blocks of PAGE tokens,
-one page each, that read the pages before them; decoding reads the prompt's last token first, so all
-samples of a prompt start alike.
+"""The engine's programs on the device: prefill, decoding, page swaps. Each is a pure function of
+the parameters, the adapter stacks, the pool and a *plan* of small arrays from the host. Shapes
+depend only on the number of rows and of blocks. A prompt except its last token is prefilled in
+blocks of PAGE tokens; decoding reads that token first, so all samples of a prompt start alike.
 
 Axes: R rows, C blocks of prefill, D table entries, U pages, K steps of a dispatch, V vocab, n stop
 ids or biases, A alternatives.
@@ -117,14 +114,13 @@ class DecodePlan(NamedTuple):
         prefix, own: ``[R]`` cached tokens of the prompt and of the row itself; the position and
             number of the next draw follow from them.
         first: ``[R]`` first run that the row itself attends to; after its prefix if its team reads
-            the prefix.
-        until: ``[R]`` own tokens that the row may reach in this dispatch; 0 for unused rows.
-        limit: ``[R]`` own tokens that the row may ever have.
+            it.
+        until, limit: ``[R]`` own tokens that the row may reach in this dispatch (0 for unused
+            rows), and ever.
         stop_ids: ``[R, n]``, padded with -1.
         top: ``[R]`` bool, rows that want alternatives.
-        allowed: ``[R, ceil(V / 32)]`` uint32, one bit for each token that may come next; read only
-            for ``bound`` rows.
-        bound: ``[R]`` bool, rows constrained by a grammar; such a row draws one token a dispatch.
+        allowed: ``[R, ceil(V / 32)]`` uint32, one bit for each token that may come next in a row
+            that is ``bound`` by a grammar; such a row draws one token a dispatch.
         slots: as in ``PrefillPlan``.
         teams: rows that read their prompt together.
     """
@@ -258,7 +254,6 @@ def page_parts(cfg: ModelConfig, mesh: Mesh) -> int:
 def prefill(
     params: Any, stacks: Stacks, pool: Pool, blocks: PrefillPlan, *, cfg: ModelConfig
 ) -> tuple[Pool, Scores | None]:
-    """Writes blocks of prompts into their pages; returns the pool and the requested scores."""
     C, T = blocks.tokens.shape
     chex.assert_shape([blocks.start, blocks.page], (C,))
     positions = blocks.start[:, None] + jnp.arange(T, dtype=jnp.int32)[None]

@@ -1,9 +1,7 @@
-"""The sampling engine: continuous batching over pages, with any mixture of adapters.
-
-``generate`` runs the loop in the caller's thread until all requests end. ``serving`` runs it in a
-thread of its own, and ``submit`` returns a stream. ``active.py`` has a turn of the loop. With
-several processes over one mesh, ``generate`` and ``warm`` are called in all of them, and process 0
-broadcasts each device call (``calls.py``); serving runs in one process.
+"""The sampling engine: continuous batching over pages, with any mixture of adapters. ``generate``
+runs the loop in the caller's thread; ``serving`` runs it in a thread of its own, and ``submit``
+returns a stream. With several processes over one mesh, ``generate`` and ``warm`` are called in all
+of them.
 
 A request and its seed give the same bits at one program shape, whatever other rows, pages, cache
 hits (except with ``reuse_decoded``), preemption and steps per dispatch. Programs of different
@@ -26,7 +24,6 @@ from mint_jax.models.base import Base
 from mint_jax.rollout import device
 from mint_jax.rollout import request as requests_
 from mint_jax.rollout.active import ActiveRequest, ActiveRequests, Coscheduled, Residents
-from mint_jax.rollout.cache import PagedCache
 from mint_jax.rollout.calls import DeviceCalls
 from mint_jax.rollout.device import STEPS
 from mint_jax.rollout.programs import programs
@@ -51,10 +48,9 @@ class Engine:
     Args:
         decode: converts token ids to text, for stop strings and ``Completion.text``; None without a
             tokenizer.
-        max_rows: maximum number of rows that decode together.
         rows: decode program shapes; None uses ``ROWS`` below ``max_rows``, and ``max_rows``.
         keep_routes: record the experts that every token visits, for replay in training (R3).
-        cache_bytes: size of the KV cache over all devices; None uses ``cache.CACHE_BYTES``.
+        cache_bytes: size of the KV cache over all devices; None uses ``calls.CACHE_BYTES``.
         steps: maximum tokens per row and dispatch, 1 to STEPS.
         reuse_decoded: also cache what decoding wrote, so that the next turn of a conversation is
             not prefilled again. Log-probabilities then depend on earlier requests, by at most 2e-5
@@ -67,9 +63,6 @@ class Engine:
         counts: totals so far: tokens prefilled, reused and drawn, dispatches, preempted samples.
         active: the requests in progress. ``active.compiled`` has the programs that are ready, while
             others compile in the background; None compiles each program at its first call.
-
-    Raises:
-        UserError: ``keep_routes`` on a base without experts, or a size out of range.
     """
 
     def __init__(
@@ -103,10 +96,9 @@ class Engine:
         wanted_blocks = CPU_BLOCKS if base.mesh.devices.flat[0].platform == "cpu" else BLOCKS
         self.blocks = -(-wanted_blocks // even) * even
         sizes = [*self.rows, self.blocks, longest_table(base.cfg.context)]
-        self.calls = DeviceCalls(base, keep_routes, sizes)
-        self.cache = PagedCache(base, self.rows[-1], self.calls, cache_bytes)
+        self.calls = DeviceCalls(base, keep_routes, self.rows[-1], cache_bytes, sizes)
         how = decode, steps, keep_routes, reuse_decoded
-        self.active = ActiveRequests(base, self.calls, self.cache, self.rows, self.blocks, *how)
+        self.active = ActiveRequests(base, self.calls, self.rows, self.blocks, *how)
         self.counts = self.active.counts
         self._inbox: list[ActiveRequest] = []
         self._wake = threading.Condition()
@@ -122,10 +114,10 @@ class Engine:
         """
         requests_.check(request, self.base, stacks, self.decode is not None)
         self.active.grammars.matcher(request)
-        if (needed := pages_needed(request)) > self.cache.most:
+        if (needed := pages_needed(request)) > self.calls.most:
             raise UserError(
                 f"a prompt of {len(request.prompt)} tokens with {request.max_tokens} new ones needs"
-                f" {needed} pages, the cache has {self.cache.most}: raise --config.cache_gib, or"
+                f" {needed} pages, the cache has {self.calls.most}: raise --config.cache_gib, or"
                 " lower the number of tokens"
             )
 
@@ -308,12 +300,9 @@ class Engine:
             self._wake.notify_all()
         return job.stream
 
-    def warm(
-        self, stacks: Stacks | None = None, progress: Callable[[str, int, int], None] | None = None
-    ) -> None:
+    def warm(self, stacks: Stacks | None = None) -> None:
         """Allocates the cache at its maximum and compiles every program, so that no request waits
-        for a compilation. ``progress`` is called in process 0 with (program, done, total) before
-        each.
+        for a compilation.
         """
         stacks = {} if stacks is None else stacks
         with self._driving(stacks):
@@ -321,9 +310,7 @@ class Engine:
                 self.active.ensure_cache(None)
             else:
                 self.calls.follow()
-        for i, program in enumerate(todo := programs(self.active, stacks)):
-            if progress is not None and multihost.is_main():
-                progress(program.name, i, len(todo))
+        for program in programs(self.active, stacks):
             program.build()
 
     # -- the loop

@@ -2,9 +2,8 @@
 
 A *block* is one page of a prompt: PAGE tokens that follow those of its parent, for one tenant and
 one version of the weights. Full blocks are indexed by that chain; tokens are compared, never only a
-hash (law 7). Prefill writes a block the same in any batch, so a hit changes no bit; ``extend`` adds
-blocks written by decoding. An unused block stays until its page is needed: least recently used
-first, children before parents.
+hash (law 7). Prefill writes a block the same in any batch, so a hit changes no bit. An unused block
+stays until its page is needed: least recently used first, children before parents.
 """
 
 import dataclasses
@@ -80,12 +79,11 @@ class PagePool:
         self, key: Hashable, tokens: Sequence[int], spare: int = 0, shared: int | None = None
     ) -> tuple[list[Block], int] | None:
         """Finds the cached blocks of a prompt and takes pages for the others. Returns the blocks in
-        order, and how many of them were cached; None, with nothing changed, if there are too few
-        pages.
+        order, and how many of them were cached; None, with nothing changed, unless ``spare`` pages
+        remain.
 
         Args:
             key: tenant and version.
-            spare: pages that must be available afterwards.
             shared: number of blocks that may be shared with other prompts; None: all.
         """
         root = self._roots.get(key) or Root(key)
@@ -118,12 +116,12 @@ class PagePool:
     def extend(
         self, key: Hashable, tokens: Sequence[int], begin: int
     ) -> tuple[list[Block], list[tuple[int, Block]]]:
-        """Adds blocks for tokens that follow a prompt and are cached in other pages, as far as
-        there are free pages. Returns the held blocks, to be passed to ``close``, and the new ones
-        among them with their numbers: the caller writes these and marks them ready.
+        """Adds blocks for tokens that were decoded into other pages, as far as there are free
+        pages; a partial last page is left out. Returns the held blocks, to be passed to ``close``,
+        and the new ones among them with their numbers: the caller writes these and marks them
+        ready.
 
         Args:
-            tokens: tokens of an open prompt and of what follows; a partial last page is left out.
             begin: number of full blocks of the prompt; if these are not indexed, nothing is added.
         """
         root = self._roots.get(key) or Root(key)

@@ -16,8 +16,8 @@ from mint_jax.rollout.active import ActiveRequests
 def programs(active: ActiveRequests, stacks: Stacks) -> list[Program]:
     """Returns every program that an engine over these stacks runs."""
     base = active.base
-    cfg, params, shapes, cache = base.cfg, base.params, abstract(stacks), active.cache
-    pool = device.abstract_pool(cfg, base.mesh, cache.most, base.dtype, active.keep_routes)
+    cfg, params, shapes, calls = base.cfg, base.params, abstract(stacks), active.calls
+    pool = device.abstract_pool(cfg, base.mesh, calls.most, base.dtype, active.keep_routes)
 
     def lowered(function: Any, *args: Any) -> None:
         with jax.set_mesh(base.mesh):
@@ -32,7 +32,7 @@ def programs(active: ActiveRequests, stacks: Stacks) -> list[Program]:
         lowered(device.decode, params, shapes, pool, plan, np.int32(0))
 
     def pages() -> None:
-        ids = cache.nowhere()
+        ids = calls.nowhere()
         lowered(device.read_pages, pool, ids)
         with jax.set_mesh(base.mesh):
             contents = jax.eval_shape(functools.partial(device.read_pages, cfg=cfg), pool, ids)

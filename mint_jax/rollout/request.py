@@ -104,33 +104,31 @@ class Request:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Completion:
-    """One sampled continuation.
+    """One sampled continuation. Fields that a request did not ask for are None.
 
     Attributes:
         tokens: ids, including a final stop id.
         logprobs: float32 per token, under the unmodified model (temperature 1, no filter, no
             penalty).
-        drawn_logprobs: float32 per token, under the distribution that was sampled, with
-            temperature, filters and penalties. Equal to ``logprobs`` if none of these applies, and
-            in greedy decoding.
+        drawn_logprobs: float32 per token, under the distribution that was sampled. Equal to
+            ``logprobs`` without temperature, filters and penalties, and in greedy decoding.
         finish: ``stop``, ``length`` or ``cancelled``.
         text: decoded text before a stop string; None without a tokenizer.
-        routes: expert ids visited by the input before each token, ``[tokens, L, X]``; None unless
-            the engine records them.
-        prompt_routes: expert ids of the prompt except its last token, ``[prompt - 1, L, X]``; one
-            array shared by all samples of a prompt.
-        revision: digest of the sampled revision, from the request; None for the bare base.
+        routes: expert ids visited by the input before each token, ``[tokens, L, X]``, if the engine
+            records them.
+        prompt_routes: those of the prompt except its last token, ``[prompt - 1, L, X]``; one array
+            shared by all samples of a prompt.
+        revision: digest of the sampled revision; None for the bare base.
         top_logprobs: (id, log-probability under the unmodified model) of the most likely tokens at
-            each position, in descending order; None unless requested.
-        prompt_logprobs: log-probabilities of the prompt's tokens except the first, under the
-            unmodified model; None unless requested. With ``prompt_logprobs_last_n``, earlier
-            entries are NaN, and empty lists in the next three fields.
-        top_prompt_logprobs: as ``top_logprobs``, for the prompt's tokens except the first.
-        target_prompt_logprobs: log-probabilities of the requested ids at each of these positions; 0
-            for -1.
+            each position, in descending order.
+        prompt_logprobs: of the prompt's tokens except the first, under the unmodified model. With
+            ``prompt_logprobs_last_n``, earlier entries are NaN, and empty lists in the next three
+            fields.
+        top_prompt_logprobs: as ``top_logprobs``, at each of these positions.
+        target_prompt_logprobs: of the requested ids at each of these positions; 0 for -1.
         prompt_alternatives: (id, log-probability) of the tokens drawn at each of these positions.
         reused: prompt tokens found in the cache.
-        request: the request, for ``mint_jax.groups``; None except in completions of the Python API.
+        request: for ``mint_jax.groups``; None except in completions of the Python API.
     """
 
     tokens: list[int]

@@ -1,10 +1,7 @@
-"""Selection of the next token on the device: greedy, temperature, top-k, top-p, min-p.
-
-The draw (``pallas_kernels.draw``) is a function of a row's logits, its seed, the position and the
-token's id only. Biases and the three penalties apply first, see ``penalised``, then temperature,
-top-k, top-p and min-p, each to the output of the one before. Ties at the edge of a filter are kept,
-and the most likely token passes every filter. Settings within ``rollout.ranges.RANGES`` give finite
-log-probabilities.
+"""Selection of the next token on the device: biases and penalties, then temperature, top-k, top-p
+and min-p, each applied to the output of the one before. The draw is a function of a row's logits,
+its seed, the position and the token's id only. Ties at the edge of a filter are kept, and the most
+likely token passes every filter. Settings within ``ranges.RANGES`` give finite log-probabilities.
 
 Axes: B rows, V vocab, C tokens drawn so far, n biases of a row, K alternatives of a token.
 """

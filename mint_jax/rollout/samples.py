@@ -19,7 +19,7 @@ class CachedPrompt:
         part: mesh part of its pages.
         blocks: its blocks, while ``users`` is positive or it is prefilled ahead.
         reused: tokens that were cached when it was first opened.
-        routes, scores: expert ids and scores of its tokens, if requested; scores by block number.
+        routes, scores: of its tokens, if requested; scores by block number.
     """
 
     request: Request
@@ -37,12 +37,10 @@ class CachedPrompt:
 
     @property
     def length(self) -> int:
-        """Number of tokens of the prefix."""
         return len(self.request.prompt) - 1
 
     @property
     def ready(self) -> bool:
-        """True if every block is written."""
         return all(block.ready for block in self.blocks)
 
     @property
@@ -92,15 +90,11 @@ class SampleState:
     """One sample of a request.
 
     Attributes:
-        number: index among the request's samples.
-        order: admission order, smallest first.
+        number, order: index among the request's samples, and admission order, smallest first.
         pages: its own pages.
-        tokens, logprobs, drawn_logprobs, top: its output so far.
         swapped: handle of its pages' contents while they are on the host.
         finish: reason that it ended; None while it runs.
-        text: decoded text, if requested.
-        matcher: state of its grammar.
-        stops: search for its stop strings.
+        matcher, stops: state of its grammar, and search for its stop strings.
     """
 
     prompt: CachedPrompt
@@ -131,7 +125,6 @@ class SampleState:
 
     @property
     def limit(self) -> int:
-        """Maximum number of own tokens."""
         return self.prompt.request.max_tokens
 
     @property

@@ -4,9 +4,6 @@ A sequence (one sample of a request) is waiting, running or swapped: if an older
 and none is free, the youngest one's own pages are swapped to the host. Older sequences have
 priority everywhere, so every admitted sequence ends. Its prompt's blocks are held while any sample
 of the request runs; its own pages are taken as it grows.
-
-A prefill call costs the same with empty places. Places that running prompts leave empty prefill the
-blocks of waiting prompts *ahead*; these are released before a running sequence goes without a page.
 """
 
 import itertools
@@ -27,12 +24,10 @@ class Scheduler:
         self.waiting: deque[SampleState] = deque()
         self.swapped: list[SampleState] = []
         self.running: list[SampleState] = []
-        self.ahead: list[CachedPrompt] = []  # prompts with blocks of which no sample runs yet
+        # Prompts with blocks of which no sample runs yet: a prefill call costs the same with empty
+        # places. They are released before a running sequence goes without a page.
+        self.ahead: list[CachedPrompt] = []
         self._order = itertools.count()
-
-    @property
-    def is_idle(self) -> bool:
-        return not (self.waiting or self.swapped or self.running)
 
     @property
     def tenants(self) -> set[str]:
@@ -183,8 +178,8 @@ class Scheduler:
         count: int,
         loaded: Callable[[SampleState], bool],
     ) -> None:
-        """Fills the rest of a call from waiting prompts in their order, up to the first for which
-        pages are lacking.
+        """Fills the rest of a call with blocks of waiting prompts in their order, up to the first
+        for which pages are lacking.
         """
         for sequence in itertools.islice((s for s in self.waiting if loaded(s)), self.rows):
             prompt = sequence.prompt

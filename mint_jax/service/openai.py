@@ -108,9 +108,9 @@ class OpenAI:
     def _submit(
         self, body: CompletionBody | ChatBody, model: Model, tenant: str
     ) -> tuple[Answer, list[Stream]]:
-        base, cache = self._server.base, self._server.engine.cache
+        base, calls = self._server.base, self._server.engine.calls
         # an answer may take the cache's capacity for one sample, less a page at each end
-        room = min(base.cfg.context, max(1, cache.most - 2) * PAGE)
+        room = min(base.cfg.context, max(1, calls.most - 2) * PAGE)
         spec = openai_types.spec_of(body, base.need_tokenizer(), room, self.strict)
         answer = Answer(spec, model, self._texts, self._fingerprint)
         request = dataclasses.replace(spec.request, revision=model.digest, tenant=tenant)

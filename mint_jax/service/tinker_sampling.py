@@ -105,7 +105,7 @@ class Sampling:
         server = self.server
         eos = () if server.base.tokenizer is None else server.base.tokenizer.eos_ids
         # a sample without a limit may take the cache's capacity, less a page at each end
-        room = min(server.base.cfg.context, max(1, server.engine.cache.most - 2) * PAGE)
+        room = min(server.base.cfg.context, max(1, server.engine.calls.most - 2) * PAGE)
         # without a seed a repeated request is another sample
         spec = samples.spec_of(body, room, eos, zlib.crc32(answer.id.encode()))
         stream = server.submit(dataclasses.replace(spec.request, revision=digest, tenant=tenant))

@@ -1,10 +1,7 @@
-"""Training data: groups of sequences, datums that a row is filled with, and the batch of a step.
-
-A *group* is a prefix and the sequences that continue it: a prompt and its rollouts, or with a
-chosen and a rejected answer, or a text with an empty prompt. A *datum* is the same as arrays: it
-stores the prefix once, and each sequence is a segment whose parent is the prefix. A sequence of c
-target tokens takes c places and begins with the prefix's last token, so every target is predicted
-from the place before it.
+"""Training data. A *group* is a prefix and the sequences that continue it, such as a prompt and its
+rollouts. A *datum* is the same as arrays: the prefix once, and each sequence as a segment whose
+parent is the prefix. A sequence of c target tokens takes c places and begins with the prefix's last
+token, so every target is predicted from the place before it.
 
 Axes: P blocks, B rows of a block, T tokens of a row, M target positions of a row or datum, K
 targets of a position, Z pairs of a block, N tokens of a datum, L layers, X experts a token.
@@ -23,14 +20,12 @@ from mint_jax.train.losses import Targets
 
 @dataclasses.dataclass
 class TrainSequence:
-    """Target tokens with per-token inputs of the loss; lists are as long as ``tokens``.
+    """Target tokens after the group's prefix, with per-token inputs of the loss (see
+    ``losses.Tokens``); lists are as long as ``tokens``, None is 0.
 
     Attributes:
-        tokens: the continuation of the group's prefix.
         weights: 0 for tokens that are input only.
-        advantages, old_logp, ref_logp: None is 0.
-        first_logp: the trainer's log-probabilities before the first update on these tokens; the
-            trainer fills this in.
+        first_logp: filled in by the trainer.
         routes: expert ids that the token before each target visited during sampling, ``[tokens, L,
             X]``; -1 is unknown.
     """
@@ -64,13 +59,9 @@ class Group:
 
 
 class Layout(NamedTuple):
-    """Segments of a datum with a prefix and several sequences.
-
-    Attributes:
-        positions, own, parent: ``[N]`` int32; segments count from 1, the prefix.
-        index: ``[M]`` int32, place of the token that predicts each target.
-        sequence: ``[M]`` int32, number of each target's sequence.
-        segments, sequences: numbers of segments, and of sequences with targets.
+    """Segments of a datum: ``positions``, ``own`` and ``parent`` ``[N]`` int32, where segment 1 is
+    the prefix; of each target ``[M]`` int32 the ``index`` of the token that predicts it and the
+    number of its ``sequence``; the numbers of segments, and of sequences with targets.
     """
 
     positions: np.ndarray
@@ -84,7 +75,7 @@ class Layout(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Datum:
-    """One sequence, or one group, as arrays.
+    """One sequence, or one group, as arrays; inputs of the loss as in ``losses.Targets``.
 
     Attributes:
         tokens: ``[N]`` int32, input of the model.
@@ -92,14 +83,12 @@ class Datum:
             only. Without a ``layout``, M is N and position i predicts ``targets[i]``.
         weights: float32 with the shape of ``targets``, of any sign. Targets of weight 0 are scored
             but not trained on.
-        advantages, old_logp: ``[M]`` float32, of a sampled datum.
-        in_ratio: ``[M]`` float32, 1 for targets in the ratio of the whole sequence (GSPO), else 0;
-            None uses the targets of non-zero weight.
+        advantages, old_logp, in_ratio: ``[M]`` float32, of a sampled datum.
         routes: ``[N, L, X]`` int16, expert ids that each token visited during sampling, -1 for
             none; replayed (R3).
-        first_logp: ``[M]``, the trainer's before the first update, NaN before that; None uses
-            ``old_logp``, so that ratios are relative to the sampler.
-        ref_logp: ``[M]``, the reference's, NaN where it is not computed yet.
+        first_logp: ``[M]``, NaN before the first update; None uses ``old_logp``, so that ratios are
+            relative to the sampler.
+        ref_logp: ``[M]``, NaN where it is not computed yet.
         layout: None is one sequence.
         temperature: sampling temperature; None is 1.
         pair_weight: weight of a DPO pair; None is no pair.
@@ -158,14 +147,8 @@ class Batch:
 
 def data_of(groups: Sequence[Group], context: int | None = None) -> list[Datum]:
     """Returns one policy's groups as data. If a sequence has recorded experts, tokens without any
-    get weight 0.
-
-    Args:
-        context: maximum length of prefix and sequence.
-
-    Raises:
-        UserError: no sequences, an empty prefix, a group without two sequences among pairs, or a
-            sequence longer than ``context``.
+    get weight 0. Raises ``UserError`` for no sequences, an empty prefix, a group without two
+    sequences among pairs, or a sequence and prefix longer than ``context``.
     """
     if not any(group.sequences for group in groups):
         raise UserError(

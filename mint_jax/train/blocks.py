@@ -1,8 +1,5 @@
-"""Packing of requests into blocks of rows: of declared shapes, or of shapes that follow from the
-data.
-
-A *block* is some rows of one request, with its loss and its policy's slot. Several blocks may name
-one slot; unused blocks are padding and name a slot out of range. With declared shapes (``cut``)
+"""Packing of requests into blocks of rows. A *block* is some rows of one request, with its loss and
+its policy's slot; unused blocks are padding in a slot out of range. With declared shapes (``cut``)
 every program is compiled in advance, and a request is computed part by part. Otherwise (``passes``,
 ``fit``) each policy has one block in a pass, as large as its data.
 
@@ -67,7 +64,6 @@ class TrainRequest:
     """The part of one request that is still to be computed.
 
     Attributes:
-        coefs: coefficients of its loss.
         backward: add to the policy's gradient; False computes log-probabilities only.
         left: indices of data that no step has processed.
         logprobs: of each datum, in the shape of its targets, once a step has processed it.

@@ -1,11 +1,8 @@
-"""Losses of one policy: functions ``Tokens -> loss of each token [B, M]``, in ``BUILT_IN`` or
-registered at run time. The kind of loss is data, so the policies of one step may use different
-ones. A loss sums, over target tokens or DPO pairs, weight times loss; weights carry the
-normalisation (``advantages.token_weights``), so gradients of micro-batches add.
-
-With k = exp(first_logp - old_logp) and r = exp(logp - first_logp), a clip of r bounds how far
-updates move the policy, and k corrects for the distribution that drew the tokens (decoupled PPO,
-arXiv 2110.00641).
+"""Losses of one policy, ``Tokens -> loss of each token [B, M]``, built in or registered at run
+time. The kind is data: policies of one step may differ. Weights carry the normalisation, so losses
+of micro-batches add. k = exp(first_logp - old_logp) corrects for the distribution that drew the
+tokens, and a clip of r = exp(logp - first_logp) bounds how far updates move the policy (decoupled
+PPO, arXiv 2110.00641).
 
 Axes: B rows, M target positions of a row, Z pairs.
 """
@@ -30,15 +27,13 @@ MAX_LOG_RATIO = 20.0  # exp of larger ones would overflow in products
 
 
 class LossCoefs(NamedTuple):
-    """One policy's loss as data: scalars here, ``[P]`` in a batch.
+    """One policy's ``LossConfig`` as data: scalars here, ``[P]`` in a batch.
 
     Attributes:
-        kind: index into ``KINDS``; larger values index the registered functions given to
-            ``policy_loss``.
+        kind, kl_kind: indices into ``KINDS`` and ``KL_KINDS``; larger kinds index the registered
+            functions given to ``policy_loss``.
         ratio_low, ratio_high: bounds of the ratio r, or of s; a ``ratio_low`` of 0 disables the
             lower bound.
-        kl_kind: index into ``KL_KINDS``.
-        kl: weight of the KL to the reference.
         band_low, band_high: tokens whose k is outside are masked; 0 and inf disable it.
         beta: for DPO the inverse temperature, for DRO the weight of the squared log-ratio.
     """
@@ -78,17 +73,15 @@ def stack_coefs(losses: Sequence[LossConfig | LossCoefs], blocks: int = 0) -> Lo
 
 @struct.dataclass
 class Targets:
-    """Inputs of one policy's loss, float32 ``[B, M]`` unless noted. Tokens of weight 0, such as
-    padding, are excluded from loss, gradient and metrics, even if their values are infinite or NaN.
+    """Inputs of one policy's loss, as in ``Tokens``, float32 ``[B, M]`` unless noted. Tokens of
+    weight 0, such as padding, are excluded from loss, gradient and metrics, even if their values
+    are infinite or NaN.
 
     Attributes:
-        weights: normalised.
-        old_logp, ref_logp: the sampler's when the tokens were drawn, and the reference's.
-        sequence: int32, number of the token's sequence in the policy's batch; pair z is sequences
-            2z (chosen) and 2z + 1 (rejected).
+        sequence: int32; pair z is sequences 2z (chosen) and 2z + 1 (rejected) of the policy's
+            batch.
         pair_weights: ``[Z]``, 0 where there is no pair.
-        first_logp: the trainer's before the first update on these tokens; NaN where this is the
-            first update, None if it is so for all.
+        first_logp: NaN where this is the first update, None if it is so for all.
         in_ratio: 1 for tokens that count in their sequence's ratio s, 0 for others (which also get
             s); None counts all tokens of non-zero weight.
     """
@@ -108,12 +101,11 @@ class Tokens(NamedTuple):
     padding has ``mask`` 0.
 
     Attributes:
-        logp: log-probability of each target under the policy now. Gradients flow through it and
-            the two ratios.
+        logp: log-probability of each target under the policy now. Gradients flow through it and the
+            two ratios.
         advantages: per token, minus the KL penalty if ``kl_kind`` is ``k1``.
-        old_logp: log-probability under the sampler that drew the token.
-        first_logp: log-probability under the policy before the first update on these tokens.
-        ref_logp: log-probability under the reference.
+        old_logp, first_logp, ref_logp: log-probability under the sampler that drew the token, under
+            the policy before the first update on these tokens, and under the reference.
         ratio: ``exp(logp - first_logp)``; 1 in the first update.
         sequence_ratio: ``exp`` of the mean of ``logp - first_logp`` over the token's sequence; its
             gradient at a token is that of ``ratio`` times itself.
@@ -121,8 +113,8 @@ class Tokens(NamedTuple):
             policy.
         mask: 1 at target tokens, 0 elsewhere.
         sequence: int32, number of the token's sequence.
-        coefs: coefficients of the policy's ``LossConfig``: ``ratio_low``, ``ratio_high``, ``beta``
-            and others.
+        coefs: coefficients of the policy's ``LossConfig``: ``ratio_low``, ``ratio_high``, ``beta``,
+            ...
     """
 
     logp: jax.Array
@@ -151,6 +143,10 @@ def _ppo(ratio: jax.Array, t: Tokens) -> jax.Array:
     )
 
 
+def _cispo(clipped: jax.Array, t: Tokens) -> jax.Array:
+    return -t.sampler_ratio * clipped * t.advantages * t.logp
+
+
 # With A the advantage and sg the stopped gradient.
 BUILT_IN: dict[str, LossFn] = {
     "cross_entropy": lambda t: -t.logp,
@@ -162,14 +158,7 @@ BUILT_IN: dict[str, LossFn] = {
     # unequal bounds: arXiv 2503.14476 eq. 10
     "ppo": lambda t: _ppo(t.ratio, t),
     # -k sg(clip(r)) A logp, arXiv 2506.13585 eq. 4
-    "cispo": (
-        lambda t: (
-            -t.sampler_ratio
-            * jax.lax.stop_gradient(_clipped(t.ratio, t.coefs))
-            * t.advantages
-            * t.logp
-        )
-    ),
+    "cispo": lambda t: _cispo(jax.lax.stop_gradient(_clipped(t.ratio, t.coefs)), t),
     # -log sigmoid(beta ((c - c_ref) - (j - j_ref))) over pairs, arXiv 2305.18290 eq. 7: see
     # policy_loss
     "dpo": lambda t: jnp.zeros_like(t.logp),
@@ -182,21 +171,18 @@ CLIPPING = ("ppo", "gspo", "cispo")  # losses that report how often a clip binds
 
 
 def register_loss(name: str, fn: LossFn) -> None:
-    """Adds a loss under a name for ``LossConfig(name)`` and ``loss.kind`` in configs. Registering a
-    name again replaces its function.
+    """Adds a loss under a name for ``LossConfig(name)`` and ``loss.kind`` in configs, or replaces
+    it.
 
         def clipped_reinforce(t):  # t is a Tokens; returns the loss of each token, [B, M]
             return -jnp.clip(t.advantages, -1, 1) * t.logp
 
         mint.register_loss("clipped_reinforce", clipped_reinforce)
 
-    The policy's loss is the sum over its target tokens of weight times the output of ``fn``. ``fn``
-    is traced by JAX and must use ``jax.numpy``. The fields that it reads determine what its
-    policies must be given: ``advantages``, ``old_logp`` (also through ``sampler_ratio``), or a
-    reference for ``ref_logp``.
-
-    Raises:
-        UserError: the name is a built-in loss, or ``fn`` is not such a function.
+    The policy's loss is the sum over its target tokens of weight times the output of ``fn``, which
+    is traced by JAX. The fields that it reads determine what its policies must be given:
+    ``advantages``, ``old_logp`` (also through ``sampler_ratio``), or a reference for ``ref_logp``.
+    Raises ``UserError`` if the name is a built-in loss, or ``fn`` is not such a function.
     """
     if not isinstance(name, str) or not re.fullmatch(r"\w[\w.-]*", name):
         raise UserError(

@@ -38,19 +38,6 @@ def units_of(names: Sequence[str], schedule: str, cohorts: int = 1) -> list[list
 
 
 @dataclasses.dataclass
-class Timing:
-    """Seconds that the devices were busy, and wall time."""
-
-    rollout_s: float = 0.0
-    update_s: float = 0.0
-    wall_s: float = 0.0
-
-    @property
-    def busy(self) -> float:
-        return (self.rollout_s + self.update_s) / self.wall_s if self.wall_s else 0.0
-
-
-@dataclasses.dataclass
 class Unit:
     """Policies that are rolled out and updated together; ``step`` is the number of updates
     so far.
@@ -84,8 +71,8 @@ class Phases:
                 else:
                     update(unit.scored(), unit.step)
 
-    The body is one device call. An update starts only when all its rewards are computed; a failed
-    reward raises before its unit's update.
+    An update starts only when all its rewards are computed; a failed reward raises before its
+    unit's update.
 
     Args:
         first_step: step at which each policy starts; policies of a unit must agree.
@@ -96,10 +83,8 @@ class Phases:
             while the devices wait; it may raise.
 
     Attributes:
-        timing: of the phases so far, and of the whole run at the end.
-
-    Raises:
-        UserError: policies of a unit start at different steps.
+        wall_s, busy: duration of the whole run, and the share of it in which the devices were busy;
+            once it has ended.
     """
 
     def __init__(
@@ -111,7 +96,7 @@ class Phases:
         workers: int = 4,
         look: Callable[[float, int], None] | None = None,
     ):
-        self.timing = Timing()
+        self.wall_s = self.busy = 0.0
         self._steps, self._overlap, self._look = steps, overlap, look
         self._free, self._closed = threading.Semaphore(workers), False
         self._idle = deque[Unit]()
@@ -132,7 +117,8 @@ class Phases:
         self._closed = True
 
     def __iter__(self) -> Iterator[tuple[str, Unit]]:
-        began, idle, waiting = time.perf_counter(), self._idle, []
+        began, idle, waiting = time.perf_counter(), self._idle, list[Unit]()
+        busy_s = 0.0
         while idle or waiting:
             may_start = bool(idle) and (self._overlap or not waiting)
             scored = multihost.agree(
@@ -142,16 +128,16 @@ class Phases:
             if scored is None:
                 unit = idle.popleft()
                 yield ROLLOUT, unit
-                self.timing.rollout_s += time.perf_counter() - since
                 waiting.append(unit)
             else:
                 unit = waiting.pop(scored)
                 yield UPDATE, unit
-                self.timing.update_s += time.perf_counter() - since
                 unit.step, unit._pending = unit.step + 1, {}
                 if unit.step < self._steps:
                     idle.append(unit)
-        self.timing.wall_s = time.perf_counter() - began
+            busy_s += time.perf_counter() - since
+        self.wall_s = time.perf_counter() - began
+        self.busy = busy_s / self.wall_s
 
     def _submit(self, call: Callable, *arguments: Any) -> futures.Future:
         # Daemon threads: the process does not wait for them at exit, as it does for those of

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,11 +18,9 @@ from mint_jax.train.state import Hyper
 from mint_jax.train.trainer import Trainer
 
 
-def warm(trainer: Trainer, progress: Callable[[str, int, int], None] | None = None) -> None:
-    """Compiles every program; ``progress`` is called with (program, done, total) before each."""
-    for i, program in enumerate(todo := programs(trainer)):
-        if progress is not None:
-            progress(program.name, i, len(todo))
+def warm(trainer: Trainer) -> None:
+    """Compiles every program, so that no request waits for a compilation."""
+    for program in programs(trainer):
         program.build()
 
 

@@ -72,15 +72,11 @@ class Slots:
             own.
         targets: projections that policies may adapt; every declared slot has room for all of them.
         host_bytes: limit on states in host memory; beyond it the least recently used ones are
-            written to files.
-        folder: directory of these files; None keeps all states in memory.
+            written to files in ``folder``. None keeps all states in memory.
 
     Attributes:
         capacity: number of device slots by rank bucket.
         counts: slots written and read, states written to files and read back.
-
-    Raises:
-        UserError: a bucket that is not a power of two, or a target that the base does not have.
     """
 
     def __init__(
@@ -151,16 +147,12 @@ class Slots:
     # -- membership
 
     def join(self, name: str, state: HostState) -> None:
-        """Adds a policy, with a state from ``host_state.fresh`` or one that was read before.
-        Without declared slots its stack grows, and programs with that stack are compiled again.
-
-        Raises:
-            UserError: the name is taken, or no slot fits the adapter.
+        """Adds a policy. Without declared slots its stack grows, and programs with that stack are
+        compiled again. Raises ``UserError`` if the name is taken or no slot fits the adapter.
         """
         self.join_all({name: state})
 
     def join_all(self, states: Mapping[str, HostState]) -> None:
-        """Adds several policies; see ``join``."""
         if taken := [name for name in states if name in self]:
             raise UserError(f"policy {taken[0]!r} is in training already: choose another name")
         members = {name: self._admitted(name, state) for name, state in states.items()}
@@ -171,10 +163,8 @@ class Slots:
         self._spill()
 
     def replace(self, name: str, state: HostState) -> None:
-        """Replaces a policy's state; drops its pending gradients.
-
-        Raises:
-            UserError: an unknown policy, or no slot fits the adapter.
+        """Replaces a policy's state; drops its pending gradients. Raises ``UserError`` if no slot
+        fits the adapter.
         """
         old, new = self._known(name), self._admitted(name, state)
         if not self._is_declared:
@@ -240,12 +230,10 @@ class Slots:
         return list(self._members)
 
     def places(self) -> dict[str, int]:
-        """Returns the number of policies by location."""
         return dict(collections.Counter(map(self.where, list(self._members))))
 
     @property
     def host_bytes_used(self) -> int:
-        """Bytes of the states in host memory."""
         states = [member.off_device for member in list(self._members.values())]
         return sum(state.nbytes for state in states if isinstance(state, HostState))
 
@@ -328,7 +316,6 @@ class Slots:
             spilled.path.unlink(missing_ok=True)
 
     def _write(self, member: _Member, state: HostState | TrainStack) -> None:
-        """Writes a state to a member's slot."""
         stack = self._state[member.bucket]
         one = host_state.padded(state, stack) if isinstance(state, HostState) else state
         with jax.set_mesh(self.base.mesh):
@@ -364,9 +351,8 @@ class Slots:
 
     def snapshot(self, name: str) -> Any:
         """Returns a copy of one policy's adapter on the devices, replicated to every process. Later
-        updates do not change it.
-
-        Copies to the host have been started, so ``jax.device_get`` in another thread only waits.
+        updates do not change it. Copies to the host have been started: ``jax.device_get`` in
+        another thread only waits.
         """
         at, config = self.load([name])[name], self._members[name].config
         stack, slot = self._state[at.bucket].adapters, np.int32(at.index)

@@ -100,11 +100,10 @@ def forward_backward(
     remat: str = "none",
     custom: tuple[LossFn, ...] = (),
 ) -> tuple[State, jax.Array, dict[str, jax.Array]]:
-    """Adds each policy's gradient to its sum. Returns the state, logprobs ``[P, B, M]`` and metrics
-    ``[P]``.
+    """Adds each policy's gradient to its sum, the only change of the donated state. Returns it,
+    logprobs ``[P, B, M]`` and metrics ``[P]``.
 
     Args:
-        state: only ``grad_sum`` changes. Donated.
         batch: P policies in the order of ``slots``.
         slots: slot of each policy. Gradients of a repeated slot add up; those of an out-of-range
             slot, which is padding, are dropped.

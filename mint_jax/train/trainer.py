@@ -68,8 +68,7 @@ class Trainer(Slots):
             accelerators: 3 % slower than 16384 on an H100, with a smaller peak.
         remat: rematerialisation of the backward pass, a key of ``transformer.REMAT``.
         slots, targets, host_bytes, folder: see ``Slots``.
-        shapes: declared shapes of ``step``; none uses ``CPU_SHAPES`` or ``SHAPES``. Blocks are
-            added until a mesh splits their rows evenly.
+        shapes: declared shapes of ``step``; none uses ``CPU_SHAPES`` or ``SHAPES``.
 
     Attributes:
         policies: configs of the policies of ``add``.
@@ -79,10 +78,6 @@ class Trainer(Slots):
         times: measured seconds of a step by shape.
         compiled: programs of ``programs.programs`` that are ready, while others compile in the
             background; None compiles each program at its first call.
-
-    Raises:
-        UserError: duplicate names, a rank or target that the base does not support, no shape for
-            plain targets, or declared slots in several processes.
     """
 
     def __init__(
@@ -130,19 +125,14 @@ class Trainer(Slots):
         self.counts.update(dict.fromkeys(COUNTS.split(), 0))
         self.times = StepTimes()
         self.compiled: Programs | None = None
-        self._add(policies)
+        self.add(*policies)
 
     # -- policies with a config
 
-    def add(self, policy: PolicyConfig) -> None:
-        """Adds a new policy, with an adapter from its seed; the others keep their state. Raises
-        ``UserError`` if the name is taken or the base does not support its rank or targets.
+    def add(self, *policies: PolicyConfig) -> None:
+        """Adds new policies, with adapters from their seeds; the others keep their state. Raises
+        ``UserError`` if a name is taken or the base does not support a rank or target.
         """
-        if policy.name in self:
-            raise UserError(f"policy {policy.name!r} is in training already: choose another name")
-        self._add([policy])
-
-    def _add(self, policies: Sequence[PolicyConfig]) -> None:
         self.join_all({p.name: host_state.fresh(self.specs, p.adapter, p.seed) for p in policies})
         self.policies.update({p.name: p for p in policies})
 
@@ -224,9 +214,7 @@ class Trainer(Slots):
         return {name: summarise(totals[name]) | steps[name] for name in groups}
 
     def gradient(self, name: str) -> Any:
-        """Returns the gradients accumulated since a policy's last update, as a tree like
-        ``adapter``.
-        """
+        """Returns the gradients accumulated since a policy's last update, as ``adapter`` does."""
         member = self._known(name)
         one = host_state.to_host(self._read_one(member), member.config, self.specs, ["grad"])
         return params_lib.nest(dict(one.parts["grad"]))
@@ -297,16 +285,11 @@ class Trainer(Slots):
         if self.compiled is None or work.policy not in self or not work.left:
             return True
         shortest = min(work.data[i].tokens.size for i in work.left)
-        fit = [
-            s
-            for s in self.declared
-            if (s.width > 1) == (work.width > 1) and s.width >= work.width and s.tokens >= shortest
-        ]
-        return (
-            not fit
-            or any(self._has(work, shape) for shape in fit)
-            or self.compiled.want(self._key(work, fit[0]))
-        )
+        alike = (s for s in self.declared if (s.width > 1) == (work.width > 1))
+        fit = [s for s in alike if s.width >= work.width and s.tokens >= shortest]
+        if not fit or any(self._has(work, shape) for shape in fit):
+            return True
+        return self.compiled.want(self._key(work, fit[0]))
 
     def can_move(self) -> bool:
         """Returns True if policies can be loaded into slots and updated without compiling."""
@@ -317,14 +300,12 @@ class Trainer(Slots):
     @property
     def is_ready(self) -> bool:
         """True if a policy of each rank can be trained by some compiled step; from any thread."""
-        compiled = self.compiled
+        if (compiled := self.compiled) is None:
+            return True
         plain = [shape for shape in self.declared if shape.width == 1]
-        return compiled is None or (
-            self.can_move()
-            and all(
-                any(compiled.has(("step", bucket, shape, True, False)) for shape in plain)
-                for bucket in self.capacity
-            )
+        return self.can_move() and all(
+            any(compiled.has(("step", bucket, shape, True, False)) for shape in plain)
+            for bucket in self.capacity
         )
 
     def _key(self, work: TrainRequest, shape: BlockShape) -> tuple[Any, ...]:

@@ -88,10 +88,8 @@ def test_on_a_mesh_slots_are_split_as_the_base_and_hold_the_same(rng, tiny_base,
     specs = transformer.abstract(tiny_base("llama").cfg)
     config = AdapterConfig(3, 6.0, ("q", "o", "up", "down"))
     adapter = random_adapter(rng, specs, config)
-    one, eight = (
-        DeviceSlots(specs, {4: 2}, config.targets),
-        DeviceSlots(specs, {4: 2}, config.targets, mesh=mesh8),
-    )
+    one = DeviceSlots(specs, {4: 2}, config.targets)
+    eight = DeviceSlots(specs, {4: 2}, config.targets, mesh=mesh8)
     for slots in (one, eight):
         fill(slots, Slot(4, 1), adapter, config)
         fill(slots, Slot(4, 0), adapter, config)

@@ -8,17 +8,15 @@ goes on from there has them as blocks of a prompt, which begin at multiples of a
 import numpy as np
 import pytest
 
-from mint_jax.compiling import compilations
 from mint_jax.lora import tree as lora_tree
 from mint_jax.models import transformer
 from mint_jax.models.paged import PAGE
-from mint_jax.rollout import device
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Request
 from tests import oracles
-from tests.rollout.families_test import CONFIGS, dtype_of, merged, random_adapters
+from tests.rollout.families_test import CONFIGS
 from tests.rollout.invariants import check_schedule
-from tests.rollout.score_test import torch_logprobs
+from tests.rollout.score_test import merged_models, random_adapters, torch_logprobs
 
 NEW = 45  # tokens of a first turn: more than a page, whatever the prompt leaves of one
 TOLD = (
@@ -58,7 +56,7 @@ def second_turns(rng, asked, results) -> list[Request]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_second_turn_begins_with_the_first_ones_tokens(rng, tiny_base, hf_dirs, family):
     base = tiny_base(family)
-    adapters = random_adapters(rng, base.cfg)
+    adapters = random_adapters(rng, base.cfg, CONFIGS, 0.3)
     stacks, slots = lora_tree.stack_adapters(transformer.abstract(base.cfg), adapters)
     lengths = (
         (None, 1, 1),
@@ -84,10 +82,7 @@ def test_a_second_turn_begins_with_the_first_ones_tokens(rng, tiny_base, hf_dirs
     found, wanted = reusing.generate(further, stacks), plain.generate(further, stacks)
     check_schedule(reusing.active.schedule)
     first = [(r, c) for r, completions in zip(asked, results, strict=True) for c in completions]
-    bare = oracles.torch_model(hf_dirs(family), dtype_of(base.cfg))
-    models = {name: merged(hf_dirs(family), base.cfg, *adapters[name]) for name in CONFIGS} | {
-        None: bare
-    }
+    models = merged_models(hf_dirs(family), base.cfg, adapters)
     for (asked_first, before), request, [mine], [theirs] in zip(
         first, further, found, wanted, strict=True
     ):
@@ -117,7 +112,7 @@ def test_a_second_turn_begins_with_the_first_ones_tokens(rng, tiny_base, hf_dirs
 def test_other_tenants_versions_and_weights_without_a_name_find_nothing(rng, tiny_base):
     base = tiny_base()
     stacks, slots = lora_tree.stack_adapters(
-        transformer.abstract(base.cfg), random_adapters(rng, base.cfg)
+        transformer.abstract(base.cfg), random_adapters(rng, base.cfg, CONFIGS, 0.3)
     )
     engine = Engine(base, rows=(4,), reuse_decoded=True)
     engine.warm(stacks)
@@ -157,24 +152,3 @@ def test_tokens_behind_a_stop_are_not_found(rng, tiny_base):
     assert c.tokens == whole.tokens[: at + 1]
     [[c]] = engine.generate([Request((*prompt, *c.tokens, 5), max_tokens=1)])
     assert c.reused == whole_pages(len(prompt) + at)
-
-
-def test_a_full_cache_keeps_what_fits_and_nothing_is_compiled(rng, tiny_base):
-    base = tiny_base()
-    pages = 9  # 7 of them for a first turn
-    engine = Engine(
-        base,
-        rows=(2,),
-        cache_bytes=pages * device.page_bytes(base.cfg, base.dtype, False),
-        reuse_decoded=True,
-    )
-    engine.warm()
-    with compilations() as compiled:
-        for _ in range(6):
-            asked = [Request(some(rng, int(rng.integers(60, 90))), max_tokens=NEW)]
-            further = second_turns(rng, asked, engine.generate(asked))
-            check_schedule(engine.active.schedule)
-            [[c]] = engine.generate(further)
-            assert PAGE <= c.reused <= whole_pages(len(further[0].prompt) - 1)
-            check_schedule(engine.active.schedule)
-    assert not compiled

@@ -4,22 +4,18 @@ prompt, lose their pages, and find prompts in the cache.
 Axes: L layers, E experts, R rank, D in, F out.
 """
 
-import re
-
 import numpy as np
 import pytest
-import torch
 
-from mint_jax import params as params_lib
 from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import AdapterConfig
-from mint_jax.models import hf, transformer
+from mint_jax.models import transformer
 from mint_jax.rollout import device
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Request
 from tests import oracles
 from tests.rollout.engine_test import assert_greedy, torch_greedy
-from tests.rollout.score_test import torch_logprobs
+from tests.rollout.score_test import merged_models, random_adapters, torch_logprobs
 
 ALL = (lora_tree.ALL_LINEAR,)
 CONFIGS = {
@@ -29,51 +25,7 @@ CONFIGS = {
 }
 NEW = 40  # two pages of own tokens
 PAGES = 14  # of cache: not for all rows at once
-FAST = ("qwen3_moe",)
-
-
-def random_adapters(rng, cfg) -> dict:
-    def draw(_, spec):
-        return (rng.normal(size=spec.shape) * 0.3 * spec.shape[-1] ** -0.5).astype(np.float32)
-
-    specs = transformer.abstract(cfg)
-    return {
-        name: (c, params_lib.map_with_path(draw, lora_tree.adapter_specs(specs, c)))
-        for name, c in CONFIGS.items()
-    }
-
-
-def dtype_of(cfg):
-    """float64, but where there are experts: torch's product of those has no such form."""
-    return torch.float64 if cfg.experts is None else torch.float32
-
-
-def merged(directory, cfg, config, factors):
-    """The checkpoint in torch with ``W + scale * B^T A``, routed experts in transformers' stacked
-    parameters too.
-    """
-    model = oracles.torch_model(directory, dtype_of(cfg))
-    weights = model.state_dict()  # shares memory with the model
-    flat = dict(params_lib.leaves_with_path(factors))
-    changed = 0
-    for path, names in hf.module_names(cfg, sorted({p.rsplit("/", 1)[0] for p in flat})).items():
-        a, b = (
-            torch.from_numpy(flat[f"{path}/{f}"]).to(dtype_of(cfg)).flatten(0, -3) for f in "ab"
-        )
-        for name, a_RD, b_RF in zip(names, a, b, strict=True):
-            delta_FD = config.scale * b_RF.T @ a_RD
-            if f"{name}.weight" in weights:
-                weights[f"{name}.weight"] += delta_FD
-            else:
-                experts, e, kind = re.fullmatch(
-                    r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj", name
-                ).groups()
-                whole = weights[f"{experts}.{'down' if kind == 'down' else 'gate_up'}_proj"][int(e)]
-                F = len(delta_FD)
-                (whole[F:] if kind == "up" else whole[:F]).add_(delta_FD)  # gate's rows first
-            changed += 1
-    assert changed == sum(np.prod(x.shape[:-2]) for p, x in flat.items() if p.endswith("/a"))
-    return model
+FAST = ("llama", "qwen3_moe")
 
 
 @pytest.mark.parametrize(
@@ -81,10 +33,8 @@ def merged(directory, cfg, config, factors):
 )
 def test_mixed_adapters_of_every_family_are_transformers(rng, tiny_base, hf_dirs, family):
     base = tiny_base(family)
-    adapters = random_adapters(rng, base.cfg)
-    models = {n: merged(hf_dirs(family), base.cfg, *adapters[n]) for n in adapters} | {
-        None: oracles.torch_model(hf_dirs(family), dtype_of(base.cfg))
-    }
+    adapters = random_adapters(rng, base.cfg, CONFIGS, 0.3)
+    models = merged_models(hf_dirs(family), base.cfg, adapters)
     stacks, slots = lora_tree.stack_adapters(transformer.abstract(base.cfg), adapters)
     asked = [
         (

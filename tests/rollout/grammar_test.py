@@ -36,10 +36,8 @@ def base(mesh):
 
 def test_completions_of_mixed_rows_follow_their_grammars(rng, base):
     """A random model at a high temperature writes noise where nothing binds it."""
-    engine, ends = (
-        Engine(base, base.need_tokenizer().decode, rows=(8,)),
-        base.need_tokenizer().eos_ids,
-    )
+    engine = Engine(base, base.need_tokenizer().decode, rows=(8,))
+    ends = base.need_tokenizer().eos_ids
     kinds = [{"json_schema": json.dumps(SCHEMA)}, {"regex": PATTERN}, {"choice": CHOICES}, {}]
     how = {
         "n": 4,
@@ -70,23 +68,6 @@ def test_completions_of_mixed_rows_follow_their_grammars(rng, base):
     assert [(c.tokens, c.logprobs, c.drawn_logprobs) for c in free] == [
         (c.tokens, c.logprobs, c.drawn_logprobs) for c in alone
     ]
-
-
-def test_a_mask_allows_what_can_still_become_a_match_and_nothing_else(base):
-    """Against a search over every token's text."""
-    grammars, tokenizer = Grammars(base), base.need_tokenizer()
-    vocab = base.cfg.vocab_size
-    matcher = grammars.matcher(Request((5,), choice=CHOICES))
-    bits = np.unpackbits(mask_of(matcher, vocab).view(np.uint8), bitorder="little")[:vocab].astype(
-        bool
-    )
-    texts = [tokenizer.decode([i]) for i in range(vocab)]
-    wanted = {
-        i
-        for i, text in enumerate(texts)
-        if text and any(choice.startswith(text) for choice in CHOICES)
-    }
-    assert set(np.flatnonzero(bits).tolist()) == wanted
 
 
 @pytest.mark.parametrize(
@@ -178,28 +159,17 @@ def test_hostile_grammars_cost_little(base):
             refused += 1
     assert time.monotonic() - began < 30, "some 3 s on two busy cores"
     assert refused >= 5
-    fine = {
-        "type": "object",
-        "properties": {
-            f"p{i}": {"enum": [f"value {j} of {i}" for j in range(50)]} for i in range(40)
-        },
-    }
-    assert grammars.matcher(Request((5,), json_schema=json.dumps(fine))) is not None, (
-        "what people send is taken"
-    )
 
 
 def test_a_grammar_that_fails_on_the_way_fails_its_request_alone(rng, base):
-    """The second mask of ``b(a{1000}){1000}`` is beyond the limits: no text that does not follow it
-    is answered as if it did.
+    """The second mask of ``[bc](a{1000}){1000}`` is beyond the limits: no text that does not follow
+    it is answered as if it did.
     """
     engine = Engine(base, base.need_tokenizer().decode, rows=(4,))
     free = Request((7, 8), max_tokens=6, seed=3)
     with engine.serving():
-        stream, other = (
-            engine.submit(Request((5, 6), regex="b(a{1000}){1000}", n=2, max_tokens=20)),
-            engine.submit(free),
-        )
+        stream = engine.submit(Request((5, 6), regex="[bc](a{1000}){1000}", n=2, max_tokens=20))
+        other = engine.submit(free)
         with pytest.raises(UserError, match="the grammar failed during decoding"):
             stream.result(60)
         assert len(other.result(60)[0].tokens) > 0

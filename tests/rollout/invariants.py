@@ -3,6 +3,10 @@
 from collections import Counter
 
 
+def is_idle(schedule) -> bool:
+    return not (schedule.waiting or schedule.swapped or schedule.running)
+
+
 def check_schedule(schedule) -> None:
     """No page is lost or owned twice, and rows, users and states agree."""
     for part, pool in enumerate(schedule.pages):

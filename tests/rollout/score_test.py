@@ -4,6 +4,8 @@ adapters other rollout tests use.
 Axes: L layers, R rank, D in, F out, V vocab, T tokens.
 """
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -12,9 +14,7 @@ from mint_jax import params as params_lib
 from mint_jax.errors import UserError
 from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import AdapterConfig
-from mint_jax.mesh import make_mesh
-from mint_jax.models import base as base_lib
-from mint_jax.models import transformer
+from mint_jax.models import hf, transformer
 from mint_jax.rollout.score import Scorer
 from tests import oracles
 
@@ -25,51 +25,58 @@ CONFIGS = {  # ranks 1 and 8, targets that differ within a bucket, the embedding
     "eight": AdapterConfig(8, 16.0),
     "tables": AdapterConfig(7, 7.0, ("k", "o", "embed", "unembed"), rslora=True),
 }
-MODULES = {"gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"} | {
-    x: f"self_attn.{x}_proj" for x in "qkvo"
-}
 
 
-def random_adapters(rng, cfg) -> dict:
+def random_adapters(rng, cfg, configs=CONFIGS, size=0.7) -> dict:
     """Name -> (config, factors); both factors random and large enough to change most greedy
     tokens.
     """
 
     def draw(_, spec):
-        return (rng.normal(size=spec.shape) * 0.7 * spec.shape[-1] ** -0.5).astype(np.float32)
+        return (rng.normal(size=spec.shape) * size * spec.shape[-1] ** -0.5).astype(np.float32)
 
     specs = transformer.abstract(cfg)
     return {
         name: (c, params_lib.map_with_path(draw, lora_tree.adapter_specs(specs, c)))
-        for name, c in CONFIGS.items()
+        for name, c in configs.items()
     }
 
 
-def merged_models(directory, adapters) -> dict:
-    """Name -> the checkpoint in float64 torch with ``W + scale * B^T A``; None -> the bare
-    checkpoint.
+def dtype_of(cfg):
+    """float64, except with experts: torch's product of those has no such form."""
+    return torch.float64 if cfg.experts is None else torch.float32
+
+
+def merged(directory, cfg, config, factors):
+    """The checkpoint in torch with ``W + scale * B^T A``, routed experts in transformers' stacked
+    parameters too.
     """
-    models = {None: oracles.torch_model(directory, torch.float64)}
-    for name, (config, factors) in adapters.items():
-        models[name] = oracles.torch_model(directory, torch.float64)
-        weights = models[name].state_dict()  # shares memory with the model
-        flat = {
-            path: torch.from_numpy(leaf).double()
-            for path, leaf in params_lib.leaves_with_path(factors)
-        }
-        for path in sorted({p.rsplit("/", 1)[0] for p in flat}):
-            a_LRD, b_LRF = flat[f"{path}/a"], flat[f"{path}/b"]
-            delta_LFD = config.scale * b_LRF.transpose(1, 2) @ a_LRD
-            if path == "embed":  # a lookup: the table is [in, out]
-                weights["model.embed_tokens.weight"] += delta_LFD[0].T
-            elif path == "unembed":
-                weights["lm_head.weight"] += delta_LFD[0]
+    model = oracles.torch_model(directory, dtype_of(cfg))
+    weights = model.state_dict()  # shares memory with the model
+    flat = dict(params_lib.leaves_with_path(factors))
+    changed = 0
+    for path, names in hf.module_names(cfg, sorted({p.rsplit("/", 1)[0] for p in flat})).items():
+        a, b = (torch.tensor(flat[f"{path}/{f}"]).to(dtype_of(cfg)).flatten(0, -3) for f in "ab")
+        for name, a_RD, b_RF in zip(names, a, b, strict=True):
+            delta_FD = config.scale * b_RF.T @ a_RD
+            if f"{name}.weight" in weights:  # a lookup's table is [in, out]
+                weights[f"{name}.weight"] += delta_FD.T if path == "embed" else delta_FD
             else:
-                for layer, delta_FD in enumerate(delta_LFD):
-                    weights[f"model.layers.{layer}.{MODULES[path.split('/')[-1]]}.weight"] += (
-                        delta_FD
-                    )
-    return models
+                experts, e, kind = re.fullmatch(
+                    r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj", name
+                ).groups()
+                whole = weights[f"{experts}.{'down' if kind == 'down' else 'gate_up'}_proj"][int(e)]
+                F = len(delta_FD)
+                (whole[F:] if kind == "up" else whole[:F]).add_(delta_FD)  # gate's rows first
+            changed += 1
+    assert changed == sum(np.prod(x.shape[:-2]) for p, x in flat.items() if p.endswith("/a"))
+    return model
+
+
+def merged_models(directory, cfg, adapters) -> dict:
+    """Name -> the checkpoint in torch with its adapter merged; None -> the bare checkpoint."""
+    models = {name: merged(directory, cfg, *adapter) for name, adapter in adapters.items()}
+    return models | {None: oracles.torch_model(directory, dtype_of(cfg))}
 
 
 def torch_logprobs(model, tokens) -> np.ndarray:
@@ -82,27 +89,14 @@ def torch_logprobs(model, tokens) -> np.ndarray:
 
 
 LENGTHS = (1, 2, 3, 5, 8, 13, 16, 16, 17, 21, 24, 24)
-CHOICES = (
-    "one",
-    None,
-    "eight",
-    "tables",
-    "one",
-    None,
-    "eight",
-    None,
-    "tables",
-    "eight",
-    None,
-    "one",
-)
+CHOICES = ("one", None, "eight", "tables") * 3
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_scores_of_mixed_lengths_and_adapters_equal_torch(rng, tiny_base, hf_dirs, family):
     base = tiny_base(family)
     adapters = random_adapters(rng, base.cfg)
-    models = merged_models(hf_dirs(family), adapters)
+    models = merged_models(hf_dirs(family), base.cfg, adapters)
     stacks, slots = lora_tree.stack_adapters(transformer.abstract(base.cfg), adapters)
     order = rng.permutation(len(LENGTHS))
     sequences = [rng.integers(0, base.cfg.vocab_size, LENGTHS[i]).tolist() for i in order]
@@ -123,22 +117,6 @@ def test_scores_of_mixed_lengths_and_adapters_equal_torch(rng, tiny_base, hf_dir
             assert np.abs(wanted - torch_logprobs(models[None], tokens)).max() > 1e-2, (
                 "the adapter must matter"
             )
-
-
-@pytest.mark.parametrize("adapter", [None, "eight"])
-def test_scores_do_not_depend_on_the_mesh(rng, tiny_base, hf_dirs, adapter):
-    """Three rows on a mesh that splits rows eight ways."""
-    base = tiny_base("llama")
-    spread = base_lib.load(str(hf_dirs("llama")), make_mesh({"data": 4, "fsdp": 2}))
-    stacks, slots = lora_tree.stack_adapters(
-        transformer.abstract(base.cfg), random_adapters(rng, base.cfg)
-    )
-    sequences = [rng.integers(0, base.cfg.vocab_size, n).tolist() for n in (7, 1, 16)]
-    chosen = [slots.get(adapter), None, slots.get(adapter)]
-    one, eight = (Scorer(b).logprobs(sequences, chosen, stacks) for b in (base, spread))
-    for x, y in zip(one, eight, strict=True):
-        # sums over split dimensions are ordered otherwise
-        np.testing.assert_allclose(x, y, atol=2e-5)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ computes a digest.
 
 import jax
 import numpy as np
-import pytest
 
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.models.paged import PAGE
@@ -55,38 +54,32 @@ class World:
         [[fresh]] = Engine(self.base, rows=(8,)).generate([self.request(name)], self.trainer.stacks)
         assert (found.tokens, found.logprobs) == (fresh.tokens, fresh.logprobs)
 
-    def update(self, name) -> None:
-        self.trainer.update({name: [random_group(self.rng, 4, (5,))]})
-
     def load(self, name) -> None:
         self.trainer.load_adapter(
             name, random_adapter(self.rng, self.base, self.trainer.policies[name].adapter)
         )
 
 
-@pytest.mark.long
 def test_a_prompt_is_found_again_by_the_version_that_read_it_and_by_no_other(rng, tiny_base):
+    """After an update, new weights, and a state that is set as a checkpoint is restored."""
     world = World(rng, tiny_base("llama"))
-    ever = set(world.trainer.versions.values())
-    for _ in range(6):
+    trainer, ever = world.trainer, set(world.trainer.versions.values())
+    changes = {
+        "a": lambda: trainer.update({"a": [random_group(rng, 4, (5,))]}),
+        "b": lambda: world.load("b"),
+        "ab": lambda: setattr(trainer, "state", jax.tree.map(np.array, trainer.state)),
+    }
+    for names, change in changes.items():
         for name in (*NAMES, *NAMES):
             world.sample(name)
-        before = world.trainer.versions
-        name = NAMES[rng.integers(2)]
-        act = rng.integers(3)
-        if act == 0:
-            world.update(name)
-        elif act == 1:
-            world.load(name)
-        else:  # as a checkpoint is restored
-            world.trainer.state = jax.tree.map(np.array, world.trainer.state)
-        versions = world.trainer.versions
-        changed = {n for n in NAMES if versions[n] != before[n]}
-        assert changed == (set(NAMES) if act == 2 else {name})
-        new = {versions[n] for n in changed}
-        assert len(new) == len(changed)
-        assert not new & ever, "no version comes twice"
-        ever |= new
+        before = trainer.versions
+        change()
+        new = {n: v for n, v in trainer.versions.items() if v != before[n]}
+        assert set(new) == set(names)
+        assert len({*new.values()} - ever) == len(new), "no version comes twice"
+        ever |= {*new.values()}
+    for name in NAMES:
+        world.sample(name)
 
 
 def test_a_slot_without_a_version_shares_no_prompt_with_a_version(rng, tiny_base):

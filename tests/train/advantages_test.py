@@ -60,14 +60,6 @@ def test_rewards_that_differ_by_rounding_are_equal(baseline, rng):
     assert apart[0, 1] > 0 > apart[0, 0], "a difference that is more than rounding counts"
 
 
-@pytest.mark.parametrize("scale", [1e-300, 1e-160, 1e-30, 1e30, 1e160, 1e300])
-def test_advantages_divided_by_std_do_not_depend_on_the_size_of_rewards(scale, rng):
-    rewards = rng.normal(size=(4, 6))
-    wanted = group_advantages(rewards, eps=0.0)
-    # float32
-    np.testing.assert_allclose(group_advantages(rewards * scale, eps=0.0), wanted, rtol=1e-6)
-
-
 def test_token_weights_turn_a_sum_over_tokens_into_each_paper_s_mean(rng):
     lengths = rng.integers(1, 30, 7).tolist()
     losses = [rng.normal(size=n) for n in lengths]

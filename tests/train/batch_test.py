@@ -107,16 +107,6 @@ def _cost(group):
     return len(group.prefix) - 1 + sum(len(s.tokens) for s in group.sequences)
 
 
-def sequence(rng, n, weight=1.0):
-    return TrainSequence(rng.integers(3, 97, n).tolist(), [weight] * n)
-
-
-def test_a_prompt_is_kept_once_for_all_its_rollouts(rng):
-    group = Group(rng.integers(3, 97, 6).tolist(), [sequence(rng, 5) for _ in range(4)])
-    batch, _ = pack([[group]], ShapeBook())
-    assert (batch.own != 0).sum() == 25
-
-
 @pytest.mark.parametrize(
     ("group", "message"),
     [

@@ -11,10 +11,8 @@ from mint_jax.train.blocks import BlockShape, Datum, check
 
 def datum(rng, n, width=0, routes=False, **fields):
     shape = (n, width) if width else (n,)
-    tokens, targets = (
-        rng.integers(3, 97, n).astype(np.int32),
-        rng.integers(3, 97, shape).astype(np.int32),
-    )
+    tokens = rng.integers(3, 97, n).astype(np.int32)
+    targets = rng.integers(3, 97, shape).astype(np.int32)
     made = {"routes": rng.integers(0, 4, (n, 2, 3)).astype(np.int16)} if routes else {}
     return Datum(tokens, targets, rng.normal(size=shape).astype(np.float32), **made | fields)
 

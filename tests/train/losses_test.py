@@ -35,11 +35,10 @@ def draw(rng, policies):
     """
     shape = (policies, B, M)
     logp, advantages = -rng.exponential(1.0, shape), rng.normal(0, 1, shape)
-    log_ratio, log_gap = rng.normal(0, 0.5, (2, *shape))
+    logs = rng.normal(0, 0.5, (2, *shape))
     for edge in EDGES:
-        log_ratio, log_gap = (
-            np.where(np.abs(x - np.log(edge)) < 1e-3, x + 3e-3, x) for x in (log_ratio, log_gap)
-        )
+        logs = np.where(np.abs(logs - np.log(edge)) < 1e-3, logs + 3e-3, logs)
+    log_ratio, log_gap = logs
     is_first = rng.random(shape) < 0.3
     log_ratio = np.where(is_first, 0.0, log_ratio)
     ref_logp, weights = logp + rng.normal(0, 0.5, shape), rng.uniform(0.1, 1.0, shape)
@@ -48,10 +47,8 @@ def draw(rng, policies):
     first_logp = np.where(
         is_first, np.nan, np.where(padding, rng.normal(0, 100, shape), logp - log_ratio)
     )
-    ref_logp, weights = (
-        np.where(padding, rng.normal(0, 100, shape), ref_logp),
-        np.where(padding, 0.0, weights),
-    )
+    ref_logp = np.where(padding, rng.normal(0, 100, shape), ref_logp)
+    weights = np.where(padding, 0.0, weights)
     pair_weights = rng.uniform(0.1, 1.0, (policies, Z))
     pair_weights[:, rng.integers(Z)] = 0.0
     floats = [np.float32(x) for x in (weights, advantages, old_logp, ref_logp)]
@@ -79,6 +76,7 @@ def reference(logp_BM, t, c):
     sequence = torch.tensor(t.sequence[live])
     means = torch.stack([(logp - first).detach()[sequence == s].mean() for s in sequence])
     whole = torch.exp(means + logp - logp.detach())
+    whole_clipped = torch.clamp(whole, c.ratio_low, c.ratio_high)
     if kl_kind == "k1":
         advantage = advantage - c.kl * (logp - ref).detach()
     formulas = {
@@ -88,14 +86,7 @@ def reference(logp_BM, t, c):
         "ppo": lambda: -gap * torch.minimum(ratio * advantage, clipped * advantage),
         "cispo": lambda: -gap * clipped.detach() * advantage * logp,
         "dpo": lambda: 0 * logp,
-        "gspo": (
-            lambda: (
-                -gap
-                * torch.minimum(
-                    whole * advantage, torch.clamp(whole, c.ratio_low, c.ratio_high) * advantage
-                )
-            )
-        ),
+        "gspo": lambda: -gap * torch.minimum(whole * advantage, whole_clipped * advantage),
         "dro": lambda: -(advantage * logp - c.beta / 2 * (logp - old) ** 2),
     }
     loss = formulas[kind]()
@@ -109,11 +100,11 @@ def reference(logp_BM, t, c):
     gain = [(logp - ref)[sequence == s].sum() for s in range(2 * Z)]
     margins = [c.beta * (gain[2 * z] - gain[2 * z + 1]) for z in range(Z)]
     if kind == "dpo":
-        total = total - sum(
-            w * torch.log(torch.sigmoid(m)) for w, m in zip(np.float64(t.pair_weights), margins)
-        )
+        pairs = zip(np.float64(t.pair_weights), margins)
+        total = total - sum(w * torch.log(torch.sigmoid(m)) for w, m in pairs)
     total.backward()
-    paired = [float(m.detach()) for m, w in zip(margins, t.pair_weights) if w > 0]
+    live_pairs = np.flatnonzero(t.pair_weights)
+    paired = [float(margins[z].detach()) for z in live_pairs]
     one = whole if kind == "gspo" else ratio
     above, below = one > c.ratio_high, one < c.ratio_low
     against = (above & (advantage > 0)) | (below & (advantage < 0))
@@ -128,12 +119,8 @@ def reference(logp_BM, t, c):
         "max_gap": (first - old).abs().max(),
         "pairs": len(paired),
         "margin_sum": sum(paired),
-        "chosen_sum": sum(
-            c.beta * float(gain[2 * z].detach()) for z, w in enumerate(t.pair_weights) if w > 0
-        ),
-        "rejected_sum": sum(
-            c.beta * float(gain[2 * z + 1].detach()) for z, w in enumerate(t.pair_weights) if w > 0
-        ),
+        "chosen_sum": c.beta * sum(float(gain[2 * z].detach()) for z in live_pairs),
+        "rejected_sum": c.beta * sum(float(gain[2 * z + 1].detach()) for z in live_pairs),
         "preferred_sum": sum(m > 0 for m in paired),
     }
     return (
@@ -192,18 +179,6 @@ def test_what_stands_at_tokens_of_weight_zero_counts_nowhere(kind, bad, rng):
     got = value_and_grad(spoilt(logp), targets, stack(all_coefs))
     assert not np.asarray(got[1])[dead].any()
     assert_matches(got, spoilt(logp), targets, all_coefs)
-
-
-def test_policies_of_one_call_may_differ_in_everything(rng):
-    all_coefs = [coefs(*each) for each in itertools.product(KINDS, KL_KINDS, BANDS)]
-    all_coefs = [all_coefs[i] for i in rng.permutation(len(all_coefs))]
-    all_coefs = [
-        c._replace(ratio_low=c.ratio_low + 0.1, kl=0.1 * i) if i % 2 else c
-        for i, c in enumerate(all_coefs)
-    ]
-    logp, targets = draw(rng, len(all_coefs))
-    got = value_and_grad(logp, targets, stack(all_coefs))
-    assert_matches(got, logp, targets, all_coefs)
 
 
 @pytest.mark.parametrize("gap", [-80.0, 80.0])

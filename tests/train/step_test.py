@@ -10,7 +10,6 @@ import pytest
 import torch
 import transformers
 
-from mint_jax import multihost
 from mint_jax import params as params_lib
 from mint_jax.lora import tree
 from mint_jax.lora.tree import AdapterConfig
@@ -22,34 +21,21 @@ from mint_jax.train.state import OptimizerConfig
 from mint_jax.train.step import scheduled_rate
 from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
 from tests import oracles
+from tests.train.torch_lora import TorchPolicy
 
-torch.set_num_threads(1)  # tiny matrices: more threads only wait for each other
-
-MODULES = {"embed": "model.embed_tokens", "unembed": "lm_head"}
-MODULES |= {f"dense/attn/{n}": f"model.layers.{{}}.self_attn.{n}_proj" for n in "qkvo"}
-MODULES |= {f"dense/mlp/{n}": f"model.layers.{{}}.mlp.{n}_proj" for n in ("gate", "up", "down")}
 # prompt, rollouts: fixed, so that few programs are compiled
 LENGTHS = [(4, (5, 3, 6)), (6, (4, 7, 2))]
 
 
-class Reference:
-    """One policy in torch float64: LoRA by hand into the weights, the loss by hand, clip_grad_norm_
-    and torch.optim.AdamW.
+class Reference(TorchPolicy):
+    """One policy in torch float64: the loss by hand, clip_grad_norm_ and torch.optim.AdamW.
 
     transformers does norms and softmax in float32 even then: about 1e-7 of noise.
     """
 
     def __init__(self, model, policy, adapter):
-        self.model, self.loss, self.opt, self.scale = (
-            model,
-            policy.loss,
-            policy.optimizer,
-            policy.adapter.scale,
-        )
-        flat = params_lib.leaves_with_path(adapter)
-        self.factors = {
-            path: torch.tensor(np.float64(leaf), requires_grad=True) for path, leaf in flat
-        }
+        super().__init__(model, params_lib.leaves_with_path(adapter), policy.adapter.scale)
+        self.loss, self.opt = policy.loss, policy.optimizer
         self.first = {}  # log-probabilities before the first update, by sequence
         opt = policy.optimizer
         self.adamw = torch.optim.AdamW(
@@ -60,22 +46,6 @@ class Reference:
             weight_decay=opt.weight_decay,
         )
 
-    def logp(self, prompt, tokens, bare=False):
-        weights, changed = dict(self.model.named_parameters()), {}
-        for path in sorted({p.rsplit("/", 1)[0] for p in self.factors}) if not bare else ():
-            for a_RD, b_RF, layer in zip(
-                self.factors[f"{path}/a"], self.factors[f"{path}/b"], range(99)
-            ):
-                delta_FD = self.scale * b_RF.T @ a_RD
-                name = f"{MODULES[path].format(layer)}.weight"
-                changed[name] = weights[name] + (delta_FD.T if path == "embed" else delta_FD)
-        logits = torch.func.functional_call(
-            self.model, changed, (torch.tensor([prompt + tokens]),)
-        ).logits[0]
-        return torch.log_softmax(logits, -1)[
-            range(len(prompt) - 1, len(prompt) + len(tokens) - 1), tokens
-        ]
-
     def step(self, rollouts):
         """One update; returns the loss, the norm before clipping, the gradients, and how near a
         ratio came to an edge.
@@ -85,8 +55,7 @@ class Reference:
             logp, old = self.logp(prompt, s.tokens), torch.tensor(s.old_logp, dtype=torch.float64)
             ref = self.logp(prompt, s.tokens, bare=True).detach()
             advantage, weight = (
-                torch.tensor(s.advantages, dtype=torch.float64),
-                torch.tensor(s.weights, dtype=torch.float64),
+                torch.tensor(x, dtype=torch.float64) for x in (s.advantages, s.weights)
             )
             first = self.first.setdefault(id(s), logp.detach())
             ratio, gap = torch.exp(logp - first), torch.exp(first - old)
@@ -101,17 +70,12 @@ class Reference:
             }[c.kind]
             if c.kl_kind == "k3":
                 loss = loss + c.kl * (torch.exp(ref - logp) - (ref - logp) - 1)
-            total = (
-                total
-                + (weight * torch.where((gap < c.band_low) | (gap > c.band_high), 0.0, loss)).sum()
-            )
-            for value, edges in (
-                (ratio, (1 - c.low, 1 + c.clip_high)),
-                (gap, (c.band_low, c.band_high)),
-            ):
-                nearest = min(
-                    nearest, float((value.detach()[:, None] - torch.tensor(edges)).abs().min())
-                )
+            outside = (gap < c.band_low) | (gap > c.band_high)
+            total = total + (weight * torch.where(outside, 0.0, loss)).sum()
+            clip, band = (1 - c.low, 1 + c.clip_high), (c.band_low, c.band_high)
+            for value, edges in ((ratio, clip), (gap, band)):
+                off = (value.detach()[:, None] - torch.tensor(edges)).abs().min()
+                nearest = min(nearest, float(off))
         self.adamw.zero_grad()
         total.backward()
         grads = {path: x.grad.numpy().copy() for path, x in self.factors.items()}
@@ -131,15 +95,11 @@ def random_groups(rng, reference, normalisation):
     """Random rollouts with group advantages, drawn by a sampler whose log-probabilities are about
     0.3 off.
     """
-    groups, weights = (
-        [],
-        token_weights([n for _, lengths in LENGTHS for n in lengths], normalisation, max_tokens=7),
-    )
+    lengths = [n for _, lengths in LENGTHS for n in lengths]
+    groups, weights = [], token_weights(lengths, normalisation, max_tokens=7)
     for prompt_length, lengths in LENGTHS:
-        prompt, advantages = (
-            rng.integers(3, 97, prompt_length).tolist(),
-            group_advantages(rng.normal(size=(1, 3)))[0],
-        )
+        prompt = rng.integers(3, 97, prompt_length).tolist()
+        advantages = group_advantages(rng.normal(size=(1, 3)))[0]
         made = []
         for n, advantage in zip(lengths, advantages):
             tokens = rng.integers(3, 97, n).tolist()
@@ -192,10 +152,8 @@ OTHER_LOSSES = (
     tuple(dataclasses.replace(p, loss=loss) for p, loss in zip((FIRST, SECOND), OTHER_LOSSES)),
 ], ids=["ppo_k3_and_cispo_k1_band", "importance_sampling_k1_and_reinforce_k3"])  # fmt: skip
 def test_three_grpo_steps_of_two_policies_match_torch_in_float64(policies, rng, tiny_base, hf_dirs):
-    base, model = (
-        tiny_base("llama_bias"),
-        oracles.torch_model(hf_dirs("llama_bias"), torch.float64).requires_grad_(False),
-    )
+    base = tiny_base("llama_bias")
+    model = oracles.torch_model(hf_dirs("llama_bias"), torch.float64).requires_grad_(False)
     specs = transformer.abstract(base.cfg)
     adapters = {p.name: random_adapter(rng, specs, p.adapter) for p in policies}
     groups, expected = {}, {}
@@ -222,9 +180,7 @@ def test_three_grpo_steps_of_two_policies_match_torch_in_float64(policies, rng, 
         trainer.load_adapter(name, adapter)
     for step in range(3):
         totals = trainer.forward_backward({name: groups[name] for name in names})
-        sums = {
-            p.name: dict(params_lib.leaves_with_path(gradient_of(trainer, p))) for p in policies
-        }
+        sums = {n: dict(params_lib.leaves_with_path(trainer.gradient(n))) for n in names}
         metrics = trainer.optim_step(names)
         for p in policies:
             loss, norm, grads, after = expected[p.name][step]
@@ -247,15 +203,6 @@ def test_three_grpo_steps_of_two_policies_match_torch_in_float64(policies, rng, 
         room = trainer.state[p.adapter.bucket]
         for leaf in jax.tree.leaves((room.adapters.factors, room.mu, room.nu, room.grad_sum)):
             assert leaf.ndim < 3 or not np.any(leaf[:, :, p.adapter.rank :])
-
-
-def gradient_of(trainer, policy):
-    slot = trainer.slots[policy.name]
-    wanted = tree.adapter_specs(trainer.specs, policy.adapter)
-    sums = dataclasses.replace(
-        trainer.state[slot.bucket].adapters, factors=trainer.state[slot.bucket].grad_sum
-    )
-    return multihost.to_host(tree.read_slot(sums, slot.index, policy.adapter.rank, wanted))
 
 
 def expected_rate(opt, updates):

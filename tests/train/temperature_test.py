@@ -6,7 +6,6 @@ sequence or without. Each is put into the update with its probability as a facto
 oracle differentiates sum p(y) r(y) in torch, float64.
 """
 
-import dataclasses
 import itertools
 
 import jax
@@ -15,7 +14,6 @@ import pytest
 import torch
 
 from mint_jax import params as params_lib
-from mint_jax.errors import UserError
 from mint_jax.lora import tree
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.models import transformer
@@ -24,17 +22,13 @@ from mint_jax.recipes.options import GrpoSampling
 from mint_jax.recipes.rollouts import Rollout
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Completion, Request
-from mint_jax.train.batch import Group, TrainSequence, data_of
 from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
 from tests import oracles
+from tests.train.torch_lora import TorchPolicy
 
 VOCAB, END, LENGTH = 6, 2, 3
 PROMPT = [1, 4, 3]
 ADAPTER = AdapterConfig(2, 3.0, ("q", "down"))
-MODULES = {
-    "dense/attn/q": "model.layers.{}.self_attn.q_proj",
-    "dense/mlp/down": "model.layers.{}.mlp.down_proj",
-}
 
 
 @pytest.fixture(scope="module")
@@ -55,33 +49,12 @@ def completions():
     return [y for y in out if END not in y[:-1] and (len(y) == LENGTH or y[-1] == END)]
 
 
-class Oracle:
-    """The base and an adapter in torch, float64."""
-
-    def __init__(self, model, adapter):
-        self.model = model
-        self.factors = {
-            p: torch.tensor(np.float64(x), requires_grad=True)
-            for p, x in params_lib.leaves_with_path(adapter)
-        }
-
-    def logprobs(self, rows, temperature):
-        """``[rows, LENGTH]``, of tokens after the prompt, with gradients; rows are padded."""
-        weights, changed = dict(self.model.named_parameters()), {}
-        for path, name in MODULES.items():
-            for layer, (a_RD, b_RF) in enumerate(
-                zip(self.factors[f"{path}/a"], self.factors[f"{path}/b"])
-            ):
-                key = f"{name.format(layer)}.weight"
-                changed[key] = weights[key] + ADAPTER.scale * b_RF.T @ a_RD
-        tokens = torch.tensor([PROMPT + y + [0] * (LENGTH - len(y)) for y in rows])
-        logits = torch.func.functional_call(self.model, changed, (tokens,)).logits[
-            :, len(PROMPT) - 1 : -1
-        ]
-        logp = torch.log_softmax(logits / temperature, -1).gather(
-            -1, tokens[:, len(PROMPT) :, None]
-        )[..., 0]
-        return logp * torch.tensor([[i < len(y) for i in range(LENGTH)] for y in rows])
+def logprobs(oracle, rows, temperature):
+    """``[rows, LENGTH]``, of tokens after the prompt, with gradients; rows are padded."""
+    tokens = torch.tensor([PROMPT + y + [0] * (LENGTH - len(y)) for y in rows])
+    logp = torch.log_softmax(oracle.logits(tokens)[:, len(PROMPT) - 1 : -1] / temperature, -1)
+    logp = logp.gather(-1, tokens[:, len(PROMPT) :, None])[..., 0]
+    return logp * torch.tensor([[i < len(y) for i in range(LENGTH)] for y in rows])
 
 
 @pytest.fixture
@@ -91,19 +64,7 @@ def case(names, rng, tiny_base, hf_dirs):
     draw = lambda spec: rng.normal(0, 0.7 * spec.shape[-1] ** -0.5, spec.shape).astype(np.float32)  # noqa: E731
     adapter = jax.tree.map(draw, tree.adapter_specs(transformer.abstract(base.cfg), ADAPTER))
     model = oracles.torch_model(hf_dirs(names), torch.float64).requires_grad_(False)
-    return base, adapter, Oracle(model, adapter)
-
-
-def gradient(trainer):
-    slot, wanted = trainer.slots["p"], tree.adapter_specs(trainer.specs, ADAPTER)
-    sums = dataclasses.replace(
-        trainer.state[slot.bucket].adapters, factors=trainer.state[slot.bucket].grad_sum
-    )
-    return dict(
-        params_lib.leaves_with_path(
-            jax.tree.map(np.array, tree.read_slot(sums, slot.index, ADAPTER.rank, wanted))
-        )
-    )
+    return base, adapter, TorchPolicy(model, params_lib.leaves_with_path(adapter), ADAPTER.scale)
 
 
 def cosine(a, b):
@@ -117,7 +78,7 @@ def test_the_mean_gradient_is_that_of_the_expected_reward(temperature, baseline,
     base, adapter, oracle = case
     rows = completions()
     rewards = torch.tensor(rng.normal(1.0, 1.0, len(rows)))
-    logp = oracle.logprobs(rows, temperature)
+    logp = logprobs(oracle, rows, temperature)
     p = torch.exp(logp.sum(-1))
     assert float(p.detach().sum()) == pytest.approx(1.0, abs=1e-6), "these are all completions"
     expected = (p * rewards).sum()
@@ -142,7 +103,8 @@ def test_the_mean_gradient_is_that_of_the_expected_reward(temperature, baseline,
         trainer = Trainer(base, [PolicyConfig("p", ADAPTER, loss=LossConfig(kind))])
         trainer.load_adapter("p", adapter)
         totals = trainer.forward_backward({"p": groups})["p"]
-        alike, size = cosine(gradient(trainer), {path: -g for path, g in truth.items()})
+        found = dict(params_lib.leaves_with_path(trainer.gradient("p")))
+        alike, size = cosine(found, {path: -g for path, g in truth.items()})
         assert alike >= 0.9999, kind
         assert size == pytest.approx(1.0, abs=2e-3), kind  # float32 through two layers
         # float32 against float64; at another temperature it would be about 1
@@ -167,17 +129,3 @@ def test_the_trainer_sees_what_the_engine_drew(temperature, case, rng):
     groups = rollout_groups(sampling, Rollout([], [PROMPT], [made]), rng.normal(size=(1, 8)))
     # float32, prefill and decode against one pass
     assert trainer.update({"p": groups})["p"]["max_gap"] < 1e-4
-
-
-@pytest.mark.parametrize(
-    ("setting", "says"),
-    [
-        ({"temperature": 0.0}, "temperature is 0.0; .* set a number above 0"),
-    ],
-)
-def test_rollouts_that_cannot_train_are_refused(setting, says):
-    with pytest.raises(UserError, match=says):
-        GrpoSampling(**setting)
-    groups = [Group([1], [TrainSequence([2], [1.0])], temperature=setting["temperature"])]
-    with pytest.raises(UserError, match="a group was drawn at temperature"):
-        data_of(groups)

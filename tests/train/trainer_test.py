@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from mint_jax import params as params_lib
 from mint_jax.errors import UserError
 from mint_jax.lora import tree
-from mint_jax.lora.tree import AdapterConfig, Slot
+from mint_jax.lora.tree import AdapterConfig
 from mint_jax.models import transformer
 from mint_jax.train import host_state
 from mint_jax.train import step as step_lib
@@ -21,6 +20,7 @@ from mint_jax.train.batch import Group, TrainSequence
 from mint_jax.train.state import OptimizerConfig
 from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
 from tests import oracles
+from tests.rollout.score_test import merged, torch_logprobs
 
 torch.set_num_threads(1)  # tiny matrices: more threads only wait for each other
 
@@ -44,17 +44,7 @@ def random_group(rng, prompt, lengths, **fields):
 
 
 def torch_logp(model, prompt, tokens):
-    logp = torch.log_softmax(torch.tensor(oracles.torch_logits(model, [prompt + tokens])[0]), -1)
-    return logp[range(len(prompt) - 1, len(prompt) + len(tokens) - 1), tokens].numpy()
-
-
-def merged(model, adapter, config):
-    """The adapter of ``q`` added to the torch model's weights."""
-    q = adapter["dense"]["attn"]["q"]
-    with torch.no_grad():
-        for layer, a_RD, b_RF in zip(model.model.layers, q["a"], q["b"]):
-            layer.self_attn.q_proj.weight += torch.tensor(config.scale * b_RF.T @ a_RD)
-    return model
+    return torch_logprobs(model, [*prompt, *tokens])[len(prompt) - 1 :]
 
 
 def host_copy(state):
@@ -100,53 +90,17 @@ def test_several_small_passes_add_up_to_one_large_one(rng, tiny_base, passes):
         32: [(1, 2, 16)] * 4,
     }
     one, one_sum = results.pop(16384)
+
+    def assert_sums(x, y):  # float32 sums in another order
+        assert np.abs(y).max() > 1e-4
+        np.testing.assert_allclose(x, y, rtol=0, atol=5e-5 * np.abs(y).max())
+
     for several, sums in results.values():
-        # float32 sums in another order
-        for path, expected in params_lib.leaves_with_path(one_sum[4]):
-            got = dict(params_lib.leaves_with_path(sums[4]))[path]
-            assert np.abs(expected).max() > 1e-4
-            np.testing.assert_allclose(
-                got, expected, rtol=0, atol=5e-5 * np.abs(expected).max(), err_msg=path
-            )
-        jax.tree.map(
-            lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=5e-5 * np.abs(y).max()),
-            sums[2],
-            one_sum[2],
-        )
+        jax.tree.map(assert_sums, sums, one_sum)
         for name in groups:
             assert several[name].keys() == one[name].keys()
-            for key, value in one[name].items():
-                # sums of 48 numbers of size 5
-                np.testing.assert_allclose(
-                    several[name][key], value, rtol=1e-5, atol=1e-4, err_msg=key
-                )
-
-
-@pytest.mark.long
-def test_a_pass_stays_within_max_tokens_with_its_padding(rng, tiny_base, passes):
-    """Rows are as long as the longest group: one long group beside short ones makes padding, which
-    takes memory too.
-    """
-    trainer = Trainer(tiny_base(), [B], max_tokens=48)
-    trainer.forward_backward({"b": [random_group(rng, 1, (n,)) for n in (16, 9, 9, 9)]})
-    assert all(P * rows * T <= 48 for P, rows, T, _ in passes), passes
-
-
-def test_gradients_go_to_the_named_policies_only(rng, tiny_base):
-    other = dataclasses.replace(A, name="other", seed=1)
-    trainer = Trainer(tiny_base(), [A, other, B])
-    assert trainer.slots == {"a": Slot(4, 0), "other": Slot(4, 1), "b": Slot(2, 0)}
-    trainer.forward_backward({"other": [random_group(rng, 5, (6, 6))]})
-    before = host_copy(trainer.state)
-    trainer.update({"b": [random_group(rng, 5, (6, 6))], "a": [random_group(rng, 5, (6, 6))]})
-    after = host_copy(trainer.state)
-    mine = lambda state: jax.tree.map(lambda x: x[1] if x.ndim == 1 else x[:, 1], state[4])  # noqa: E731
-    chex.assert_trees_all_equal(mine(after), mine(before))
-    np.testing.assert_array_equal(after[4].steps, [1, 0])
-    assert any(np.any(x) for x in jax.tree.leaves(mine(after).grad_sum))
-    assert all(trainer.stacks[b] is trainer.state[b].adapters for b in (2, 4)), (
-        "sampling reads the very arrays that are trained"
-    )
+            for key, value in one[name].items():  # sums of 48 numbers of size 5
+                np.testing.assert_allclose(several[name][key], value, rtol=1e-5, atol=1e-4)
 
 
 def test_one_seed_gives_one_adapter_by_whichever_door(tiny_base):
@@ -202,7 +156,7 @@ def test_dpo_and_kl_compare_with_the_adapter_that_their_reference_names(
         for name, (config, adapter) in named.items():
             trainer.refer(name, config, adapter)
     models = {
-        name: merged(oracles.torch_model(hf_dirs("llama")), adapter, config)
+        name: merged(hf_dirs("llama"), base.cfg, config, adapter)
         for name, (config, adapter) in named.items()
     }
     models["bare"] = oracles.torch_model(hf_dirs("llama"))
@@ -213,8 +167,7 @@ def test_dpo_and_kl_compare_with_the_adapter_that_their_reference_names(
             for n in losses
         }
         policies = {
-            n: merged(oracles.torch_model(hf_dirs("llama")), trainer.adapter(n), only_q)
-            for n in losses
+            n: merged(hf_dirs("llama"), base.cfg, only_q, trainer.adapter(n)) for n in losses
         }
         got = trainer.update(groups)
         gains = {}
@@ -244,57 +197,6 @@ def test_dpo_and_kl_compare_with_the_adapter_that_their_reference_names(
             assert min(abs(m) for m in margins) > 1e-3
 
 
-def test_the_first_update_s_log_probabilities_are_kept_for_the_later_ones(rng, tiny_base):
-    trainer = Trainer(tiny_base(), [dataclasses.replace(A, optimizer=OptimizerConfig(0.1))])
-    groups = [random_group(rng, 4, (5, 3))]
-    groups[0].sequences[0].weights[1] = 0.0
-    rows = [trainer.update({"a": groups})["a"] for _ in range(3)]
-    first = [np.array(s.first_logp) for s in groups[0].sequences]
-    assert np.isnan(first[0][1])
-    assert np.isfinite(np.concatenate([np.delete(first[0], 1), first[1]])).all()
-    gaps = np.concatenate(
-        [
-            np.abs(f - s.old_logp)[np.array(s.weights) != 0]
-            for f, s in zip(first, groups[0].sequences)
-        ]
-    )
-    assert rows[0]["clipped"] == 0.0
-    assert rows[2]["logp"] != pytest.approx(rows[0]["logp"], abs=1e-4), (
-        "the policy moved, so the test says something"
-    )
-    for row in rows:  # of the sampler and the first trainer, whatever the updates did
-        assert row["gap"] == pytest.approx(gaps.mean(), rel=1e-6)
-
-
-def test_only_metrics_that_mean_something_for_a_loss_are_reported(rng, tiny_base):
-    shared, drawn = {"loss", "tokens", "logp"}, {"gap", "max_gap"}
-    expected = {
-        LossConfig("cross_entropy"): shared,
-        LossConfig("cross_entropy", kl_kind="k3", kl=0.1): shared | {"kl"},
-        LossConfig("reinforce"): shared | drawn,
-        LossConfig("ppo"): shared | drawn | {"clipped"},
-        LossConfig("gspo", band_high=2.0): shared | drawn | {"clipped", "masked"},
-        LossConfig("dpo"): shared | {"kl", "margin", "preferred", "chosen", "rejected"},
-    }
-    configs = [dataclasses.replace(B, name=str(i), loss=loss) for i, loss in enumerate(expected)]
-    trainer, groups = (
-        Trainer(tiny_base(), configs),
-        {c.name: [random_group(rng, 3, (3, 3))] for c in configs},
-    )
-    groups["5"][0].pair_weight = 1.0
-    metrics = trainer.update(groups)
-    for config in configs:
-        assert (
-            metrics[config.name].keys() - {"grad_norm", "learning_rate", "skipped"}
-            == expected[config.loss]
-        ), config.loss
-    without = random_group(rng, 3, (3, 3))
-    for sequence in without.sequences:
-        sequence.old_logp = None
-    found = trainer.update({"2": [without]})["2"].keys()
-    assert not found & drawn, "nobody knows the sampler's log-probabilities"
-
-
 @pytest.mark.parametrize(
     ("loss", "lacking", "says"),
     [
@@ -309,10 +211,8 @@ def test_only_metrics_that_mean_something_for_a_loss_are_reported(rng, tiny_base
     ],
 )
 def test_data_that_would_train_nothing_is_refused(loss, lacking, says, rng, tiny_base):
-    trainer, group = (
-        Trainer(tiny_base(), [dataclasses.replace(B, loss=loss)]),
-        random_group(rng, 3, (3, 3)),
-    )
+    trainer = Trainer(tiny_base(), [dataclasses.replace(B, loss=loss)])
+    group = random_group(rng, 3, (3, 3))
     group.pair_weight = (
         0.0 if lacking == "pair_weight" else float(loss.kind in ("dpo", "cross_entropy"))
     )
@@ -353,8 +253,3 @@ def test_data_that_would_train_nothing_is_refused(loss, lacking, says, rng, tiny
 def test_what_cannot_be_trained_is_refused_by_name(make, message, tiny_base):
     with pytest.raises(UserError, match=message):
         make(tiny_base())
-
-
-def test_an_unknown_policy_is_refused_with_the_known_ones(tiny_base):
-    with pytest.raises(UserError, match="policy 'c' is not in training; policies are a, b"):
-        Trainer(tiny_base(), [A, B]).update({"a": [], "c": []})

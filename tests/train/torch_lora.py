@@ -1,0 +1,38 @@
+"""Oracle: one policy in torch, float64, with its LoRA added to the base's weights by hand."""
+
+import numpy as np
+import torch
+
+torch.set_num_threads(1)  # tiny matrices: more threads only wait for each other
+
+MODULES = {"embed": "model.embed_tokens", "unembed": "lm_head"}
+MODULES |= {f"dense/attn/{n}": f"model.layers.{{}}.self_attn.{n}_proj" for n in "qkvo"}
+MODULES |= {f"dense/mlp/{n}": f"model.layers.{{}}.mlp.{n}_proj" for n in ("gate", "up", "down")}
+
+
+class TorchPolicy:
+    """A policy whose ``factors``, by path, have gradients."""
+
+    def __init__(self, model, factors, scale: float):
+        self.model, self.scale = model, scale
+        self.factors = {
+            path: torch.tensor(np.float64(leaf), requires_grad=True) for path, leaf in factors
+        }
+
+    def logits(self, rows, bare=False):
+        """Logits ``[rows, T, V]`` of equally long rows of tokens; ``bare``: without the adapter."""
+        weights, changed = dict(self.model.named_parameters()), {}
+        for path in {} if bare else {p.rsplit("/", 1)[0]: None for p in self.factors}:
+            for layer, (a_RD, b_RF) in enumerate(
+                zip(self.factors[f"{path}/a"], self.factors[f"{path}/b"])
+            ):
+                delta_FD = self.scale * b_RF.T @ a_RD
+                name = f"{MODULES[path].format(layer)}.weight"
+                changed[name] = weights[name] + (delta_FD.T if path == "embed" else delta_FD)
+        tokens = torch.tensor(np.array(rows))
+        return torch.func.functional_call(self.model, changed, (tokens,)).logits
+
+    def logp(self, prompt, tokens, bare=False):
+        """Log-probability of each token behind a prompt."""
+        logp = torch.log_softmax(self.logits([[*prompt, *tokens]], bare)[0], -1)
+        return logp[range(len(prompt) - 1, len(prompt) + len(tokens) - 1), tokens]
