@@ -109,7 +109,7 @@ class Web(uvicorn.Server):
     ):
         settings = {"log_config": None, "access_log": False, "ws": "none", "lifespan": "off"}
         settings |= {"timeout_graceful_shutdown": DRAIN_S, "backlog": 2048}
-        settings |= {"http": connections.timed(), **options}
+        settings |= {"http": connections.TimedProtocol, **options}
         super().__init__(uvicorn.Config(app, host, port, **settings))
         self._server, self._when_started, self.stopped_by = server, started, ""
 

@@ -28,6 +28,7 @@ FIELDS = 1 << 20  # of protobuf: 25 times that
 # bytes in memory; a number is also read into an array or a tuple
 SIZES = {b"{": 200, b"[": 100, b",": 96, b":": 48, b'"': 32}
 FIELD_BYTES = 128
+NO_MESSAGE = "the body is no ForwardBackwardRequest"
 
 # A string, whole or truncated. Possessive quantifiers never backtrack: time is linear in the body.
 _STRINGS = re.compile(rb'"[^"\\]*+(?:\\.?[^"\\]*+)*+(?:"|\Z)', re.DOTALL)
@@ -50,18 +51,11 @@ def decompress(
     and 16 MiB more in memory, whatever sizes the frames claim.
 
     Args:
-        limit: maximum number of decompressed bytes.
+        limit: maximum number of decompressed bytes; for more it raises ``TooLarge``.
         hold: called with the number of bytes of each step; may raise.
-
-    Raises:
-        TooLarge: it has more bytes.
-        UnknownCoding: another coding.
-        UserError: it is broken or cut off.
     """
     if coding not in SLICES:
-        raise UnknownCoding(
-            f"Content-Encoding is {coding!r}; send the body as zstd, gzip, or uncompressed"
-        )
+        raise UnknownCoding(f"Content-Encoding is {coding!r}; send zstd, gzip, or plain bytes")
     options, gzipped = zstandard.ZstdDecompressor(max_window_size=WINDOW_BYTES), coding == "gzip"
     whole, length, frames = io.BytesIO(), 0, 0  # a joined list of parts would be a copy
     frame: Any = None
@@ -73,16 +67,11 @@ def decompress(
                     frame = zlib.decompressobj(wbits=31) if gzipped else options.decompressobj()
                     frames += 1
                     if frames > FRAMES:
-                        raise UserError(
-                            f"the body has more than {FRAMES} frames of {coding}: compress it once"
-                        )
+                        raise UserError(f"the body has more than {FRAMES} frames: compress it once")
                 part = frame.decompress(piece, *([limit - length + 1] if gzipped else []))
                 length += len(part)
                 if length > limit:
-                    raise TooLarge(
-                        f"the body has more than {limit} bytes when decompressed: send fewer data"
-                        " in a request"
-                    )
+                    raise TooLarge(f"the body decompresses to more than {limit} bytes: split it")
                 hold(len(part))
                 whole.write(part)
                 piece = frame.unused_data if frame.eof else b""
@@ -108,18 +97,12 @@ def is_protobuf(content_type: str) -> bool:
 
 def json_memory(body: bytes) -> int:
     """Returns bytes that the parsed JSON takes, in addition to the body's own. Counts brackets and
-    commas in strings too.
-
-    Raises:
-        TooLarge: it may have more than ``VALUES`` values.
+    commas in strings too. Raises ``TooLarge`` if it may have more than ``VALUES`` values.
     """
     counts = {mark: body.count(mark) for mark in SIZES}
     values = counts[b"{"] + counts[b"["] + counts[b","]
     if max(values, counts[b'"'] // 4) > VALUES:
-        raise TooLarge(
-            f"the JSON has more than {VALUES} values: send fewer in a request, or protobuf where"
-            " the path takes it"
-        )
+        raise TooLarge(f"the JSON has more than {VALUES} values: send fewer, or protobuf")
     # Text of one character beyond ASCII may take four bytes for each of its characters, in the
     # decoded body and in the string.
     copies = 3 if body.isascii() and b"\\u" not in body else 9
@@ -128,19 +111,14 @@ def json_memory(body: bytes) -> int:
 
 def protobuf_memory(body: bytes) -> int:
     """Returns bytes of the parsed ``ForwardBackwardRequest`` and its arrays, in addition to the
-    body's own.
-
-    Raises:
-        TooLarge: it has more than ``FIELDS`` fields and numbers.
-        UserError: the bytes are not such a message.
+    body's own. Raises ``TooLarge`` for more than ``FIELDS`` fields and numbers, ``UserError`` for
+    bytes that are no such message.
     """
     try:
         return 4 * len(body) + FIELD_BYTES * _fields(body, 0, len(body), _INNER, 0)
     except IndexError:
-        raise UserError(
-            "the body is no ForwardBackwardRequest (it ends within a field, or has one of a wire"
-            " type that is not in use): send the message whole"
-        ) from None
+        reason = "it ends within a field, or has one of an unknown wire type"
+        raise UserError(f"{NO_MESSAGE} ({reason}): send the message whole") from None
 
 
 def _inner(descriptor: Any) -> Mapping[int, Any]:
@@ -180,9 +158,7 @@ def _fields(body: bytes, at: int, end: int, inner: Mapping[int, Any], count: int
         if at > end:
             raise IndexError
         if count > FIELDS:
-            raise TooLarge(
-                f"the message has more than {FIELDS} fields: send fewer data in a request"
-            )
+            raise TooLarge(f"the message has more than {FIELDS} fields: send fewer data")
     return count
 
 

@@ -46,30 +46,23 @@ _HIDDEN += (b"authorization",)
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Limits of one request, one tenant and the server.
-
-    Attributes:
-        body_bytes: of a body with data, as sent and decompressed.
-        small_body_bytes: the same on paths that take no data, see ``Endpoint.data``.
-        open_body_bytes: the same on paths that need no key.
-        body_s: seconds in which a body has to arrive.
-        tenant, total: requests in flight, of a tenant without a quota of its own, and of all.
-        held_bytes: memory of all bodies of requests in flight together, as sent and as parsed.
+    """Limits of one request, one tenant and the server. Bytes of a body are those that were sent,
+    and those that they decompress to.
     """
 
-    body_bytes: int = 64 << 20
-    small_body_bytes: int = 1 << 20
-    open_body_bytes: int = 16 << 10
-    body_s: float = 30.0
-    tenant: int = 1000
-    total: int = 4000
-    held_bytes: int = 1 << 30
+    body_bytes: int = 64 << 20  # with data
+    small_body_bytes: int = 1 << 20  # on paths that take no data, see ``Endpoint.data``
+    open_body_bytes: int = 16 << 10  # on paths that need no key
+    body_s: float = 30.0  # in which a body has to arrive
+    tenant: int = 1000  # requests in flight of a tenant without a quota of its own
+    total: int = 4000  # requests in flight
+    held_bytes: int = 1 << 30  # of memory of all bodies in flight, as sent and as parsed
 
     def __post_init__(self):
         if not self.held_bytes >= self.body_bytes > 0:
             raise UserError(
                 f"held_bytes is {self.held_bytes}, body_bytes {self.body_bytes}; expected room for"
-                " at least one body: give held_bytes several times body_bytes"
+                " several bodies"
             )
 
     def body(self, endpoint: Endpoint | None) -> int:

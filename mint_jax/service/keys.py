@@ -41,10 +41,8 @@ T = TypeVar("T")
 def check_tenant(tenant: str) -> str:
     """Returns a tenant's name. Raises ``UserError`` if it is malformed."""
     if not _NAME.fullmatch(tenant):
-        raise UserError(
-            f"tenant is {tenant!r}; expected 1 to 64 letters, digits, '.', '_' or '-', the first a"
-            " letter or digit"
-        )
+        expected = "1 to 64 letters, digits, '.', '_' or '-', the first a letter or digit"
+        raise UserError(f"tenant is {tenant!r}; expected {expected}")
     return tenant
 
 
@@ -57,17 +55,10 @@ def _check_scopes(scopes: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class Key(pydantic.BaseModel):
-    """A stored key.
-
-    Attributes:
-        id: by which it is listed and revoked; not secret.
-        tenant: owner of what is made with it.
-        hash: SHA-256 of the key's last 43 characters, in hexadecimal.
-        expires: None: never.
-    """
+    """A stored key of a tenant. ``hash`` is the SHA-256 of its last 43 characters."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
-    id: str
+    id: str  # by which it is listed and revoked; not secret
     tenant: Annotated[str, AfterValidator(check_tenant)]
     scopes: Annotated[tuple[str, ...], AfterValidator(_check_scopes)]
     hash: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
@@ -79,12 +70,7 @@ _KEYS = pydantic.TypeAdapter(list[Key])
 
 
 class ReloadedFile(Generic[T]):
-    """The content of a file, read again when it has changed. For one thread.
-
-    Args:
-        read: returns the content; raises ``UserError``.
-        monotonic: seconds.
-    """
+    """The content of a file, read again when it has changed. For one thread."""
 
     def __init__(self, path: Path, read: Callable[[], T], monotonic: Callable[[], float]):
         self._path, self._read, self._monotonic = path, read, monotonic
@@ -116,13 +102,9 @@ class ReloadedFile(Generic[T]):
 class Keys:
     """The keys of a server, from ``folder / keys.json``. For one thread.
 
-    Args:
-        clock: seconds since 1970, for keys that expire.
-        monotonic: seconds, for checks of the file.
-
-    Raises:
-        UserError: the file is missing, cannot be read, is malformed, or is writable by others than
-            its owner. ``find`` and ``by_id`` raise it when it has become so: no key is valid then.
+    ``clock`` gives seconds since 1970. Raises ``UserError`` if the file is missing, cannot be read,
+    is malformed, or is writable by others than its owner. ``find`` and ``by_id`` raise it when it
+    has become so: no key is valid then.
     """
 
     def __init__(
@@ -172,29 +154,21 @@ def _hash(secret: str) -> str:
 
 
 def read(folder: Path) -> list[Key]:
-    """Returns the keys of ``folder / keys.json``, in the order in which they were added.
-
-    Raises:
-        UserError: the file is malformed.
-        OSError: it cannot be read.
+    """Returns the keys of ``folder / keys.json``, in the order in which they were added. Raises
+    ``UserError`` if it is malformed, and ``OSError``.
     """
     path = folder / FILE
     try:
         return _KEYS.validate_json(path.read_bytes())
     except pydantic.ValidationError as error:
-        raise UserError(
-            f"{path} is not a list of keys ({error}): repair it, or restore a copy of it"
-        ) from error
+        raise UserError(f"{path} is no list of keys ({error}): repair or restore it") from error
 
 
 def add(
     folder: Path, tenant: str, scopes: Iterable[str], *, days: float | None = None
 ) -> tuple[Key, str]:
     """Makes a key that expires after ``days``, and stores its hash. Returns the stored key and the
-    secret, which is not stored.
-
-    Raises:
-        UserError: a bad tenant, scope or number of days, or a bad file.
+    secret, which is not stored. Raises ``UserError``.
     """
     if days is not None and not 0 < days <= 36_500:
         raise UserError(f"days is {days}; expected a number above 0 and at most 36500")
@@ -214,11 +188,7 @@ def add(
 
 
 def revoke(folder: Path, id: str) -> Key:
-    """Removes a key; a running server refuses it within two seconds.
-
-    Raises:
-        UserError: there is no such key, or a bad file.
-    """
+    """Removes a key; a running server refuses it within two seconds. Raises ``UserError``."""
     with locked(folder):
         keys = read(folder) if (folder / FILE).exists() else []
         found = next((key for key in keys if key.id == id), None)
@@ -252,9 +222,7 @@ def _write(folder: Path, keys: list[Key]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command. Prints a new key once, alone on its line. Returns the exit status: 2 for a
-    user's mistake.
-    """
+    """Runs a command, and returns the exit status: 2 for a user's mistake."""
     folder = argparse.ArgumentParser(add_help=False)
     folder.add_argument("--folder", type=Path, required=True, help="the server's folder")
     parser = argparse.ArgumentParser(
@@ -275,7 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             key, secret = add(given.folder, given.tenant, scopes, days=given.days)
             about = f"key {key.id} of tenant {key.tenant}: {', '.join(key.scopes)}"
             print(f"{about}; it is shown this once", file=sys.stderr)
-            print(secret)
+            print(secret)  # alone on stdout
         elif given.command == "revoke":
             key = revoke(given.folder, given.id)
             print(f"revoked key {key.id} of tenant {key.tenant}")

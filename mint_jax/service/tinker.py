@@ -98,7 +98,7 @@ class Tinker:
         session = self.book.session(tenant_of(request), request.path_params["session"])
         kind = types.FinishSession
         body = await body_of(kind, request) if await request.body() else kind()
-        reason = None if body.reason is None else body.reason.type
+        reason = (body.reason or {}).get("type")
         if reason in types.REASONS:
             detail = (body.detail or "")[:LONGEST_REASON] or None
             update = self.book.update_session

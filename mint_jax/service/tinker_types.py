@@ -65,12 +65,8 @@ class CreateSession(Body):
     user_metadata: Metadata | None = None
 
 
-class FinishReason(Body):
-    type: str | None = None
-
-
 class FinishSession(Body):
-    reason: FinishReason | None = None
+    reason: dict[str, Any] | None = None
     detail: str | None = None
 
 

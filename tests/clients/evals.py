@@ -4,48 +4,246 @@ loopback: ``make test-evals``.
 Each is in an environment of its own, with the versions of ``constraints/evals-NAME-py311.txt``. One
 line tells of each what held, the last line is a JSON object of all; the exit code is 1 where one
 failed.
-
-lm_eval        choices, rolling and generated texts: scores and texts are those of our own model
-schemathesis   requests by /openapi.json, right and wrong ones: no 5xx, no answer that the document
-               does not have
 """
 
 import argparse
 import contextlib
+import copy
+import dataclasses
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import lm_eval_scores
-import schemathesis_calls
-from foreign import Foreign
-from run import ROOT, Failed
+from run import ROOT, Failed, need
 
+import mint_jax as mint
 from mint_jax.models.base import resolve
+from mint_jax.rollout.score import Scorer
 
 BASE = "tiny-random"
 SERVE = ("-m", "mint_jax.launch", "--config=configs/serve.py:ci", "--config.port=0")
-CHECKS: dict[str, Callable[[Foreign], str]] = {
-    "lm_eval": lm_eval_scores.check,
-    "schemathesis": schemathesis_calls.check,
+CALL_S = 1200.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Foreign:
+    """A client and its server.
+
+    Attributes:
+        python: the interpreter of the client's environment.
+        url: the server's.
+        folder: empty, for what the client reads and writes.
+        base: the server's, as it is called there and as we load it.
+        tokenizer: folder of its tokenizer.
+    """
+
+    python: Path
+    url: str
+    folder: Path
+    base: str
+    tokenizer: Path
+
+    def call(self, *command: object) -> str:
+        """Runs a module of the client to its end; what it printed, which is kept in the folder as
+        well. Raises ``Failed``.
+        """
+        told = self.folder / f"{time.monotonic_ns()}.log"
+        quiet = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(self.folder / "hf"), "PYTHONPATH": ""}
+        quiet |= {"OMP_NUM_THREADS": "1", "COLUMNS": "160"}
+        with open(told, "wb") as log:
+            process = subprocess.Popen(
+                [str(self.python), "-m", *map(str, command)],
+                cwd=self.folder,
+                env=os.environ | quiet,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+            try:
+                code = process.wait(CALL_S)
+            except subprocess.TimeoutExpired:
+                code = None
+            finally:
+                process.kill()
+        need(code == 0, f"{command[0]} ended with {code}: see {told}")
+        return told.read_text(errors="replace")
+
+
+# -- lm-eval's ``local-completions``: choices, rolling and generating tasks of our own. The harness
+# sends token ids with ``echo`` and ``logprobs`` for the first two, and stop strings for the third.
+
+CLOSE = 2e-3  # of a sum of log-probabilities: float32, in batches of other shapes
+CHOICES = [
+    {"question": question, "choices": choices, "label": 0}
+    for question, choices in (
+        ("The capital of France is", ["Paris", "a long way from the sea", "42"]),
+        ("Two and two make", ["four", "five", "日本"]),
+        ("Snow is\n\nusually", ["white", "black", "of another colour than milk"]),
+    )
+]
+TEXTS = [{"text": "A stone in the river does not move."}, {"text": "one two three four five six"}]
+PROMPTS = [{"prompt": one} for one in ("The river", "Once upon a time there was", "def main():")]
+STOPS, TOKENS = ["\n\n", "the", "."], 12
+TASKS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
+    "mint_choice": (
+        CHOICES,
+        {"output_type": "multiple_choice", "doc_to_text": "{{question}}"}
+        | {"doc_to_choice": "{{choices}}", "doc_to_target": "{{label}}"}
+        | {"metric_list": [{"metric": "acc"}]},
+    ),
+    "mint_rolling": (
+        TEXTS,
+        {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}"}
+        | {"metric_list": [{"metric": "word_perplexity"}]},
+    ),
+    "mint_generate": (
+        PROMPTS,
+        {"output_type": "generate_until", "doc_to_text": "{{prompt}}", "doc_to_target": ""}
+        | {"metric_list": [{"metric": "exact_match"}]}
+        | {"generation_kwargs": {"until": STOPS, "max_gen_toks": TOKENS, "do_sample": False}},
+    ),
 }
+
+
+def lm_eval(client: Foreign) -> str:
+    """What the harness finds is what our own model says."""
+    _run_tasks(client)
+    found = {name: _samples(client.folder, name) for name in TASKS}
+    model = mint.load(client.base)
+    encode = model.base.need_tokenizer().encode
+    pairs = [(one["arg_0"], one["arg_1"], response) for one, response in found["mint_choice"]]
+    need(len(pairs) == sum(len(row["choices"]) for row in CHOICES), f"{len(pairs)} choices")
+    rolled = [("", argument["arg_0"], response) for argument, response in found["mint_rolling"]]
+    need(len(rolled) == len(TEXTS), f"{len(rolled)} texts were scored")
+    # the harness puts it before a text
+    config = json.loads((client.tokenizer / "tokenizer_config.json").read_text())
+    [begin] = encode(config["bos_token"])
+    sequences = [encode(context + more) for context, more, _ in pairs] + [
+        [begin, *encode(text)] for _, text, _ in rolled
+    ]
+    starts = [len(encode(context)) for context, _, _ in pairs] + [1] * len(rolled)
+    apart = 0.0
+    for (context, more, told), scores, start in zip(
+        pairs + rolled, Scorer(model.base).logprobs(sequences), starts, strict=True
+    ):
+        value = float(told[0] if isinstance(told, list) else told)
+        wanted = float(scores[start - 1 :].sum())
+        need(
+            abs(value - wanted) < CLOSE,
+            f"{context!r} + {more!r} scores {value}, and our own score is {wanted}",
+        )
+        apart = max(apart, abs(value - wanted))
+    generated = {argument["arg_0"]: response for argument, response in found["mint_generate"]}
+    texts = model.completions(
+        [row["prompt"] for row in PROMPTS], max_tokens=TOKENS, stop=tuple(STOPS)
+    )
+    own = {row["prompt"]: done[0].text for row, done in zip(PROMPTS, texts, strict=True)}
+    need(generated == own, f"generated {generated}, and our own are {own}")
+    return (
+        f"{len(pairs)} choices and {len(rolled)} texts score as ours do, at most {apart:.1e} apart;"
+        f" {len(own)} texts are ours"
+    )
+
+
+def _run_tasks(client: Foreign) -> None:
+    """Writes the tasks and calls the harness."""
+    folder = client.folder
+    for name, (rows, task) in TASKS.items():
+        data = folder / f"{name}.jsonl"
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        source: dict[str, Any] = {"task": name, "dataset_path": "json", "test_split": "test"}
+        source["dataset_kwargs"] = {"data_files": {"test": str(data)}}
+        (folder / f"{name}.yaml").write_text(json.dumps(source | task))  # JSON is YAML
+    given = f"model={client.base},base_url={client.url}/v1/completions"
+    given += f",tokenizer={client.tokenizer},num_concurrent=2,max_retries=1,max_length=512"
+    more = ("--model_args", given, "--tasks", ",".join(TASKS), "--include_path", folder)
+    more += ("--output_path", folder / "out", "--log_samples")
+    client.call("lm_eval", "run", "--model", "local-completions", *more)
+
+
+def _samples(folder: Path, name: str) -> list[tuple[dict[str, str], Any]]:
+    """(arguments, response) of each request of a task."""
+    [path] = (folder / "out").rglob(f"samples_{name}_*.jsonl")
+    return [
+        (row["arguments"][f"gen_args_{i}"], response[0])
+        for row in map(json.loads, path.read_text().splitlines())
+        for i, response in enumerate(row["resps"])
+    ]
+
+
+# -- schemathesis makes requests by ``/openapi.json``: wrong ones by the document as it is, right
+# ones by a copy that names the base as the only model, and draws few tokens.
+
+MOST = 3
+# A request that fits the schema may still be refused, for a token outside the vocabulary or an
+# invalid regular expression. Requests that do not fit must be refused.
+LONG = "/retrieve_futures?$"  # a request that waits for as long as nothing happens
+OPTIONS = f"""--max-examples 12 --seed 1 --request-timeout 120 --exclude-path-regex {LONG}
+--exclude-checks positive_data_acceptance --phases examples,coverage,fuzzing
+--continue-on-failure --no-color --suppress-health-check all"""
+
+
+def schemathesis(client: Foreign) -> str:
+    """No answer is a 5xx or one that the document does not have, and no wrong request is taken."""
+    with urllib.request.urlopen(f"{client.url}/openapi.json") as answer:
+        document = json.load(answer)
+    told = []
+    for mode, shown in (("negative", document), ("positive", narrowed(document, client.base))):
+        path = client.folder / f"{mode}.json"
+        path.write_text(json.dumps(shown))
+        asked = ("--url", client.url, "--mode", mode, *OPTIONS.split())
+        out = client.call("schemathesis.cli", "run", path, *asked)
+        counted = re.search(r"(\d+) generated", out)
+        need(counted is not None, f"schemathesis made no requests: {out[-300:]}")
+        told.append(f"{counted[1]} {mode} requests")
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        need(
+            answered(client.url, path) > 0,
+            f"no request of {path} was answered with 200: the document asks for what is refused",
+        )
+    return f"{', '.join(told)}: no 5xx, and no answer that the document does not have"
+
+
+def answered(url: str, path: str) -> float:
+    """How many POST requests of a path had an answer of status 200, by the server's metrics."""
+    with urllib.request.urlopen(f"{url}/metrics") as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(
+        float(line.split()[-1])
+        for line in lines
+        if line.startswith(f'mint_http_requests_total{{route="POST {path}",status="200"}}')
+    )
+
+
+def narrowed(document: dict[str, Any], base: str) -> dict[str, Any]:
+    """The document, whose completions are of the base and short."""
+    out = copy.deepcopy(document)
+    for name in ("CompletionBody", "ChatBody"):
+        body = out["components"]["schemas"][name]
+        body["properties"]["model"] = {"const": base}
+        for field in ("max_tokens", "max_completion_tokens", "n"):
+            if field in body["properties"]:
+                body["properties"][field] = {"type": "integer", "minimum": 1, "maximum": MOST}
+        body["required"].append("max_tokens")
+    return out
+
+
+CHECKS = {"lm_eval": lm_eval, "schemathesis": schemathesis}
 
 
 def interpreter(folder: Path, name: str) -> Path:
     """The Python of a client's environment, which is made where there is none or where its versions
     are others.
     """
-    home, wanted = (
-        folder / name,
-        ROOT
-        / "constraints"
-        / f"evals-{name}-py{sys.version_info.major}{sys.version_info.minor}.txt",
-    )
+    version = f"py{sys.version_info.major}{sys.version_info.minor}"
+    home, wanted = folder / name, ROOT / "constraints" / f"evals-{name}-{version}.txt"
     python, stamp = home / "bin" / "python", home / "installed"
     if not wanted.exists():
         raise Failed(f"there is no {wanted.name}: run it with Python 3.11")
@@ -103,10 +301,8 @@ def main() -> int:
             (workdir / name).mkdir()
             begun = time.monotonic()
             try:
-                held, ok = (
-                    CHECKS[name](Foreign(pythons[name], url, workdir / name, BASE, resolve(BASE))),
-                    True,
-                )
+                client = Foreign(pythons[name], url, workdir / name, BASE, resolve(BASE))
+                held, ok = CHECKS[name](client), True
             except (Failed, OSError, KeyError, IndexError, ValueError) as failure:
                 held, ok = f"{type(failure).__name__}: {failure}", False
             wall_s = time.monotonic() - begun

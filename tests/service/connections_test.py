@@ -14,7 +14,7 @@ from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 
-from mint_jax.service.connections import timed
+from mint_jax.service.connections import TimedProtocol
 from mint_jax.service.gate import Gate, Limits
 from mint_jax.service.keys import Keys, add
 
@@ -47,9 +47,9 @@ class Endless:
 @contextlib.contextmanager
 def serving(app, **limits):
     """The port of a server of the app, in a thread."""
-    config = uvicorn.Config(
-        app, http=timed(**limits), ws="none", lifespan="off", log_config=None, access_log=False
-    )
+    options = {"http": type("Protocol", (TimedProtocol,), limits), "ws": "none"}
+    options |= {"lifespan": "off", "log_config": None, "access_log": False}
+    config = uvicorn.Config(app, **options)
     server = uvicorn.Server(config)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

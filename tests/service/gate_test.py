@@ -76,20 +76,14 @@ def ask(app, method, path, **more):
 
 
 @pytest.fixture
-def folder(tmp_path):
-    """Where keys are kept, with one of each scope, and one of two tenants."""
-    return tmp_path
-
-
-@pytest.fixture
-def secrets(folder):
+def secrets(tmp_path):
     """A key of each scope; of tenant ``of-<scope>``."""
-    return {scope: add(folder, f"of-{scope}", [scope])[1] for scope in SCOPES}
+    return {scope: add(tmp_path, f"of-{scope}", [scope])[1] for scope in SCOPES}
 
 
 @pytest.fixture
-def keys(folder, secrets):
-    return Keys(folder)
+def keys(tmp_path, secrets):
+    return Keys(tmp_path)
 
 
 def bearer(secret):
@@ -115,22 +109,19 @@ def test_both_headers_are_read_and_the_app_is_told_who_asks(keys, secrets):
         assert not {"x-api-key", "authorization"} & set(told["headers"])
 
 
+TRAIN = "/api/v1/optim_step"
+
+
 @pytest.mark.parametrize(
     ("path", "headers"),
     [
-        ("/api/v1/optim_step", lambda s: {}),
-        ("/api/v1/optim_step", lambda s: {"x-api-key": s["train"][:-1]}),
-        (
-            "/api/v1/optim_step",
-            lambda s: {"x-api-key": s["train"], "authorization": "Bearer " + s["admin"]},
-        ),
-        ("/api/v1/optim_step", lambda s: [("x-api-key", s["train"]), ("x-api-key", s["admin"])]),
-        ("/api/v1/optim_step", lambda s: {"authorization": "Basic " + s["train"]}),
-        (
-            "/api/v1/optim_step",
-            lambda s: {"x-tenant": "of-train", "cookie": "x-api-key=" + s["train"]},
-        ),
-        ("/api/v1/optim_step?x-api-key={train}&api_key={train}", lambda s: {}),
+        (TRAIN, lambda s: {}),
+        (TRAIN, lambda s: {"x-api-key": s["train"][:-1]}),
+        (TRAIN, lambda s: {"x-api-key": s["train"], "authorization": "Bearer " + s["admin"]}),
+        (TRAIN, lambda s: [("x-api-key", s["train"]), ("x-api-key", s["admin"])]),
+        (TRAIN, lambda s: {"authorization": "Basic " + s["train"]}),
+        (TRAIN, lambda s: {"x-tenant": "of-train", "cookie": "x-api-key=" + s["train"]}),
+        (TRAIN + "?x-api-key={train}&api_key={train}", lambda s: {}),
         ("/v1/chat/completions", lambda s: {}),
         ("/no/such/path", lambda s: {}),
     ],
@@ -142,16 +133,11 @@ def test_without_one_good_key_in_a_header_nobody_gets_in(keys, secrets, caplog, 
     async def app(scope, receive, send):
         called.append(scope)
 
-    got = ask(
-        Gate(app, keys),
-        "POST",
-        path.format(**secrets),
-        headers=headers(secrets),
-        content=b"x" * 1000,
-    )
+    sent = {"headers": headers(secrets), "content": b"x" * 1000}
+    got = ask(Gate(app, keys), "POST", path.format(**secrets), **sent)
     assert got.status_code == 401
     assert got.headers["www-authenticate"] in ("Bearer", 'Bearer error="invalid_token"')
-    if path.startswith(("/v1/", "/oai/")):
+    if path.startswith("/v1/"):
         error = got.json()["error"]
         assert set(error) == {"message", "type", "param", "code"}
         assert error["code"] == "invalid_api_key"
@@ -196,18 +182,15 @@ def test_without_keys_only_names_of_this_machine_are_answered(path):
         assert ask(app, "GET", path, headers={"host": host}).text == "secret", host
 
 
-@pytest.mark.parametrize("host", ["127.3.2.1", "[::1]", "localhost", "::ffff:127.0.0.1"])
-def test_loopback_needs_no_key(host):
-    check_binding(host, None, tls=False)
-
-
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "localhost.example.com", "128.0.0.1"])
-def test_other_interfaces_need_keys_and_encryption(host, keys):
-    with pytest.raises(UserError, match="without keys"):
-        check_binding(host, None, tls=True)
-    with pytest.raises(UserError, match="in the clear"):
-        check_binding(host, keys, tls=False)
-    check_binding(host, keys, tls=True)
+def test_other_interfaces_need_keys_and_encryption(keys):
+    for host in ("127.3.2.1", "[::1]", "localhost", "::ffff:127.0.0.1"):
+        check_binding(host, None, tls=False)
+    for host in ("0.0.0.0", "::", "", "localhost.example.com", "128.0.0.1"):
+        with pytest.raises(UserError, match="without keys"):
+            check_binding(host, None, tls=True)
+        with pytest.raises(UserError, match="in the clear"):
+            check_binding(host, keys, tls=False)
+        check_binding(host, keys, tls=True)
 
 
 def test_a_setting_adds_names_and_keys_need_none(keys, secrets):
@@ -237,7 +220,7 @@ ERRORS |= {429: "RateLimitError", 500: "InternalServerError"}
 
 
 @pytest.mark.parametrize(("status", "name"), ERRORS.items())
-def test_the_official_clients_name_refusals_as_they_should(folder, keys, secrets, status, name):
+def test_the_official_clients_name_refusals_as_they_should(tmp_path, keys, secrets, status, name):
     route = [
         Route(path, breaks, methods=["POST"])
         for path in ("/v1/completions", "/api/v1/weights_info")
@@ -246,7 +229,7 @@ def test_the_official_clients_name_refusals_as_they_should(folder, keys, secrets
     app = gate_of(
         *route, keys=keys, limits=Limits(body_bytes=40 if status == 413 else 1000, held_bytes=1000)
     )
-    unknown = add(folder / "other", "x", ["read"])[1]
+    unknown = add(tmp_path / "other", "x", ["read"])[1]
     secret = {401: unknown, 403: secrets["admin"]}.get(status)
 
     def key(scope):
@@ -303,12 +286,7 @@ def test_scopes_by_example(keys, secrets, method, path, scopes):
         got = ask(app, method, path, headers={"x-api-key": secret})
         assert got.status_code == (200 if scopes is None or scope in scopes else 403), scope
         if got.status_code == 403 and method != "HEAD":
-            error = got.json()
-            message = (
-                error["error"]["message"] if path.startswith(("/v1", "/oai")) else error["detail"]
-            )
-            assert all(needed in message for needed in scopes or ())
-            assert scope in message
+            assert all(name in got.text for name in [*scopes, scope])
 
 
 # -- how much
@@ -346,22 +324,18 @@ def test_bodies_are_bounded_as_declared_and_as_read(method, path, most):
 )
 def test_compressed_bodies_come_plain_and_bounded(coding, pack):
     app = gate_of(limits=SMALL)
-    headers = {"content-encoding": coding}
-    told = ask(
-        app, "POST", "/api/v1/forward_backward", content=pack(b"0" * 1000), headers=headers
-    ).json()
-    assert told["size"] == 1000
-    assert told["headers"]["content-length"] == "1000"
+
+    def post(body, coding):
+        headers = {"content-encoding": coding}
+        return ask(app, "POST", "/api/v1/forward_backward", content=body, headers=headers)
+
+    told = post(pack(b"0" * 1000), coding).json()
+    assert (told["size"], told["headers"]["content-length"]) == (1000, "1000")
     assert "content-encoding" not in told["headers"]
-    for body, said, status in (
-        (pack(b"0" * 1001), coding, 413),
-        (pack(b"0" * 1000)[:-1], coding, 400),
-        (b"no", "br", 415),
-        (b"no", "Identity", 200),
-    ):
-        headers = {"content-encoding": said}
-        path = "/api/v1/forward_backward"
-        assert ask(app, "POST", path, content=body, headers=headers).status_code == status
+    assert post(pack(b"0" * 1001), coding).status_code == 413
+    assert post(pack(b"0" * 1000)[:-1], coding).status_code == 400
+    assert post(b"no", "br").status_code == 415
+    assert post(b"no", "Identity").status_code == 200
     assert app.budget.used == 0
 
 
@@ -376,11 +350,7 @@ def test_compressed_bodies_come_plain_and_bounded(coding, pack):
 )
 def test_bodies_that_would_grow_when_parsed_are_refused_before(body, kind, told):
     app, called = gate_of(limits=Limits(held_bytes=256 << 20)), []
-
-    async def inner(scope, receive, send):
-        called.append(scope)
-
-    app.app = inner
+    app.app = called.append
     packed = zstandard.compress(body)
     assert len(packed) < 3000
     headers = {"content-encoding": "zstd", "content-type": kind}
@@ -407,8 +377,8 @@ def test_what_is_protobuf_is_weighed_so_on_its_path_alone():
     assert seen == [1000 + bodies.protobuf_memory(body), *[1000 + bodies.json_memory(body)] * 5]
 
 
-def test_a_tenant_and_all_together_have_so_many_requests_in_flight(folder):
-    secrets = {name: add(folder, name, SCOPES)[1] for name in ("alice", "bob", "carol")}
+def test_a_tenant_and_all_together_have_so_many_requests_in_flight(tmp_path):
+    secrets = {name: add(tmp_path, name, SCOPES)[1] for name in ("alice", "bob", "carol")}
 
     async def run():
         held, polls = Held(), Held()
@@ -416,7 +386,7 @@ def test_a_tenant_and_all_together_have_so_many_requests_in_flight(folder):
             Route("/api/v1/asample", held.__call__, methods=["POST"]),
             Route("/api/v1/retrieve_future", polls.__call__, methods=["POST"]),
         ]
-        app = gate_of(*routes, keys=Keys(folder), limits=Limits(tenant=2, total=3))
+        app = gate_of(*routes, keys=Keys(tmp_path), limits=Limits(tenant=2, total=3))
         async with client_of(app) as client:
 
             def post(name, path="/api/v1/asample"):
@@ -535,12 +505,9 @@ def test_a_root_path_is_not_part_of_a_rule(keys, secrets):
     async def run():
         transport = httpx.ASGITransport(gate_of(keys=keys), root_path="/mint")
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            status = [
-                (
-                    await client.post("/mint/api/v1/asample", headers=bearer(secrets[scope]))
-                ).status_code
-                for scope in ("sample", "train")
-            ]
-        assert status == [200, 403]
+            for scope, status in (("sample", 200), ("train", 403)):
+                headers = bearer(secrets[scope])
+                answer = await client.post("/mint/api/v1/asample", headers=headers)
+                assert answer.status_code == status
 
     asyncio.run(run())

@@ -16,7 +16,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from mint_jax.errors import UserError
-from mint_jax.service.bodies import is_protobuf
+from mint_jax.service.bodies import NO_MESSAGE, is_protobuf
 from mint_jax.service.tinker_types import RequestPlace
 from mint_jax.service.training_calls import ForwardBackward, Trained
 from mint_jax.service.validation import Body, Text, check, parse, shown
@@ -61,11 +61,10 @@ class Message(NamedTuple):
 
     def batch(self) -> tuple[ForwardBackward, list[tuple[Span, ...]]]:
         """Returns the call, and for each datum the runs that tile its model input, if given.
-        Targets are as computed; packed ones have ``columns``, see ``tensors.packed``.
 
-        Raises:
-            UserError: it cannot be computed. ``train.blocks.check`` checks lengths against the
-                training steps and ids against the vocabulary.
+        Targets are as computed; packed ones have ``columns``, see ``tensors.packed``. Raises
+        ``UserError``; ``train.blocks.check`` checks lengths against the training steps and ids
+        against the vocabulary.
         """
         batch, config, backward = _content(self.body)
         coefs, cells = losses.coefs(batch.loss_fn, config), 0
@@ -77,10 +76,8 @@ class Message(NamedTuple):
             if any(tensor.csr is not None for tensor in inputs.values()):
                 cells += math.prod(inputs["target_tokens"].shape)
             if cells > MAX_CELLS:
-                raise UserError(
-                    f"the sparse target_tokens of data 0 to {i} have {cells} cells; expected"
-                    f" {MAX_CELLS} at most: send fewer"
-                )
+                found = f"the sparse target_tokens of data 0 to {i} have {cells} cells"
+                raise UserError(f"{found}; expected {MAX_CELLS} at most: send fewer")
             datum, column = _datum(batch.loss_fn, tokens, inputs)
             rows.append(datum)
             columns.append(column)
@@ -90,27 +87,19 @@ class Message(NamedTuple):
 
 
 def read(body: bytes, content_type: str) -> Message:
-    """Returns a request, protobuf or JSON, with its place.
-
-    Raises:
-        UserError: the bytes are malformed, or name no place.
-    """
+    """Returns a request, protobuf or JSON, with its place. Raises ``UserError`` if it has none."""
     if is_protobuf(content_type):
         message = messages.ForwardBackwardRequest()
         try:
             message.ParseFromString(body)
         except DecodeError as reason:
-            raise UserError(
-                f"the body is no ForwardBackwardRequest ({shown(str(reason))}): send the message"
-                " whole"
-            ) from None
+            text = f"{NO_MESSAGE} ({shown(str(reason))}): send the message whole"
+            raise UserError(text) from None
         place = check(RequestPlace, {"model_id": message.model_id, "seq_id": message.seq_id})
         return Message(place.model_id, place.seq_id, message)
     if content_type.partition(";")[0].strip().lower() != "application/json":
-        raise UserError(
-            f"the content type is {shown(content_type)}; send application/json or"
-            " application/x-protobuf"
-        )
+        expected = "application/json or application/x-protobuf"
+        raise UserError(f"the content type is {shown(content_type)}; send {expected}")
     place = parse(RequestPlace, body)
     return Message(place.model_id, place.seq_id, body)
 
@@ -138,16 +127,14 @@ def _spans(sent: Any, length: int, what: str) -> tuple[Span, ...]:
             raise UserError(f"{name} has no kind; expected prompt_tokens or sampled_tokens")
         run = getattr(one, arm)
         if not run.sequence_id or run.offset < 0 or run.length < 0:
-            raise UserError(
-                f"{name} has sequence_id {shown(run.sequence_id)}, offset {run.offset} and length"
-                f" {run.length}; expected the id of a sampled sequence, and neither below 0"
+            found = (
+                f"sequence_id {shown(run.sequence_id)}, offset {run.offset}, length {run.length}"
             )
+            raise UserError(f"{name} has {found}; expected an id, and no number below 0")
         spans.append(Span(arm.removesuffix("_tokens"), run.sequence_id, run.offset, run.length))
     if spans and (total := sum(span.length for span in spans)) != length:
-        raise UserError(
-            f"{what}: model_input_spans cover {total} positions; the datum has {length}: let the"
-            " runs tile it"
-        )
+        found = f"{what}: model_input_spans cover {total} positions; the datum has {length}"
+        raise UserError(f"{found}: let the runs tile it")
     return tuple(spans)
 
 
@@ -155,15 +142,11 @@ def _inputs(what: str, loss: str, length: int, sent: Mapping[str, Any]) -> dict[
     """Returns a datum's tensors that its loss reads, all of the shape of ``target_tokens``."""
     needs = ("target_tokens", *losses.LOSSES[loss][0])
     takes = [name for name in losses.INPUTS if (loss, name) != ("gspo", "weights")]
+    found = f"{what}: loss_fn_inputs has"
     if unknown := [name for name in sent if name not in takes]:
-        raise UserError(
-            f"{what}: loss_fn_inputs has {shown(unknown[0])}; {loss} takes {', '.join(takes)}:"
-            " leave it out"
-        )
+        raise UserError(f"{found} {shown(unknown[0])}; {loss} takes only {', '.join(takes)}")
     if missing := [name for name in needs if name not in sent]:
-        raise UserError(
-            f"{what}: loss_fn_inputs has no {missing[0]}; {loss} needs {', '.join(needs)}"
-        )
+        raise UserError(f"{found} no {missing[0]}; {loss} needs {', '.join(needs)}")
     inputs = {
         name: tensors.tensor_of(sent[name], f"{what}: {name}")
         for name in takes
@@ -174,10 +157,8 @@ def _inputs(what: str, loss: str, length: int, sent: Mapping[str, Any]) -> dict[
     shape = (length, *targets.shape[1:]) if soft else (length,)
     for tensor in inputs.values():
         if tensor.shape != shape:
-            raise UserError(
-                f"{tensor.what} has shape {list(tensor.shape)}; expected {list(shape)}, one row for"
-                " each token of model_input, all of one shape"
-            )
+            expected = f"{list(shape)}, a row for each token of model_input, all of one shape"
+            raise UserError(f"{tensor.what} has shape {list(tensor.shape)}; expected {expected}")
     return inputs
 
 
@@ -207,11 +188,8 @@ def _datum(
 
 
 def encode(trained: Trained, protobuf: bool) -> bytes:
-    """Returns the answer: ``logprobs`` of each datum and, for cross-entropy, ``elementwise_loss``.
-
-    Args:
-        trained: shaped as the targets were sent.
-        protobuf: else JSON with ``NaN`` and ``Infinity``, which the JSON reader of old SDKs takes.
+    """Returns the answer: ``logprobs`` of each datum and, for cross-entropy, ``elementwise_loss``,
+    shaped as the targets were sent. JSON has ``NaN`` and ``Infinity``, which old SDKs read.
     """
     columns = {"logprobs": trained.logprobs}
     if trained.elementwise is not None:

@@ -38,19 +38,12 @@ LOSSES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 
 
 def coefs(name: str, config: Mapping[str, Any]) -> LossCoefs:
-    """Returns a loss and its options as numbers.
-
-    Args:
-        config: options by name; thresholds are ratios, not distances from 1.
-
-    Raises:
-        UserError: an unknown loss or option, or a bad value.
+    """Returns a loss and its options as numbers; thresholds are ratios, not distances from 1.
+    Raises ``UserError`` for an unknown loss or option, or a bad value.
     """
     if name in ("stable_reinforce", "custom"):
-        raise UserError(
-            f"loss_fn {name!r} is not computed here: send importance_sampling, or let the client"
-            " differentiate its own loss"
-        )
+        instead = "send importance_sampling, or let the client differentiate its own loss"
+        raise UserError(f"loss_fn {name!r} is not computed here: {instead}")
     if name not in LOSSES:
         raise choice("loss_fn", name[:80], LOSSES)
     options = LOSSES[name][1]
@@ -65,10 +58,8 @@ def coefs(name: str, config: Mapping[str, Any]) -> LossCoefs:
     if (beta := numbers.get("beta", 0.0)) is None:
         raise UserError(f"loss_fn_config has no beta; {name} needs it: give a number")
     if not 0 <= low <= high:
-        raise UserError(
-            f"clip_low_threshold is {low} and clip_high_threshold {high}; expected ratios, 0 <= low"
-            " <= high, 0.8 and 1.2 say"
-        )
+        found = f"clip_low_threshold is {low} and clip_high_threshold {high}"
+        raise UserError(f"{found}; expected ratios, 0 <= low <= high, 0.8 and 1.2 say")
     if beta < 0:
         raise UserError(f"beta is {beta}; expected at least 0")
     rest = 0, 0.0, 0.0, math.inf, float(beta)

@@ -77,15 +77,13 @@ def place_of(body: bytes) -> SampleRequest:
 def spec_of(raw: bytes, context: int, end_ids: Sequence[int], seed: int) -> SampleSpec:
     """Returns the content of a request, for the bare base: the caller adds revision and tenant.
 
-    Seeds are taken modulo 2**32. With ``stop`` the model's end tokens are ordinary tokens.
+    Seeds are taken modulo 2**32. With ``stop`` the model's end tokens are ordinary tokens. Raises
+    ``UserError``; ``rollout.request.check`` checks ranges.
 
     Args:
         context: maximum length of a completion without ``max_tokens``.
         end_ids: the model's end tokens, which stop a completion without ``stop``.
         seed: default.
-
-    Raises:
-        UserError: a wrong value; ``rollout.request.check`` checks ranges.
     """
     body = parse(SampleBody, raw)
     params, target = body.sampling_params or SampleParams(), body.target_prompt_logprobs
@@ -112,20 +110,16 @@ def spec_of(raw: bytes, context: int, end_ids: Sequence[int], seed: int) -> Samp
         stop=tuple(one for one in stops if isinstance(one, str)),
     )
     if request.prompt_alternatives and request.temperature != 1:
-        raise UserError(
-            f"temperature is {request.temperature}; prompt_alt_tokens_k draws only at 1: send"
-            " two requests"
-        )
+        value = f"temperature is {request.temperature}"
+        raise UserError(f"{value}; prompt_alt_tokens_k draws only at 1: send two requests")
     return SampleSpec(request, named)
 
 
 def _targets(named: Tensor, places: int) -> tuple[tuple[int, ...], ...]:
     """Returns the tokens to score at each position."""
     if len(named.shape) != 2 or named.shape[0] != places:
-        raise UserError(
-            f"target_prompt_logprobs has shape {list(named.shape)}; expected [{places}, K]: all of"
-            " the prompt but the first"
-        )
+        shape = f"{list(named.shape)}; expected [{places}, K], all of the prompt but the first"
+        raise UserError(f"target_prompt_logprobs has shape {shape}")
     wanted = named.integers() != -1
     ids, rows = named.values[wanted], named.cells[wanted] // max(named.shape[1], 1)
     ends = np.searchsorted(rows, np.arange(places + 1))
@@ -137,17 +131,8 @@ def encode(completions: Sequence[Completion], spec: SampleSpec, protobuf: bool) 
     and top-p.
 
     Positions of a prompt that were not scored have log-probability NaN (null in JSON), and no
-    likeliest or drawn tokens.
-
-    Args:
-        spec: the request of these completions.
-        protobuf: else the JSON of old SDKs, with newer fields only if requested.
-
-    Raises:
-        UserError: a completion was cancelled.
+    likeliest or drawn tokens. JSON is for old SDKs, with newer fields only if requested.
     """
-    if cancelled := [one for one in completions if one.finish not in ("stop", "length")]:
-        raise UserError(f"a sample ended as {cancelled[0].finish!r} before it was done: ask again")
     return (_proto if protobuf else _json)(completions, spec)
 
 

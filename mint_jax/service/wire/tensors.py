@@ -49,10 +49,8 @@ def array_of(values: list[Any], whole: bool, what: str) -> np.ndarray:
 def raw(data: bytes, dtype: np.dtype, what: str) -> np.ndarray:
     """Returns little-endian bytes as a flat array, a view. Raises ``UserError``."""
     if len(data) % dtype.itemsize:
-        raise UserError(
-            f"{what} has {len(data)} bytes; expected a multiple of {dtype.itemsize}, little-endian"
-            f" {dtype.name}"
-        )
+        expected = f"a multiple of {dtype.itemsize}, little-endian {dtype.name}"
+        raise UserError(f"{what} has {len(data)} bytes; expected {expected}")
     return np.frombuffer(data, dtype)
 
 
@@ -68,10 +66,8 @@ class ModelInput(Body):
 
 
 def tokens_of(sent: Any, what: str) -> np.ndarray:
-    """Returns the token ids of a ``ModelInput`` or of ``Chunk`` messages, int32 ``[N]``.
-
-    Raises:
-        UserError: one is not text, or too large.
+    """Returns the token ids of a ``ModelInput`` or of ``Chunk`` messages, int32 ``[N]``. Raises
+    ``UserError`` if one is not text, or too large.
     """
     parts = [np.zeros(0, np.int32)]
     for i, chunk in enumerate(sent.chunks if isinstance(sent, ModelInput) else sent):
@@ -129,10 +125,8 @@ class Tensor:
             out = self.values.astype(np.float32)
         if not np.isfinite(out).all():
             where = int(np.flatnonzero(~np.isfinite(out))[0])
-            raise UserError(
-                f"{self.what} has {shown(self.values[where].item())} at {where}; expected finite"
-                " numbers of float32"
-            )
+            found = f"{self.what} has {shown(self.values[where].item())} at {where}"
+            raise UserError(f"{found}; expected finite numbers of float32")
         return out
 
     def dense(self, values: np.ndarray) -> np.ndarray:
@@ -145,10 +139,8 @@ class Tensor:
 
 
 def tensor_of(sent: Any, what: str) -> Tensor:
-    """Returns the tensor of a ``TensorBody`` or of a ``Tensor`` message.
-
-    Raises:
-        UserError: its values, type and shape do not match.
+    """Returns the tensor of a ``TensorBody`` or of a ``Tensor`` message. Raises ``UserError`` if
+    its values, type and shape do not match.
     """
     if isinstance(sent, TensorBody):
         values = array_of(sent.data, sent.dtype.startswith("int"), f"{what}: data")
@@ -182,24 +174,19 @@ def _tensor(what: str, values: np.ndarray, shape: tuple[Any, ...], *csr: np.ndar
             raise UserError(f"{what} has {n} values; its shape {list(shape)} has {count}")
         return Tensor(values, shape, None, what)
     if len(shape) != 2 or count > MAX_CELLS:
-        raise UserError(
-            f"{what} is sparse, of shape {list(shape)}; expected two axes of {MAX_CELLS} cells at"
-            " most: send fewer columns"
-        )
+        expected = f"two axes of {MAX_CELLS} cells at most: send fewer columns"
+        raise UserError(f"{what} is sparse, of shape {list(shape)}; expected {expected}")
     (N, K), (rows, columns) = shape, csr
     ascend = rows.size == N + 1 and (rows[1:] >= rows[:-1]).all()
     if not ascend or (rows[0], rows[-1], columns.size) != (0, n, n):
-        raise UserError(
-            f"{what} has {n} values, {columns.size} col_indices and {rows.size} crow_indices;"
-            f" expected a column for each value, and {N + 1} row pointers that ascend from 0 to {n}"
-        )
+        found = f"{n} values, {columns.size} col_indices and {rows.size} crow_indices"
+        expected = f"a column for each value, and {N + 1} row pointers that ascend from 0 to {n}"
+        raise UserError(f"{what} has {found}; expected {expected}")
     tensor = Tensor(values, shape, (rows, columns), what)
     inside = n == 0 or 0 <= columns.min() <= columns.max() < K
     if not inside or (np.diff(tensor.cells) <= 0).any():
-        raise UserError(
-            f"{what}: col_indices do not ascend within columns 0 to {K - 1} in every row: sort"
-            " them, and list each cell once"
-        )
+        found = f"col_indices do not ascend within columns 0 to {K - 1} in every row"
+        raise UserError(f"{what}: {found}: sort them, and list each cell once")
     return tensor
 
 
@@ -237,12 +224,9 @@ def packed(
     """Moves each row's cells that are not 0 to the left, so that the computed arrays are narrow.
 
     After them one cell stands for all others of the row, target 0 with weight 0, whose
-    log-probability they share.
-
-    Returns:
-        Targets and weights ``[N, k]``, and for each sent cell its column in the packed row,
-        ``[N, K]`` int32: ``np.take_along_axis(.., 1)`` unpacks results. None for the columns if k
-        is K.
+    log-probability they share. Returns targets and weights ``[N, k]``, and for each sent cell its
+    column in the packed row, ``[N, K]`` int32, None if k is K: ``np.take_along_axis(.., 1)``
+    unpacks results.
     """
     listed = (ids_NK != 0) | (weights_NK != 0)
     counts = listed.sum(axis=1, keepdims=True, dtype=np.int32)
