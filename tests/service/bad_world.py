@@ -75,7 +75,7 @@ class Tenant:
         first = self.train("forward_backward", {"forward_backward_input": batch()})
         self.ids["future"] = first["request_id"]
         self.train("optim_step", {"adam_params": {"learning_rate": 1e-2}})
-        for kind in ("save_weights", "save_weights_for_sampler", "save_weights_external"):
+        for kind in SAVES:
             path = self.train(kind, {"path": "kept"})["path"]
             self.ids[path.split("/")[-2]] = path
         new = {"session_id": self.ids["session"], "sampling_session_seq_id": 0}
@@ -105,30 +105,11 @@ def batch(tokens: Any = (5, 6, 7)) -> dict[str, Any]:
     return {"data": [datum], "loss_fn": "cross_entropy", "loss_fn_config": {}}
 
 
-TRAINING = (
-    "load_weights",
-    "forward_backward",
-    "optim_step",
-    "save_weights",
-    "save_weights_for_sampler",
-    "save_weights_external",
-)
-ROUTES = (
-    "create_session",
-    "session_heartbeat",
-    "create_model",
-    *TRAINING,
-    "get_info",
-    "unload_model",
-    "create_sampling_session",
-    "join_sampling_session",
-    "asample",
-    "retrieve_future",
-    "retrieve_futures",
-    "cancel_future",
-    "weights_info",
-    "copy_weights",
-)
+SAVES = ("save_weights", "save_weights_for_sampler", "save_weights_external")
+TRAINING = ("load_weights", "forward_backward", "optim_step", *SAVES)
+ROUTES = ("create_session", "session_heartbeat", "create_model", *TRAINING, "get_info")
+ROUTES += ("unload_model", "create_sampling_session", "join_sampling_session", "asample")
+ROUTES += ("retrieve_future", "retrieve_futures", "cancel_future", "weights_info", "copy_weights")
 
 
 def body_of(route: str, tenant: Tenant) -> dict[str, Any]:
@@ -141,6 +122,7 @@ def body_of(route: str, tenant: Tenant) -> dict[str, Any]:
     saved = here | {"path": f"n{tenant.place}", "ttl_seconds": 3600}
     adam = {"learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0}
     params = {"max_tokens": 2, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "seed": 1}
+    sample = {"seq_id": tenant.samples, "num_samples": 1, "prompt": CHUNKS}
     scored = {"prompt_logprobs": False, "topk_prompt_logprobs": 0, "topk_sample_logprobs": 0}
     scored |= {"prompt_alt_tokens_k": 0, "prompt_logprobs_last_n": 1}
     scored["target_prompt_logprobs"] = {"data": [5, 6], "dtype": "int64", "shape": [2, 1]}
@@ -159,16 +141,10 @@ def body_of(route: str, tenant: Tenant) -> dict[str, Any]:
         "create_sampling_session": session
         | {"sampling_session_seq_id": new, "model_path": ids["sampler_weights"]},
         "join_sampling_session": sampler,
-        "asample": sampler
-        | {"seq_id": tenant.samples, "num_samples": 1, "prompt": CHUNKS, "sampling_params": params}
-        | scored,
+        "asample": sampler | sample | scored | {"sampling_params": params},
         "retrieve_future": {"request_id": ids["future"], "allow_metadata_only": False},
-        "retrieve_futures": {
-            "target": sampler | {"cloned_sampler_id": 0},
-            "prev_cursor": 0,
-            "timeout": 0.0,
-            "retrieved_request_ids": [],
-        },
+        "retrieve_futures": {"target": sampler | {"cloned_sampler_id": 0}, "prev_cursor": 0}
+        | {"timeout": 0.0, "retrieved_request_ids": []},
         "cancel_future": {"request_ids": [ids["answer"]]},
         "weights_info": {"tinker_path": ids["weights"]},
         "copy_weights": session | {"source_path": ids["weights"], "model_seq_id": 1000 + new},
@@ -232,11 +208,7 @@ def changed(body: dict[str, Any], path: tuple, value: Any) -> dict[str, Any]:
 
 
 def refused(tenant: Tenant, answer: httpx.Response, statuses: tuple[int, ...] = (400,)) -> str:
-    """Returns the reason for which a request was refused, at once or by its future.
-
-    Raises:
-        AssertionError: it was not refused as a user's mistake.
-    """
+    """Returns the reason for which a request was refused, at once or by its future."""
     what = f"{answer.status_code} {answer.text[:300]}"
     assert len(answer.content) <= LONGEST_ANSWER, f"{len(answer.content)} bytes: {what}"
     assert answer.headers.get("content-type", "").startswith("application/json"), what

@@ -170,19 +170,15 @@ GET, EVIL = b"GET /endless HTTP/1.1\r\nHost: ", b"evil.example\r\n"
         (b"GET /endless HTTP/1.0\r\n", 403),  # the only version that may name no host
         # RFC 9112 puts an absolute target above the header
         (b"GET http://evil.example/endless HTTP/1.1\r\nHost: localhost\r\n", 400),
-        (b"GET http://localhost/endless HTTP/1.1\r\nHost: evil.example\r\n", 400),
         (b"OPTIONS * HTTP/1.1\r\nHost: localhost\r\n", 400),
         (GET + b"localhost\r\nHost: " + EVIL, 400),
         (GET + EVIL + b"X-Forwarded-Host: localhost\r\nForwarded: host=localhost\r\n", 403),
-        (GET + EVIL + b"Upgrade: websocket\r\nConnection: Upgrade\r\n", 403),
         (b"POST /api/v1/asample HTTP/1.1\r\nHost: [::1]:80\r\nContent-Length: 0\r\n", 200),
     ],
 )
 def test_a_name_turned_to_this_machine_reads_nothing(port, head, status):
     with connected(port) as connection:
-        connection.sendall(
-            head + (b"" if b"Connection" in head else b"Connection: close\r\n") + b"\r\n"
-        )
+        connection.sendall(head + b"Connection: close\r\n\r\n")
         connection.shutdown(socket.SHUT_WR)
         assert all_of(connection).startswith(b"HTTP/1.1 %d " % status)
 

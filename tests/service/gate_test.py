@@ -24,20 +24,12 @@ from mint_jax.service.binding import check_binding
 from mint_jax.service.gate import Gate, Limits
 from mint_jax.service.keys import SCOPES, Keys, add
 
-LOCAL = [(b"host", b"localhost")]  # a server without keys wants to be called by such a name
-
 
 async def echo(request: Request):
     body = await request.body()
     state = request.state
-    shown = {
-        "tenant": state.tenant,
-        "scopes": state.scopes,
-        "id": state.request_id,
-        "size": len(body),
-        "headers": dict(request.headers),
-    }
-    return JSONResponse(shown)
+    shown = {"tenant": state.tenant, "scopes": state.scopes, "id": state.request_id}
+    return JSONResponse(shown | {"size": len(body), "headers": dict(request.headers)})
 
 
 class Held:
@@ -47,24 +39,20 @@ class Held:
         self.go = asyncio.Event()
 
     async def __call__(self, request: Request):
+        await request.body()
         await self.go.wait()
         return PlainTextResponse("done")
 
 
 def gate_of(*routes, keys=None, limits=None):
-    everything = [
-        *routes,
-        Route("/{path:path}", echo, methods=["GET", "POST", "PUT", "DELETE", "PATCH"]),
-    ]
-    return Gate(Starlette(routes=everything), keys, limits)
+    methods = ["GET", "POST", "PUT", "DELETE"]
+    every = Route("/{path:path}", echo, methods=methods)
+    return Gate(Starlette(routes=[*routes, every]), keys, limits)
 
 
 def client_of(app, **more) -> Any:
-    return httpx.AsyncClient(
-        transport=httpx.ASGITransport(app, raise_app_exceptions=False),
-        base_url="http://localhost",
-        **more,
-    )
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    return httpx.AsyncClient(transport=transport, base_url="http://localhost", **more)
 
 
 def ask(app, method, path, **more):
@@ -392,10 +380,8 @@ def test_a_tenant_and_all_together_have_so_many_requests_in_flight(tmp_path):
             def post(name, path="/api/v1/asample"):
                 return client.post(path, headers=bearer(secrets[name]))
 
-            # not counted
-            waiting = [
-                asyncio.create_task(post("alice", "/api/v1/retrieve_future")) for _ in range(5)
-            ]
+            poll = "/api/v1/retrieve_future"  # not counted
+            waiting = [asyncio.create_task(post("alice", poll)) for _ in range(5)]
             running = [asyncio.create_task(post(name)) for name in ("alice", "alice", "bob")]
             while app.in_flight.total() < 3:
                 await asyncio.sleep(0)
@@ -417,12 +403,8 @@ def test_a_tenant_and_all_together_have_so_many_requests_in_flight(tmp_path):
 def test_all_bodies_together_are_bounded():
     async def run():
         held = Held()
-
-        async def keeps(request):
-            await request.body()
-            return await held(request)
-
-        app = gate_of(Route("/api/v1/asample", keeps, methods=["POST"]), limits=SMALL)
+        route = Route("/api/v1/asample", held.__call__, methods=["POST"])
+        app = gate_of(route, limits=SMALL)
         async with client_of(app) as client:
 
             def post():
@@ -445,12 +427,9 @@ def test_all_bodies_together_are_bounded():
 
 
 def logged(caplog):
-    """All that is known of each record of the service's own logger: the test's client logs whole
-    addresses beside it.
-    """
-    return "".join(
-        str(record.__dict__) for record in caplog.records if record.name == "mint_jax.service"
-    )
+    """Every record of the service's own logger: the test's client logs whole addresses."""
+    found = (record for record in caplog.records if record.name == "mint_jax.service")
+    return "".join(str(record.__dict__) for record in found)
 
 
 def lines(caplog):

@@ -51,7 +51,10 @@ def test_keys_come_and_go_while_a_server_runs(tmp_path):
     ("change", "message"),
     [
         (lambda path: path.write_text("{"), "no list of keys"),
-        (lambda path: path.write_text(path.read_text().replace('"read"', '"all"')), "no list of keys"),
+        (
+            lambda path: path.write_text(path.read_text().replace('"read"', '"all"')),
+            "no list of keys",
+        ),
         (lambda path: path.unlink(), "make a key with"),
         (lambda path: path.unlink() or path.mkdir(), "cannot be read"),
         (lambda path: path.chmod(0o620), "chmod 600"),

@@ -64,24 +64,17 @@ def resume(service, client, data) -> None:
 def sample(service, client) -> str:
     """A path and an ephemeral sampler are the same weights; the path."""
     path = client.save_weights_for_sampler("sampled").result().path
-    prompt, params = (
-        types.ModelInput.from_ints([5, 6, 7]),
-        types.SamplingParams(max_tokens=5, seed=1),
-    )
-    samplers = (
-        service.create_sampling_client(model_path=path),
-        client.save_weights_and_get_sampling_client("again"),
-    )
-    first, second = (
-        one.sample(prompt=prompt, num_samples=2, sampling_params=params).result()
-        for one in samplers
-    )
+    prompt = types.ModelInput.from_ints([5, 6, 7])
+    params = types.SamplingParams(max_tokens=5, seed=1)
+    samplers = [service.create_sampling_client(model_path=path)]
+    samplers.append(client.save_weights_and_get_sampling_client("again"))
+    options = {"prompt": prompt, "sampling_params": params}
+    first, second = (one.sample(num_samples=2, **options).result() for one in samplers)
     assert [one.tokens for one in first.sequences] == [one.tokens for one in second.sequences]
     assert all(len(one.tokens) == len(one.logprobs) for one in first.sequences)
     assert len(samplers[0].compute_logprobs(prompt).result()) == 3
-    service.create_sampling_client(base_model="tiny-random").sample(
-        prompt=prompt, num_samples=1, sampling_params=params
-    ).result()
+    base = service.create_sampling_client(base_model="tiny-random")
+    base.sample(num_samples=1, **options).result()
     return path
 
 
@@ -90,9 +83,8 @@ def rest(service, client, path: str) -> None:
     client_of_rest = service.create_rest_client()
     listed = client_of_rest.list_checkpoints(client.model_id).result().checkpoints
     assert path in [one.tinker_path for one in listed]
-    assert client.model_id in [
-        run.training_run_id for run in client_of_rest.list_training_runs().result().training_runs
-    ]
+    runs = client_of_rest.list_training_runs().result().training_runs
+    assert client.model_id in [run.training_run_id for run in runs]
     assert client_of_rest.get_training_run(client.model_id).result().base_model == "tiny-random"
     client_of_rest.delete_checkpoint(client.model_id, "weights/state").result()
 
@@ -111,14 +103,10 @@ def extras(service, client, path: str) -> None:
         service.create_sampling_client(model_path=one).compute_logprobs(prompt).result()
         for one in (made.path, path)
     )
-    assert all(abs(a - b) < 1e-3 for a, b in zip(summed[1:], alone[1:])), (
-        "half of one and half of the same"
-    )
-    one = {"shape": [1]}
-    targets, weights = (
-        types.TensorData(data=[9], dtype="int64", **one),
-        types.TensorData(data=[1.0], dtype="float32", **one),
-    )
+    same = "half of one and half of the same"
+    assert all(abs(a - b) < 1e-3 for a, b in zip(summed[1:], alone[1:])), same
+    targets = types.TensorData(data=[9], dtype="int64", shape=[1])
+    weights = types.TensorData(data=[1.0], dtype="float32", shape=[1])
     datum = mintx.ReverseKLDatum(
         student_input=prompt, reference_input=prompt, target_tokens=targets, weights=weights
     )

@@ -40,34 +40,11 @@ def trained(rng, old, rank: int = 4) -> str:
     return model
 
 
-def test_training_is_told_in_json(old, rng):
-    model, told = old.create(), batch(rng, old)
-    before = old.train("forward", model, forward_input=told)
-    again = old.train("forward_backward", model, forward_backward_input=told)
-    np.testing.assert_array_equal(logprobs(before), logprobs(again))
-    weights = np.array([one["loss_fn_inputs"]["weights"]["data"] for one in told["data"]])
-    assert again["metrics"]["loss:sum"] == pytest.approx(
-        -(weights * logprobs(again)).sum(), rel=1e-5, abs=1e-5
-    )
-    assert isinstance(old.train("optim_step", model, **adam(0.05))["metrics"], dict)
-    after = old.train("forward", model, forward_input=told)
-    assert after["metrics"]["loss:sum"] < before["metrics"]["loss:sum"], (
-        "forward alone adds no gradient, the update follows one"
-    )
-
-
 def test_samples_are_told_in_json(old, rng):
     model = trained(rng, old)
-    path = old.train(
-        "save_weights_for_sampler", model, path="sampled", type="save_weights_for_sampler"
-    )["path"]
+    path = old.train("save_weights_for_sampler", model, path="sampled")["path"]
     row = rng.integers(0, old.server.base.cfg.vocab_size, N + 1)
-    prompt = {
-        "chunks": [
-            {"tokens": row[:5].tolist()},
-            {"type": "encoded_text", "tokens": row[5:].tolist()},
-        ]
-    }
+    chunks = [{"tokens": row[:5].tolist()}, {"type": "encoded_text", "tokens": row[5:].tolist()}]
     params = {
         "max_tokens": 4,
         "seed": 3,
@@ -76,20 +53,10 @@ def test_samples_are_told_in_json(old, rng):
         "top_k": -1,
         "top_p": 1.0,
     }
-    told = {
-        "prompt": prompt,
-        "num_samples": 2,
-        "sampling_params": params,
-        "prompt_logprobs": True,
-        "topk_prompt_logprobs": 2,
-        "type": "sample",
-    }
-    opened = {
-        "session_id": old.session,
-        "sampling_session_seq_id": 0,
-        "base_model": None,
-        "model_path": path,
-    }
+    told = {"prompt": {"chunks": chunks}, "num_samples": 2, "sampling_params": params}
+    told |= {"prompt_logprobs": True, "topk_prompt_logprobs": 2, "type": "sample"}
+    opened = {"session_id": old.session, "sampling_session_seq_id": 0}
+    opened |= {"base_model": None, "model_path": path}
     sampler = old.post("create_sampling_session", opened)["sampling_session_id"]
     named = {"sampling_session_id": sampler, "seq_id": 0, "base_model": None, "model_path": None}
     answers = [
@@ -100,11 +67,8 @@ def test_samples_are_told_in_json(old, rng):
     found = answers[0]
     assert found["type"] == "sample"
     for sequence in found["sequences"]:
-        assert (sequence["stop_reason"], len(sequence["tokens"]), len(sequence["logprobs"])) == (
-            "length",
-            4,
-            4,
-        )
+        lengths = len(sequence["tokens"]), len(sequence["logprobs"])
+        assert (sequence["stop_reason"], *lengths) == ("length", 4, 4)
     scored = {
         "data": [datum(row, target_tokens=row[1:], weights=np.ones(N, np.float32))],
         "loss_fn": "cross_entropy",

@@ -65,23 +65,11 @@ class Client:
 
     def create(self, rank: int = 4, **options: Any) -> str:
         """A new model's id."""
-        lora = {
-            "rank": rank,
-            "seed": None,
-            "train_unembed": True,
-            "train_mlp": True,
-            "train_attn": True,
-        } | options
-        told = {
-            "session_id": self.session,
-            "model_seq_id": self._models,
-            "base_model": self.server.name,
-            "user_metadata": None,
-        }
+        lora = {"rank": rank, "seed": None, "train_unembed": True, "train_mlp": True}
+        told = {"session_id": self.session, "model_seq_id": self._models, "user_metadata": None}
+        told |= {"base_model": self.server.name, "lora_config": lora | options}
         self._models += 1
-        id = self.result("create_model", told | {"lora_config": lora, "type": "create_model"})[
-            "model_id"
-        ]
+        id = self.result("create_model", told | {"type": "create_model"})["model_id"]
         self.numbers[id] = 0
         return id
 

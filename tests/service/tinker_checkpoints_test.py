@@ -49,19 +49,15 @@ def test_what_was_saved_goes_on_bit_for_bit(how, optimizer, rng, site):
     """
     client = site.client()
     trainer = site.trainer(client=client)
-    batches, numbers = [batch(rng)[:1] for _ in range(4)], [random_optimizer(rng) for _ in range(4)]
-    train(trainer, batches[:2], numbers[:2])
+    batches, numbers = [batch(rng)[:1] for _ in range(2)], [random_optimizer(rng) for _ in range(2)]
+    train(trainer, batches, numbers)
     trainer.forward_backward(batches[0], "cross_entropy").result()
     saved = site.held(trainer)
     path = trainer.save_state("middle").result().path
     assert path == f"tinker://{trainer.model_id}/weights/middle"
     if how == "created":
-        make = (
-            client.create_training_client_from_state_with_optimizer
-            if optimizer
-            else client.create_training_client_from_state
-        )
-        again = make(path).result()
+        make = "create_training_client_from_state" + "_with_optimizer" * optimizer
+        again = getattr(client, make)(path).result()
     else:
         again = site.trainer(client=client)
         load = again.load_state_with_optimizer if optimizer else again.load_state
@@ -73,13 +69,6 @@ def test_what_was_saved_goes_on_bit_for_bit(how, optimizer, rng, site):
         for name, leaf in leaves.items():
             np.testing.assert_array_equal(leaf, saved.parts[part][name])
     assert loaded.steps == (2 if optimizer else 0)
-    assert again.get_info().lora_rank == 8
-    if optimizer:
-        other = site.trainer(client=client)
-        other.load_state_with_optimizer(path).result()
-        for one in (again, other):
-            train(one, batches[2:], numbers[2:])
-        same_parts(site.held(again), site.held(other))
 
 
 def test_a_run_that_was_interrupted_equals_one_that_was_not(rng, sites, tiny_base):
@@ -223,6 +212,8 @@ def test_other_engines_take_an_adapter(encrypted, rng, site, hf_dirs, tmp_path):
     assert path == f"tinker://{trainer.model_id}/external_weights/out"
     told = site.client().create_rest_client().get_external_weights_urls(path).result()
     assert 3000 < told.expires.timestamp() - time.time() <= 3600
+    with pytest.raises(urllib.error.HTTPError, match="400"):  # a forged link
+        urllib.request.urlopen(next(iter(told.urls.values()))[:-6] + "AAAAAA")
     for name, url in told.urls.items():
         data = urllib.request.urlopen(url).read()
         if encrypted:
@@ -246,11 +237,3 @@ def test_other_engines_take_an_adapter(encrypted, rng, site, hf_dirs, tmp_path):
     got = logprobs_of(trainer.forward([datum], "cross_entropy").result())[0]
     np.testing.assert_allclose(got, logprobs(model), atol=5e-5)
     assert np.abs(got - logprobs(model.unload())).max() > 1e-3, "else the adapter does nothing"
-
-
-def test_a_forged_link_opens_nothing(site):
-    trainer, rest = site.trainer(), site.client().create_rest_client()
-    path = trainer.save_weights_external("x").result().path
-    url = next(iter(rest.get_external_weights_urls(path).result().urls.values()))
-    with pytest.raises(urllib.error.HTTPError, match="400"):
-        urllib.request.urlopen(url[:-6] + "AAAAAA")

@@ -55,11 +55,8 @@ def rollout(trainer, prompt):
     """
     sampler = trainer.save_weights_and_get_sampling_client()
     first = sampler.sample(ints(prompt), 1, params(max_tokens=5)).result().sequences[0]
-    second = (
-        sampler.sample(ints([*prompt, *first.tokens]), 1, params(max_tokens=4, seed=2))
-        .result()
-        .sequences[0]
-    )
+    longer = ints([*prompt, *first.tokens])
+    second = sampler.sample(longer, 1, params(max_tokens=4, seed=2)).result().sequences[0]
     whole = [*prompt, *first.tokens, *second.tokens]
     spans = [
         types.PromptProvenanceSpan(sequence_id=second.sequence_id, length=len(prompt) + 5),
@@ -71,19 +68,11 @@ def rollout(trainer, prompt):
     ]
     n, m = len(whole) - 1, len(prompt) - 1
     advantages = np.array([0.0] * m + [1.0] * (n - m), np.float32)
-    inputs = {
-        "target_tokens": whole[1:],
-        "logprobs": [0.0] * m + first.logprobs + second.logprobs,
-        "advantages": advantages,
-    }
-    datum = types.Datum(ints(whole[:-1]), inputs)
-    told = np.array(first.logprobs + second.logprobs)
-    return (
-        datum,
-        datum.with_provenance(model_input=spans, loss_fn_inputs=rows),
-        told,
-        second.sequence_id,
-    )
+    sampled = first.logprobs + second.logprobs
+    inputs = {"target_tokens": whole[1:], "logprobs": [0.0] * m + sampled}
+    datum = types.Datum(ints(whole[:-1]), inputs | {"advantages": advantages})
+    named = datum.with_provenance(model_input=spans, loss_fn_inputs=rows)
+    return datum, named, np.array(sampled), second.sequence_id
 
 
 @every_family
@@ -126,12 +115,9 @@ def test_another_router_changes_what_is_not_replayed(site, secrets, journaled, r
     base = site.server.base
     moe = base.params["moe"]["moe"]
     bias = jnp.asarray(rng.normal(0, 0.3, moe["router"]["choice_bias"].shape), jnp.float32)
-    params_ = base.params | {
-        "moe": base.params["moe"] | {"moe": moe | {"router": moe["router"] | {"choice_bias": bias}}}
-    }
-    monkeypatch.setattr(site.server.live, "base", dataclasses.replace(base, params=params_))
+    moe = moe | {"router": moe["router"] | {"choice_bias": bias}}
+    changed = base.params | {"moe": base.params["moe"] | {"moe": moe}}
+    monkeypatch.setattr(site.server.live, "base", dataclasses.replace(base, params=changed))
     without, replayed = told()
-    assert np.abs(without - sampled).max() > 1e-2, (
-        "the other router does nothing, so the test says nothing"
-    )
+    assert np.abs(without - sampled).max() > 1e-2, "else the other router does nothing"
     np.testing.assert_allclose(replayed, sampled, atol=1e-4)

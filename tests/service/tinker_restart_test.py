@@ -8,7 +8,7 @@ import pytest
 
 from tests.service.sites import SIZES, adam, datum_of
 from tests.service.sites import sites as sites
-from tests.service.tinker_sampling_test import asked, drawn, ints, params
+from tests.service.tinker_sampling_test import asked, drawn, ints, params, sampler_of
 from tests.service.tinker_training_test import same_parts
 from tests.train.live_test import random_data, random_optimizer, random_state
 
@@ -69,9 +69,8 @@ def test_training_goes_on_where_it_was(again, rng):
     batches, numbers = [batch(rng) for _ in range(4)], [random_optimizer(rng) for _ in range(4)]
 
     def turn(trainer, i):
-        return trainer.forward_backward(batches[i], "cross_entropy"), trainer.optim_step(
-            adam(numbers[i])
-        )
+        gradients = trainer.forward_backward(batches[i], "cross_entropy")
+        return gradients, trainer.optim_step(adam(numbers[i]))
 
     for i in range(4):
         for future in turn(whole, i):
@@ -92,34 +91,28 @@ def test_training_goes_on_where_it_was(again, rng):
 
 
 def test_ids_from_before_give_their_results(again):
-    """Of training, that is: samples are asked for anew."""
+    """Of training, that is: samples are requested again."""
     site = again()
     trainer = site.trainer()
-    step = {
-        "model_id": trainer.model_id,
-        "adam_params": {"learning_rate": 1e-3},
-        "type": "optim_step",
-    }
-    ids = [
-        site.post("optim_step", step | {"seq_id": place}).json()["request_id"]
-        for place in (1, 2, 4)
-    ]
-    told = [site.retrieve(id).json() for id in ids[:2]]
-    session = site.post("create_session", {}).json()["session_id"]
-    asking = {"session_id": session, "sampling_session_seq_id": 0, "base_model": site.server.name}
-    sampler = site.post("create_sampling_session", asking).json()["sampling_session_id"]
-    sample = asked(site, sampler, 0, sampling_params={"max_tokens": 3, "seed": 1}).json()[
-        "request_id"
-    ]
-    drawn_before = site.retrieve(sample).json()["sequences"]
+    step = {"model_id": trainer.model_id, "adam_params": {"learning_rate": 1e-3}}
+
+    def update(place):
+        return site.post("optim_step", step | {"seq_id": place}).json()["request_id"]
+
+    def sample():
+        params = {"max_tokens": 3, "seed": 1}
+        return asked(site, sampler, 0, sampling_params=params).json()["request_id"]
+
+    ids = [update(place) for place in (1, 2, 4)]
+    results = [site.retrieve(id).json() for id in ids[:2]]
+    sampler = sampler_of(site)
+    first = sample()
+    drawn_before = site.retrieve(first).json()["sequences"]
     site = again(site)
-    assert [site.retrieve(id).json() for id in ids[:2]] == told
-    assert site.post("optim_step", step | {"seq_id": 2}).json()["request_id"] == ids[1]
-    site.post("optim_step", step | {"seq_id": 3})
+    assert [site.retrieve(id).json() for id in ids[:2]] == results
+    assert update(2) == ids[1]
+    update(3)
     assert site.retrieve(ids[2]).json()["metrics"]["skipped"] == 0
     assert site.held(trainer).steps == 4
-    assert site.retrieve(sample).status_code == 410, "the client samples anew"
-    anew = asked(site, sampler, 0, sampling_params={"max_tokens": 3, "seed": 1}).json()[
-        "request_id"
-    ]
-    assert site.retrieve(anew).json()["sequences"] == drawn_before
+    assert site.retrieve(first).status_code == 410
+    assert site.retrieve(sample()).json()["sequences"] == drawn_before

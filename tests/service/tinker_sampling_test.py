@@ -58,33 +58,27 @@ def test_a_seed_names_its_samples(bare, rng):
     assert drawn(one.result()) != drawn(other.result())
     assert drawn(first.result()) == drawn(one.result())[:1]
     assert len({tuple(tokens) for tokens in drawn(one.result())}) == 4
-    ids = [
-        sequence.sequence_id
-        for answer in (one, same, other, first)
-        for sequence in answer.result().sequences
-    ]
-    assert len(set(ids)) == 13
+    answers = [future.result() for future in (one, same, other, first)]
+    ids = {sequence.sequence_id for answer in answers for sequence in answer.sequences}
+    assert len(ids) == 13
     assert {sequence.stop_reason for sequence in one.result().sequences} == {"length"}
-    unseeded = [
-        drawn(bare.sample(prompt, 1, types.SamplingParams(max_tokens=8)).result()) for _ in range(2)
-    ]
+    free = types.SamplingParams(max_tokens=8)
+    unseeded = [drawn(bare.sample(prompt, 1, free).result()) for _ in range(2)]
     assert unseeded[0] != unseeded[1]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_a_token_s_log_probability_is_that_of_what_drew_it(temperature, bare, rng, logprobs):
     prompt = rng.integers(3, 97, 5).tolist()
-    answer = bare.sample(
-        ints(prompt), 2, params(temperature=temperature), topk_sample_logprobs=3
-    ).result()
+    options = params(temperature=temperature)
+    answer = bare.sample(ints(prompt), 2, options, topk_sample_logprobs=3).result()
     for sequence in answer.sequences:
         told = logprobs(prompt + sequence.tokens, temperature)[len(prompt) - 1 : -1]
         np.testing.assert_allclose(sequence.logprobs, told[range(8), sequence.tokens], atol=CLOSE)
         plain = logprobs(prompt + sequence.tokens)[len(prompt) - 1 : -1]
         assert sequence.topk_logprobs_np.token_ids.shape == (8, 3)
-        np.testing.assert_allclose(
-            sequence.topk_logprobs_np.logprobs, -np.sort(-plain, -1)[:, :3], atol=CLOSE
-        )
+        likeliest = -np.sort(-plain, -1)[:, :3]
+        np.testing.assert_allclose(sequence.topk_logprobs_np.logprobs, likeliest, atol=CLOSE)
 
 
 def test_a_prompt_s_log_probabilities_in_every_form(bare, rng, logprobs):
@@ -98,27 +92,21 @@ def test_a_prompt_s_log_probabilities_in_every_form(bare, rng, logprobs):
     told = logprobs(prompt)[:-1]
     assert answer.prompt_logprobs[0] is None
     np.testing.assert_allclose(answer.prompt_logprobs[1:], told[range(8), prompt[1:]], atol=CLOSE)
-    top = answer.topk_prompt_logprobs_np
+    top, named = answer.topk_prompt_logprobs_np, answer.target_prompt_logprobs.to_numpy()
     assert top.token_ids.shape == (9, 2)
-    np.testing.assert_allclose(top.logprobs[1:], -np.sort(-told, -1)[:, :2], atol=CLOSE)
-    np.testing.assert_allclose(
-        np.take_along_axis(told, top.token_ids[1:], 1), top.logprobs[1:], atol=CLOSE
-    )
     assert answer.topk_prompt_logprobs[0] is None
-    named = answer.target_prompt_logprobs.to_numpy()
-    np.testing.assert_allclose(
-        named,
-        np.where(wanted < 0, 0, np.take_along_axis(told, np.maximum(wanted, 0), 1)),
-        atol=CLOSE,
-    )
-    alternatives = answer.prompt_alt_tokens
-    assert alternatives.tokens.to_numpy().shape == (8, 4)
-    np.testing.assert_allclose(
-        alternatives.logprobs.to_numpy(),
-        np.take_along_axis(told, alternatives.tokens.to_numpy().astype(np.int64), 1),
-        atol=CLOSE,
-    )
-    assert len({tuple(row) for row in alternatives.tokens.to_numpy().tolist()}) > 1
+    alternatives = answer.prompt_alt_tokens.tokens.to_numpy().astype(np.int64)
+    assert alternatives.shape == (8, 4)
+    assert len({tuple(row) for row in alternatives.tolist()}) > 1
+    for found, ids in (
+        (top.logprobs[1:], np.argsort(-told, -1)[:, :2]),
+        (top.logprobs[1:], top.token_ids[1:]),
+        (np.where(wanted < 0, np.nan, named), np.maximum(wanted, 0)),
+        (answer.prompt_alt_tokens.logprobs.to_numpy(), alternatives),
+    ):
+        expected = np.where(np.isnan(found), np.nan, np.take_along_axis(told, ids, 1))
+        np.testing.assert_allclose(found, expected, atol=CLOSE)
+    assert (named[wanted < 0] == 0).all()
     last = bare.compute_logprobs(ints(prompt), prompt_logprobs_last_n=3).result()
     assert last[:6] == [None] * 6
     np.testing.assert_allclose(last[6:], answer.prompt_logprobs[6:], atol=CLOSE)
@@ -131,9 +119,8 @@ def test_the_sampler_s_log_probabilities_are_the_trainer_s(site, rng):
     prompt = rng.integers(3, 97, 6).tolist()
     (sequence,) = sampler.sample(ints(prompt), 1, params()).result().sequences
     whole = prompt + sequence.tokens
-    datum = types.Datum(
-        ints(whole[:-1]), {"target_tokens": whole[1:], "weights": [1.0] * (len(whole) - 1)}
-    )
+    inputs = {"target_tokens": whole[1:], "weights": [1.0] * (len(whole) - 1)}
+    datum = types.Datum(ints(whole[:-1]), inputs)
     (told,) = logprobs_of(trainer.forward([datum], "cross_entropy").result())
     np.testing.assert_allclose(sampler.compute_logprobs(ints(whole)).result()[1:], told, atol=CLOSE)
     np.testing.assert_allclose(sequence.logprobs, told[len(prompt) - 1 :], atol=CLOSE)
@@ -144,24 +131,22 @@ def test_a_snapshot_stays_what_it_was_while_its_policy_trains_on(site, rng):
     trainer = site.trainer()
     site.put(trainer, random_state(rng, site.server.base, site.held(trainer).config))
     prompt = ints(rng.integers(3, 97, 6))
+
+    def sampled(sampler):
+        sequences = sampler.sample(prompt, 2, params()).result().sequences
+        return [(one.tokens, one.logprobs) for one in sequences]
+
     old = trainer.save_weights_and_get_sampling_client()
-    before = old.sample(prompt, 2, params()).result()
-    updates = []
+    before, updates = sampled(old), []
     for _ in range(4):
         data = [datum_of(datum) for datum in random_data(rng, "cross_entropy", 12)]
         trainer.forward_backward(data, "cross_entropy")
         updates.append(trainer.optim_step(types.AdamParams(learning_rate=1e-2)))
-        again = old.sample(prompt, 2, params()).result()
-        assert drawn(again) == drawn(before)
-        assert [one.logprobs for one in again.sequences] == [
-            one.logprobs for one in before.sequences
-        ]
+        assert sampled(old) == before
     for update in updates:
         update.result()
-    new = trainer.save_weights_and_get_sampling_client().sample(prompt, 2, params()).result()
-    assert [one.logprobs for one in new.sequences] != [one.logprobs for one in before.sequences]
-    again = old.sample(prompt, 2, params()).result()
-    assert [one.logprobs for one in again.sequences] == [one.logprobs for one in before.sequences]
+    assert sampled(trainer.save_weights_and_get_sampling_client()) != before
+    assert sampled(old) == before
 
 
 def test_clones_of_a_sampler_have_numbers_of_their_own(bare, rng):
@@ -181,12 +166,17 @@ def asked(site, sampler, place, **told):
     return site.post("asample", body | told)
 
 
-def test_a_sample_sent_again_is_the_same(site):
+def sampler_of(site):
+    """A raw sampling session of the base."""
     session = site.post("create_session", {}).json()["session_id"]
     told = {"session_id": session, "sampling_session_seq_id": 0, "base_model": site.server.name}
     sampler = site.post("create_sampling_session", told).json()["sampling_session_id"]
     assert site.post("create_sampling_session", told).json()["sampling_session_id"] == sampler
-    small = {"sampling_params": {"max_tokens": 3}}
+    return sampler
+
+
+def test_a_sample_sent_again_is_the_same(site):
+    sampler, small = sampler_of(site), {"sampling_params": {"max_tokens": 3}}
     one, same = (asked(site, sampler, 0, **small).json() for _ in range(2))
     assert one == same
     assert asked(site, sampler, 0, sampling_params={"max_tokens": 4}).status_code == 409
@@ -194,30 +184,19 @@ def test_a_sample_sent_again_is_the_same(site):
     assert len(site.retrieve(one["request_id"]).json()["sequences"][0]["tokens"]) == 3
     assert site.post("retrieve_future", {"request_id": "a-nothing"}).status_code == 410
     assert asked(site, "nobody:sample:0", 0, **small).status_code == 404
-    failed = site.retrieve(
-        asked(site, sampler, 1, sampling_params={"max_tokens": 3, "temperature": -1}).json()[
-            "request_id"
-        ]
-    ).json()
+    wrong = asked(site, sampler, 1, sampling_params={"max_tokens": 3, "temperature": -1}).json()
+    failed = site.retrieve(wrong["request_id"]).json()
     assert failed["category"] == "user"
     assert "temperature is -1.0; expected 0 <= temperature" in failed["error"]
-    assert (
-        httpx.get(f"{site.url}/api/v1/samplers/{sampler}").json()["base_model"] == site.server.name
-    )
+    found = httpx.get(f"{site.url}/api/v1/samplers/{sampler}").json()
+    assert found["base_model"] == site.server.name
 
 
 def test_a_sample_can_be_cancelled(site):
-    session = site.post("create_session", {}).json()["session_id"]
-    told = {"session_id": session, "sampling_session_seq_id": 0, "base_model": site.server.name}
-    sampler = site.post("create_sampling_session", told).json()["sampling_session_id"]
+    sampler, many = sampler_of(site), {"num_samples": 8, "sampling_params": {"max_tokens": 250}}
     # The last wait behind 88 samples: with one of each request all were done before they could be
     # cancelled, on a fast machine.
-    ids = [
-        asked(site, sampler, i, num_samples=8, sampling_params={"max_tokens": 250}).json()[
-            "request_id"
-        ]
-        for i in range(12)
-    ]
+    ids = [asked(site, sampler, i, **many).json()["request_id"] for i in range(12)]
     cancel = {"request_id": ids[0], "request_ids": ["a-nothing"]}
     assert site.post("cancel_future", cancel).status_code == 410  # and cancels nothing
     cancel = {"request_id": ids[-1], "request_ids": [ids[-2]]}

@@ -1,5 +1,6 @@
 """The official SDK searches sessions, moves them into projects and exports their timelines."""
 
+import functools
 import json
 import urllib.request
 from typing import Any
@@ -20,37 +21,22 @@ from tests.service.sites import KEY, site, sites  # noqa: F401 (fixtures)
 @pytest.fixture(scope="module")
 def made(site) -> dict[str, Any]:  # noqa: F811
     """Sessions: one that has trained, one that finished, one that goes on."""
-    one = tinker.ServiceClient(
-        base_url=site.url,
-        api_key=KEY,
-        user_metadata={"run": "a", "by": "x"},
-        display_name="The First Run",
-    )
+    of = functools.partial(tinker.ServiceClient, base_url=site.url, api_key=KEY)
+    one = of(user_metadata={"run": "a", "by": "x"}, display_name="The First Run")
     trainer = one.create_lora_training_client(site.server.name, 8).result()
-    tokens = types.ModelInput.from_ints([5, 6, 7])
-    data = [
-        types.Datum(
-            model_input=tokens, loss_fn_inputs={"target_tokens": [6, 7, 8], "weights": [1.0] * 3}
-        )
-    ]  # type: ignore[arg-type]
+    tokens, inputs = types.ModelInput.from_ints([5, 6, 7]), {"target_tokens": [6, 7, 8]}
+    data = [types.Datum(model_input=tokens, loss_fn_inputs=inputs | {"weights": [1.0] * 3})]
     for _ in range(2):
         trainer.forward_backward(data, "cross_entropy").result()
         trainer.optim_step(types.AdamParams(learning_rate=0.01)).result()
     path = trainer.save_weights_for_sampler("one").result().path
     one.create_sampling_client(path)
-    two = tinker.ServiceClient(
-        base_url=site.url,
-        api_key=KEY,
-        user_metadata={"run": "b", "by": "x"},
-        project_id="p",
-        display_name="second run",
-    )
-    three = tinker.ServiceClient(base_url=site.url, api_key=KEY, display_name="another")
+    notes = {"run": "b", "by": "x"}
+    two = of(user_metadata=notes, project_id="p", display_name="second run")
+    three = of(display_name="another")
     ids = [client.holder.get_session_id() for client in (one, two, three)]
-    told = site.post(
-        f"sessions/{ids[1]}/finish", {"reason": {"type": "errored"}, "detail": "out of money"}
-    )
-    assert told.status_code == 200
+    reason = {"reason": {"type": "errored"}, "detail": "out of money"}
+    assert site.post(f"sessions/{ids[1]}/finish", reason).status_code == 200
     return {
         "ids": ids,
         "model": trainer.model_id,

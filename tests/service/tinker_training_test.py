@@ -9,7 +9,6 @@ import torch
 from tinker import types
 
 from mint_jax.service import tinker as tinker_
-from mint_jax.train.losses import KINDS, LossCoefs
 from tests import oracles
 from tests.service.bad_world import batch
 from tests.service.sites import adam, datum_of, logprobs_of
@@ -46,18 +45,10 @@ def sent(data, kind):
 
 def options(kind):
     low, high, beta = LOSSES.get(kind, (0, 0, 0))
-    return (
-        {"beta": beta}
-        if kind == "dro"
-        else {"clip_low_threshold": low, "clip_high_threshold": high}
-        if kind in CLIPPED
-        else None
-    )
-
-
-def coefs(kind):
-    low, high, beta = LOSSES[kind]
-    return LossCoefs(KINDS.index(kind), low, high, 0, 0.0, 0.0, np.inf, beta)
+    if kind == "dro":
+        return {"beta": beta}
+    clips = {"clip_low_threshold": low, "clip_high_threshold": high}
+    return clips if kind in CLIPPED else None
 
 
 def data_for(rng, tenant, kind, longest=24):
@@ -207,7 +198,6 @@ def test_a_loss_of_the_client_s_own_has_its_gradients(rng, site):
     ("call", "message"),
     [
         (lambda t, d: t.forward_backward([d], "none such"), "loss_fn is .*none such.*; choose one"),
-        (lambda t, d: t.forward_backward([d], "ppo"), "loss_fn_inputs has no logprobs; ppo needs"),
         (lambda t, d: t.optim_step(types.AdamParams(learning_rate=-1.0)), "expected 0.0 or more"),
         (lambda t, d: t.load_state("tinker://nobody/weights/x"), "there is no checkpoint tinker:"),
     ],

@@ -6,8 +6,6 @@ import contextlib
 import json
 import math
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -24,8 +22,7 @@ from tinker.types._pydantic_types.forward_backward_input import ForwardBackwardI
 from mint_jax.errors import UserError
 from mint_jax.rollout.request import Completion
 from mint_jax.service.wire import forward_backward, losses, messages, samples, tensors
-from mint_jax.train.blocks import BlockShape, DatumBlock, TrainRequest, fill
-from mint_jax.train.losses import KINDS, policy_loss
+from mint_jax.train.losses import KINDS
 from tests.memory import assert_takes_at_most
 
 PROTO, JSON = "application/x-protobuf", "application/json"
@@ -36,15 +33,19 @@ def test_our_messages_are_the_sdks_field_for_field():
     theirs, ours = descriptor_pb2.FileDescriptorProto(), descriptor_pb2.FileDescriptorProto()
     pb.DESCRIPTOR.CopyToProto(theirs)
     messages.POOL.FindFileByName("mint_jax/tinker_public.proto").CopyToProto(ours)
-    for file in (theirs, ours):
-        for message in file.message_type:
-            for field in message.field:
-                field.ClearField("json_name")
+    for message in theirs.message_type:
+        for field in message.field:
+            field.ClearField("json_name")
+            if field.type == field.TYPE_ENUM:  # int32 here
+                field.ClearField("type_name")
+                field.type = field.TYPE_INT32
     named = {message.name: message for message in theirs.message_type}
     for message in ours.message_type:
         if message.name != "Chunk":  # images are bytes here
             assert message == named[message.name]
-    assert list(ours.enum_type) == list(theirs.enum_type)
+    values = [(pb.DTYPE_FLOAT32, pb.DTYPE_INT64, pb.DTYPE_INT32, pb.DTYPE_BFLOAT16)]
+    assert values == [tuple(tensors.FORMS)]
+    assert (messages.STOP, messages.LENGTH) == (pb.STOP_REASON_STOP, pb.STOP_REASON_LENGTH)
 
 
 # -- forward and backward, read
@@ -227,77 +228,11 @@ def test_soft_targets_come_back_in_the_shape_they_were_sent_in(content_type, k, 
         np.testing.assert_array_equal(output["elementwise_loss"], -weights * expected)
 
 
-# -- losses
-
-
-@pytest.fixture(scope="module")
-def loss_and_slope():
-    return jax.jit(
-        jax.value_and_grad(lambda logp, targets, coefs: policy_loss(logp, targets, coefs)[0])
-    )
-
-
-def of_contract(loss, config, lp, inputs):
-    """The contract's loss of one datum and its gradient to lp, float64."""
-    if loss == "cross_entropy":
-        return -inputs["weights"] @ lp, -inputs["weights"]
-    q, A = inputs["logprobs"].astype(np.float64), inputs["advantages"].astype(np.float64)
-    r = np.exp(lp - q)
-    low, high = config.get("clip_low_threshold"), config.get("clip_high_threshold")
-    if loss == "importance_sampling":
-        return -(r @ A), -r * A
-    if loss == "cispo":
-        return -((np.clip(r, low, high) * A) @ lp), -np.clip(r, low, high) * A
-    if loss == "dro":
-        return -(lp @ A - config["beta"] / 2 * ((lp - q) ** 2).sum()), -(
-            A - config["beta"] * (lp - q)
-        )
-    if loss == "gspo":
-        mask = inputs["sequence_ratio_mask"] != 0
-        r = np.exp(np.full(lp.size, (lp - q)[mask].mean()))
-    clipped = np.clip(r, low, high)
-    return -np.minimum(r * A, clipped * A).sum(), np.where(r * A <= clipped * A, -r * A, 0)
-
-
-@pytest.mark.parametrize(
-    ("loss", "config"),
-    [
-        ("cross_entropy", {}),
-        ("importance_sampling", {}),
-        ("ppo", {}),
-        ("ppo", {"clip_low_threshold": 0.0, "clip_high_threshold": 1.05}),
-        ("cispo", {}),
-        ("cispo", {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}),
-        ("dro", {"beta": 0.3}),
-        ("gspo", {}),
-        ("gspo", {"clip_low_threshold": 0.999, "clip_high_threshold": 1.001}),
-    ],
-)
-def test_losses_are_the_contracts(loss, config, loss_and_slope, rng):
-    """Through the block that a step is given, two data in one row; float32 against float64: 1e-5 of
-    sums of some tens.
-    """
-    defaults = {"ppo": (0.8, 1.2), "cispo": (0.0, 4.0), "gspo": (0.8, 1.2)}
-    whole = dict(zip(losses.CLIP, defaults.get(loss, ()))) | config
-    sizes = [11, 13]
-    inputs = [sampled_inputs(rng, n, loss) for n in sizes]
-    data = [sdk_datum(np.arange(n), i) for n, i in zip(sizes, inputs)]
-    call = batch_of(sdk_request(data, loss, config))
-    work = TrainRequest("p", call.data, call.loss)
-    batch, places = fill([DatumBlock(work, [[0, 1]])], BlockShape(1, 1, 32))
-    targets = jax.tree.map(lambda x: jnp.asarray(x[0]), batch.loss)
-    logp = -rng.random((1, 32)).astype(np.float32) * 2
-    numbers = (np.float32(x) if isinstance(x, float) else np.int32(x) for x in call.loss)
-    coefs = jax.tree.map(jnp.asarray, type(call.loss)(*numbers))
-    got, slope = loss_and_slope(jnp.asarray(logp), targets, coefs)
-    total = 0.0
-    for place in places:
-        at = slice(place.start, place.start + sizes[place.datum])
-        lp = logp[0, at].astype(np.float64)
-        value, gradient = of_contract(loss, whole, lp, inputs[place.datum])
-        total += value
-        np.testing.assert_allclose(np.asarray(slope)[0, at], gradient, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(got, total, rtol=1e-5, atol=1e-5)
+def test_options_have_the_defaults_of_the_contract():
+    clips = {"ppo": (0.8, 1.2), "cispo": (0.0, 4.0), "gspo": (0.8, 1.2)}
+    for loss in losses.LOSSES:
+        given = {"beta": 0.1} if loss == "dro" else {}
+        assert losses.coefs(loss, given)[1:3] == clips.get(loss, (0.0, math.inf))
 
 
 # -- forward and backward, written

@@ -1,6 +1,6 @@
 """The protobuf messages of the Tinker wire format, built from their text, which is that of a
-``.proto`` file but for ``oneof``: a server does not depend on the SDK that generates them. Images
-and dMel, which no base here reads, are bytes.
+``.proto`` file but for ``oneof``: a server does not depend on the SDK that generates them. Enums
+are int32, and images and dMel, which no base here reads, bytes: they have the same encoding.
 
 They have their own descriptor pool, so that a process can load the SDK's messages too.
 """
@@ -11,10 +11,6 @@ from typing import Any
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 FILE, PACKAGE = "mint_jax/tinker_public.proto", "tinker_public"
-ENUMS = {
-    "StopReason": ("STOP_REASON_STOP", "STOP_REASON_LENGTH"),
-    "DType": ("DTYPE_UNSPECIFIED", "DTYPE_FLOAT32", "DTYPE_INT64", "DTYPE_INT32", "DTYPE_BFLOAT16"),
-}
 PROTO = """
 message SampleResponse {
   repeated SampledSequence sequences = 1; optional bytes prompt_logprobs = 2;
@@ -22,15 +18,15 @@ message SampleResponse {
   optional Tensor target_prompt_logprobs = 5; optional PromptAltTokens prompt_alt_tokens = 6; }
 message PromptAltTokens { Tensor tokens = 1; Tensor logprobs = 2; }
 message SampledSequence {
-  StopReason stop_reason = 1; bytes tokens = 2; optional bytes logprobs = 3;
+  int32 stop_reason = 1; bytes tokens = 2; optional bytes logprobs = 3;
   optional TopkLogprobs topk_sampled_logprobs = 4; }
 message TopkLogprobs { bytes token_ids = 1; bytes logprobs = 2; uint32 k = 3; uint32 length = 4; }
 message SparseCsr { bytes values = 1; bytes crow_indices = 2; bytes col_indices = 3; }
 message Tensor {
   oneof encoding bytes dense = 1; oneof encoding SparseCsr sparse_csr = 2;
-  DType dtype = 3; repeated int64 shape = 4; }
+  int32 dtype = 3; repeated int64 shape = 4; }
 message BatchedTensor {
-  bytes data = 1; bytes offsets = 2; DType dtype = 3; repeated int64 trailing_shape = 4; }
+  bytes data = 1; bytes offsets = 2; int32 dtype = 3; repeated int64 trailing_shape = 4; }
 message ArrayRecord {
   string type_tag = 1; map<string, BatchedTensor> fields = 2; int64 num_datums = 3; }
 message ForwardBackwardOutput {
@@ -71,7 +67,7 @@ def _fill(message: Any, text: str) -> None:
         if kind[0].islower():
             field.type = field.Type.Value(f"TYPE_{kind.upper()}")
         else:
-            field.type = field.TYPE_ENUM if kind in ENUMS else field.TYPE_MESSAGE
+            field.type = field.TYPE_MESSAGE
             field.type_name = f".{PACKAGE}.{kind}"
         if label == "optional":  # presence is a oneof of one field
             field.proto3_optional, label = True, f"oneof _{name}"
@@ -84,10 +80,6 @@ def _fill(message: Any, text: str) -> None:
 
 def _pool() -> descriptor_pool.DescriptorPool:
     file = descriptor_pb2.FileDescriptorProto(name=FILE, package=PACKAGE, syntax="proto3")
-    for name, values in ENUMS.items():
-        enum = file.enum_type.add(name=name)
-        for number, value in enumerate(values):
-            enum.value.add(name=value, number=number)
     for text in PROTO.split("message ")[1:]:
         _fill(file.message_type.add(name=text.split()[0]), text)
     pool = descriptor_pool.DescriptorPool()
@@ -103,5 +95,5 @@ POOL = _pool()
 ForwardBackwardRequest = _class("ForwardBackwardRequest")
 ForwardBackwardOutput = _class("ForwardBackwardOutput")
 SampleResponse = _class("SampleResponse")
-FLOAT32, INT64, INT32, BFLOAT16 = 1, 2, 3, 4  # of DType
-STOP, LENGTH = 0, 1  # of StopReason
+FLOAT32, INT64, INT32, BFLOAT16 = 1, 2, 3, 4  # of a tensor's ``dtype``
+STOP, LENGTH = 0, 1  # of ``stop_reason``
