@@ -8,13 +8,16 @@ code is 1 where one failed.
 sl_loop        killed, and the server restarted: the same command resumes at its checkpoint's step
                and repeats the same losses; the loss falls; both checkpoints exist
 dpo            the loss falls below log 2, where it begins; chosen answers win
+guess_number   episodes of several turns; the sampler's log-probabilities are those of training
 download       weights of sl_loop's last checkpoint: rank 8, and trained
 rl_loop        from a checkpoint of chat_sl, which imitated the form of answers: some answers are
                right and some wrong, and training steps have gradients
+arithmetic     on SmolLM2: the reward rises over that of the base
 """
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -24,7 +27,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,20 +39,32 @@ from mint_jax.models.base import resolve
 ROOT = Path(__file__).parents[2]
 READY_S = 900.0
 RECIPE_S = 3600.0
-BASE = "tiny-random"
-# what fits two cores; some recipes have no option of the rank, and take 32
-OPTIONS = (
-    f"--config.base={BASE}",
-    f"--config.name={data.NAME}",
-    f"--config.tokenizer={data.NAME}",
-    "--config.port=0",
-    "--config.idle_gap_s=30.0",
-    "--config.ranks=(8,32)",
-    "--config.slots=2",
-    "--config.adapters=4",
-    "--config.shapes=((1,1,1024),(1,4,256))",
-    "--config.max_rows=16",
+STEPS = 16  # of arithmetic
+COMMON = ("--config.idle_gap_s=30.0",) + tuple(
+    f"--config.{setting}={data.NAME}" for setting in ("name", "tokenizer")
 )
+SERVERS = {  # base -> what fits two cores; some recipes have no option of the rank, and take 32
+    "tiny-random": (
+        "--config.ranks=(8,32)",
+        "--config.slots=2",
+        "--config.adapters=4",
+        "--config.shapes=((1,1,1024),(1,4,256))",
+        "--config.max_rows=16",
+    ),
+    "smollm2-135m-instruct": (
+        "--config.ranks=(8,)",
+        "--config.slots=1",
+        "--config.adapters=2",
+        "--config.shapes=((1,1,256),(1,4,256))",
+        "--config.max_rows=32",
+    ),
+}
+
+
+IMITATION = {  # base -> chat_sl's options, for answers in the form that rl_loop rewards
+    "tiny-random": "learning_rate=1e-2",
+    "smollm2-135m-instruct": "learning_rate=2e-3 max_steps=10",
+}
 RENDERER = "renderer_name=qwen3_instruct"
 
 
@@ -63,24 +78,31 @@ def need(holds: bool, what: str) -> None:
 
 
 class Run:
-    """A server and the recipes that ask it.
+    """A server of one base, and the recipes that ask it.
 
     Attributes:
         folder: of the clients, and of the server's state below it.
     """
 
-    def __init__(self, folder: Path, python: str):
-        self.folder, self.python = folder, python
+    def __init__(self, base: str, folder: Path, python: str):
+        self.base, self.folder, self.python = base, folder, python
         self.server: subprocess.Popen[bytes] | None = None
         self.url = ""
 
     def start(self) -> None:
         """Starts the server, again where it ran before, and waits until it is ready."""
-        command = [sys.executable, "-m", "mint_jax.launch", "--config=configs/serve.py"]
+        command = [
+            sys.executable,
+            "-m",
+            "mint_jax.launch",
+            "--config=configs/serve.py",
+            f"--config.base={self.base}",
+            "--config.port=0",
+        ]
         out = self.folder / "server.out"
         with open(out, "wb") as told, open(self.folder / "server.log", "ab") as log:
             self.server = subprocess.Popen(
-                [*command, f"--workdir={self.folder / 'server'}", *OPTIONS],
+                [*command, f"--workdir={self.folder / 'server'}", *COMMON, *SERVERS[self.base]],
                 cwd=ROOT,
                 env=os.environ | {"PYTHONPATH": str(ROOT)},
                 stdout=told,
@@ -97,7 +119,7 @@ class Run:
                 self.url = ready[0]["url"]
                 return
             time.sleep(0.5)
-        raise Failed(f"the server is not ready: see {self.folder / 'server.log'}")
+        raise Failed(f"the server over {self.base} is not ready: see {self.folder / 'server.log'}")
 
     def stop(self) -> None:
         """Ends the server, and checks that it ended well."""
@@ -218,6 +240,27 @@ def dpo(run: Run) -> str:
     return f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, {100 * right[-1]:.0f} % of pairs right"
 
 
+def guess_number(run: Run) -> str:
+    options = f"{RENDERER} group_size=2 batch_size=2 max_tokens=8 max_steps=2 eval_every=0"
+    module = "multiplayer_rl.guess_number.train"
+    run.whole("guess_number", *run.recipe("guess_number", module, options))
+    rows = run.metrics("guess_number")
+    turns = series(rows, "env/all/turns_per_episode")
+    need(len(turns) == 2 and min(turns) > 1, f"turns of an episode {turns}")
+    apart = same_policy(rows)
+    ended(run, "guess_number")
+    return f"{turns[-1]:.1f} turns an episode, sampler and trainer {apart:.1e} apart"
+
+
+def same_policy(rows: Sequence[dict[str, float]]) -> float:
+    """Half the mean squared difference of sampled tokens' log-probabilities in sampling and in
+    training, the largest of all steps.
+    """
+    apart = max(series(rows, "optim/kl_sample_train_v2"), default=math.inf)
+    need(apart < 1e-4, f"sampler and trainer disagree by {apart}")
+    return apart
+
+
 def download(run: Run) -> str:
     path, out = run.checkpoints("sl_loop")[-1]["state_path"], run.folder / "downloaded"
     program = (
@@ -238,7 +281,7 @@ def download(run: Run) -> str:
 
 def rl_loop(run: Run) -> str:
     options = f"dataset={data.BOXED} {RENDERER} batch_size=16 lora_rank=8 save_every=0"
-    options += " eval_every=0 max_length=256 learning_rate=1e-2"
+    options += f" eval_every=0 max_length=256 {IMITATION[run.base]}"
     run.whole("imitation", *run.recipe("imitation", "chat_sl.train", options))
     begun = {"name": "imitation", "batch": 0, "state_path": ended(run, "imitation")["state_path"]}
     run.log("rl_loop").mkdir()
@@ -256,16 +299,44 @@ def rl_loop(run: Run) -> str:
     )
 
 
-RECIPES = {call.__name__: call for call in (sl_loop, rl_loop, dpo, download)}
+def arithmetic(run: Run) -> str:
+    options = f"{RENDERER} env=arithmetic group_size=8 groups_per_batch=4 max_steps={STEPS}"
+    options += " lora_rank=8 learning_rate=4e-4 loss_fn=importance_sampling"
+    options += " eval_every=0 save_every=0"
+    run.whole("arithmetic", *run.recipe("arithmetic", "math_rl.train", options))
+    rows = run.metrics("arithmetic")
+    rewards = series(rows, "env/all/reward/total")
+    before, after = rewards[0], statistics.mean(rewards[-4:])
+    need(len(rewards) == STEPS and after > before + 0.03, f"rewards {rewards}")
+    apart = same_policy(rows)
+    ended(run, "arithmetic")
+    return (
+        f"reward {before:.3f} -> {after:.3f} in {len(rewards)} steps, sampler and trainer"
+        f" {apart:.1e} apart"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """What is run over which base."""
+
+    base: str
+    call: Callable[[Run], str]
+
+
+TINY, SMOL = SERVERS
+RECIPES = [Recipe(TINY, call) for call in (sl_loop, rl_loop, dpo, guess_number, download)] + [
+    Recipe(SMOL, call) for call in (arithmetic, rl_loop)
+]
 
 
 @contextlib.contextmanager
-def served(folder: Path, python: str) -> Iterator[Run]:
+def served(base: str, folder: Path, python: str) -> Iterator[Run]:
     """A server in a new folder, with the data that recipes look for beside it."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    data.make(folder, resolve(BASE))
-    run = Run(folder, python)
+    data.make(folder, resolve(base))
+    run = Run(base, folder, python)
     try:
         run.start()
         yield run
@@ -277,27 +348,59 @@ def served(folder: Path, python: str) -> Iterator[Run]:
 
 
 def main() -> int:
+    names = [recipe.call.__name__ for recipe in RECIPES]
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--python", required=True, help="that of the clients' environment")
+    parser.add_argument(
+        "--python", required=True, help="the interpreter of the clients' environment"
+    )
     parser.add_argument("--workdir", type=Path, required=True)
-    names = ", ".join(RECIPES)
-    text = f"of {names}; all by default. download needs sl_loop"
-    parser.add_argument("recipes", nargs="*", help=text)
+    parser.add_argument(
+        "--base", choices=list(SERVERS), help="over which recipes run; each by default"
+    )
+    parser.add_argument(
+        "recipes", nargs="*", help=f"of {', '.join(names)}; all by default. download needs sl_loop"
+    )
     asked = parser.parse_args()
-    if unknown := set(asked.recipes) - set(RECIPES):
-        parser.error(f"{', '.join(sorted(unknown))}: expected some of {names}")
+    if unknown := set(asked.recipes) - set(names):
+        parser.error(f"{', '.join(sorted(unknown))}: expected some of {', '.join(names)}")
     python = os.path.abspath(asked.python)  # a link into the environment must stay one
     told: dict[str, dict[str, Any]] = {}
-    with served(asked.workdir.resolve(), python) as run:
-        for name in asked.recipes or RECIPES:
-            begun = time.monotonic()
-            try:
-                held, ok = RECIPES[name](run), True
-            except (Failed, OSError, KeyError, IndexError, subprocess.TimeoutExpired) as failure:
-                held, ok = f"{type(failure).__name__}: {failure}", False
-            wall_s = round(time.monotonic() - begun, 1)
-            told[name] = {"ok": ok, "told": held, "wall_s": wall_s}
-            print(f"{name:14}{'ok    ' if ok else 'FAILED'} {wall_s:7.1f} s  {held}", flush=True)
+    for base in [asked.base] if asked.base else SERVERS:
+        mine = [
+            recipe.call
+            for recipe in RECIPES
+            if recipe.base == base and (not asked.recipes or recipe.call.__name__ in asked.recipes)
+        ]
+        if not mine:
+            continue
+        begun = time.monotonic()
+        try:
+            with served(base, asked.workdir.resolve() / base, python) as run:
+                print(f"server over {base}: ready in {time.monotonic() - begun:.0f} s", flush=True)
+                for call in mine:
+                    begun = time.monotonic()
+                    try:
+                        held, ok = call(run), True
+                    except (
+                        Failed,
+                        OSError,
+                        KeyError,
+                        IndexError,
+                        subprocess.TimeoutExpired,
+                    ) as failure:
+                        held, ok = f"{type(failure).__name__}: {failure}", False
+                    wall_s = time.monotonic() - begun
+                    told[f"{call.__name__} over {base}"] = {
+                        "ok": ok,
+                        "told": held,
+                        "wall_s": round(wall_s, 1),
+                    }
+                    print(
+                        f"{call.__name__:14}{'ok    ' if ok else 'FAILED'} {wall_s:7.1f} s  {held}",
+                        flush=True,
+                    )
+        except Failed as failure:
+            told[f"server over {base}"] = {"ok": False, "told": str(failure)}
     ok = all(one["ok"] for one in told.values())
     print(json.dumps({"ok": ok, "recipes": told}))
     return 0 if ok else 1
