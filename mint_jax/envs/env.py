@@ -76,7 +76,7 @@ def register_environment(name: str, factory: Callable[..., Environment]) -> None
 
 
 def check_options(name: str, **options: Any) -> Any:
-    """Returns the factory of an environment. Raises ``UserError`` for name or options."""
+    """Returns the factory of an environment. Raises ``UserError``: wrong name or options."""
     if (needed := NEEDS.get(name)) and importlib.util.find_spec(needed) is None:
         raise UserError(
             f"environment {name!r} needs the package {needed}, which is not installed: pip install"

@@ -41,7 +41,7 @@ _running: dict[int, _Call] = {}  # by thread
 
 
 def score(who: str, env: Environment, completion: str, example: Example) -> float:
-    """Returns a completion's reward. Raises ``UserError``: it raised, or is not a finite number."""
+    """Returns the reward of a sample of the policy ``who``. Raises ``UserError``: no number."""
     thread = threading.get_ident()
     call = _running[thread] = _Call(who, completion, example.messages, time.monotonic())
     try:

@@ -21,13 +21,13 @@ _WORDS = _TEXT.split()
 
 
 def digit_sum(seed: int = 0) -> ListEnvironment:
-    """Builds the sum of two digits after one example; the rest of the line is the number."""
+    """Builds the task of a sum of two digits, after one example."""
     pairs = itertools.product(range(10), repeat=2)
     return _split([Example(f"1 + 1 = 2\n{a} + {b} =", str(a + b)) for a, b in pairs], _number, seed)
 
 
 def larger_of_two(seed: int = 0) -> ListEnvironment:
-    """Builds the larger of two digits after one example; the line is the number."""
+    """Builds the task of the larger of two digits, after one example."""
     pairs = itertools.permutations(range(10), 2)
     examples = [Example(f"2 or 9: 9\n{a} or {b}:", str(max(a, b))) for a, b in pairs]
     return _split(examples, _number, seed)
@@ -45,7 +45,7 @@ def copy_word(seed: int = 0) -> ListEnvironment:
 
 
 def bracket_word(seed: int = 0) -> ListEnvironment:
-    """Builds a word in brackets after two examples; the rest of the line is that."""
+    """Builds the task to write a word in brackets, after two examples."""
     asked = [f"cat -> [cat]\nfish -> [fish]\n{word} ->" for word in _WORDS]
     return _split([Example(*pair) for pair in zip(asked, _WORDS)], _brackets, seed)
 
@@ -59,7 +59,7 @@ def _split(
 
 
 def _number(completion: str, example: Example) -> float:
-    """Returns 1 for the number alone, 0.2 for text with it alone, 0.1 among several."""
+    """Returns 1 for the number alone, 0.2 for one in a text, 0.1 for one of several."""
     text = completion.strip()
     if text == example.answer:
         return 1.0

@@ -77,7 +77,7 @@ def check_name(name: Any) -> str:
 
 
 def found_or_none(find: Callable[..., Any], *args: Any) -> Any:
-    """Returns ``find(*args)``; None if it raises ``UserError`` but for a failed disk."""
+    """Returns ``find(*args)``, or None for a ``UserError`` that is not a failed disk."""
     try:
         return find(*args)
     except DISK_FAILURES:
@@ -367,7 +367,7 @@ class Checkpoints:
                     path.unlink(missing_ok=True)
 
     def policy_of(self, digest: str) -> str:
-        """Returns a revision's model of this server, or its policy; other texts stay unchanged."""
+        """Returns the model or the policy of a revision's digest; other texts stay as they are."""
         if not _is_digest(digest):
             return digest
         policy = self._policies.get(digest) or self._writing.get(digest)

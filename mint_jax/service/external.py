@@ -53,7 +53,7 @@ def _encrypted(data: bytes, recipients: Sequence[str]) -> bytes:
 
 
 class Links:
-    """Makes and follows links to files, signed with the key in a file, made if missing."""
+    """Links to files below a folder, signed with a key in a file that is made if missing."""
 
     def __init__(self, folder: Path, key: Path, clock: Callable[[], float]):
         self.folder, self._clock = folder, clock

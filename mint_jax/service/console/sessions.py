@@ -60,7 +60,7 @@ def covers(path: str) -> bool:
 
 
 def sign_in_first(scope: Any) -> Refusal:
-    """Returns the redirect to the sign-in page, for htmx as a header: it swaps parts of pages."""
+    """Returns the redirect to the sign-in page; htmx, which swaps parts, gets a header."""
     location = scope.get("root_path", "") + f"{ROOT}/sign-in"
     if scope["method"] in ("GET", "HEAD"):
         location += "?" + urllib.parse.urlencode({"next": path_of(scope)})
