@@ -17,10 +17,10 @@ from mint_jax.catalog.records import names
 from mint_jax.catalog.records.policies import PolicyRecord
 from mint_jax.errors import UserError
 from mint_jax.service.book import Model, NotFound
-from mint_jax.service.checkpoints import DISK_FAILURES, found_or_none
+from mint_jax.service.checkpoints import found_or_none
 from mint_jax.service.console.pages import Visit
 from mint_jax.service.console.sessions import ROOT
-from mint_jax.service.errors import Forbidden, status_of
+from mint_jax.service.errors import Forbidden
 from mint_jax.service.handlers import Natural
 from mint_jax.service.validation import Body
 
@@ -69,10 +69,6 @@ def policies(visit: Visit) -> Response:
     return visit.page("policies_rows.html" if visit.part else "policies.html", values)
 
 
-def policy(visit: Visit) -> Response:
-    return _page(visit, _find(visit))
-
-
 def curves(visit: Visit) -> Response:
     return JSONResponse(_curves(visit, _find(visit)))
 
@@ -104,43 +100,36 @@ def _find(visit: Visit) -> VisiblePolicy:
     return VisiblePolicy(name, record, model)
 
 
-def _page(visit: Visit, policy: VisiblePolicy, error: UserError | None = None) -> Response:
-    record, query = policy.record, visit.fields(PolicyQuery)
+def policy(visit: Visit) -> Response:
+    policy, query = _find(visit), visit.fields(PolicyQuery)
+    record = policy.record
     values: dict[str, Any] = {
         "name": policy.name,
         "record": record,
         "model": policy.model,
         "may_move": record is not None and record.state == "active" and _may_move(visit, policy),
         "done": query.done,
-        "error": None if error is None else str(error)[:2000],
         "summaries": {kind: summary(curve) for kind, curve in _curves(visit, policy).items()},
     }
     if record is not None:
-        values |= _history(visit, query, record)
-    return visit.page("policy.html", values, 200 if error is None else status_of(error))
-
-
-def _history(visit: Visit, query: PolicyQuery, record: PolicyRecord) -> dict[str, Any]:
-    catalog, name, newest = visit.server.catalog, record.policy, record.revisions + 1
-    first = max(0, min(query.below or newest, newest) - 1 - REVISIONS)
-    revisions = catalog.revisions(name, first, REVISIONS)[::-1]
-    everything = query.log == "all"
-    without = () if everything else FREQUENT
-    log = catalog.audit(
-        name, newest=True, before=query.before, limit=REVISIONS + 1, without=without
-    )
-    return {
-        "config": Schema.from_json(record.schema).config,
-        "ancestors": list(_ancestors(visit, record)),
-        "branches": catalog.branches(name, visit.owner, BRANCHES),
-        "revisions": revisions,
-        "older": revisions[-1].number if revisions and revisions[-1].number > 1 else 0,
-        "aliases": catalog.aliases(name),
-        "scores": catalog.evaluations(name),
-        "log_of": "all" if everything else "",
-        "log": log[:REVISIONS],
-        "log_before": log[REVISIONS - 1].id if len(log) > REVISIONS else 0,
-    }
+        catalog, name, newest = visit.server.catalog, record.policy, record.revisions + 1
+        first = max(0, min(query.below or newest, newest) - 1 - REVISIONS)
+        revisions = catalog.revisions(name, first, REVISIONS)[::-1]
+        limit, without = REVISIONS + 1, () if query.log == "all" else FREQUENT
+        log = catalog.audit(name, newest=True, before=query.before, limit=limit, without=without)
+        values |= {
+            "config": Schema.from_json(record.schema).config,
+            "ancestors": list(_ancestors(visit, record)),
+            "branches": catalog.branches(name, visit.owner, BRANCHES),
+            "revisions": revisions,
+            "older": revisions[-1].number if revisions and revisions[-1].number > 1 else 0,
+            "aliases": catalog.aliases(name),
+            "scores": catalog.evaluations(name),
+            "log_of": "all" if query.log == "all" else "",
+            "log": log[:REVISIONS],
+            "log_before": log[REVISIONS - 1].id if len(log) > REVISIONS else 0,
+        }
+    return visit.page("policy.html", values)
 
 
 def _ancestors(visit: Visit, record: PolicyRecord) -> Iterator[tuple[str, str]]:
@@ -193,24 +182,18 @@ def _moved(visit: Visit, done: str, move: Callable[..., Any]) -> Response:
             f"moving an alias of {policy.name!r} needs scope admin, or train and its tenant:"
             " use another key"
         )
-    try:
-        if policy.record is None:
-            raise UserError(f"policy {policy.name!r} has no revision yet: save one first")
-        alias, why = visit.form.get("alias", "").strip(), visit.form.get("why", "").strip()
-        if not why:
-            raise UserError("the reason is empty: say why, for those who read the log")
-        version = visit.form.get("version")
-        for one in visit.server.catalog.aliases(policy.name):
-            if one.name == alias and version not in (None, str(one.version)):
-                raise UserError(
-                    f"alias {alias!r} was moved to revision {one.number} meanwhile: look at it"
-                    " again"
-                )
-        move(policy.name, alias, by=f"{visit.tenant} in the console", why=why)
-    except DISK_FAILURES:
-        raise
-    except UserError as error:
-        return _page(visit, policy, error)
+    if policy.record is None:
+        raise UserError(f"policy {policy.name!r} has no revision yet: save one first")
+    alias, why = visit.form.get("alias", "").strip(), visit.form.get("why", "").strip()
+    if not why:
+        raise UserError("the reason is empty: say why, for those who read the log")
+    version = visit.form.get("version")
+    for one in visit.server.catalog.aliases(policy.name):
+        if one.name == alias and version not in (None, str(one.version)):
+            raise UserError(
+                f"alias {alias!r} was moved to revision {one.number} meanwhile: look at it again"
+            )
+    move(policy.name, alias, by=f"{visit.tenant} in the console", why=why)
     return visit.to(f"{ROOT}/policies/{urllib.parse.quote(policy.name)}?done={done}")
 
 
