@@ -51,14 +51,11 @@ def supervised_row(tokenizer: Tokenizer, row: Row, where: str, append_eos: bool 
     """Encodes one training row: ``{"messages"}``, ``{"prompt", "completion"}`` or ``{"text"}``.
     Rows with messages may have ``tools`` and ``chat_template_kwargs`` for the template.
 
+    Raises ``UserError``: it has none of the three forms, a column of the wrong type, or no target.
+
     Args:
         where: place of the row, for errors.
-        append_eos: appends the end token to ``text``, and to the ``completion`` of a plain
-            ``prompt``.
-
-    Raises:
-        UserError: the row has none of the three forms, a column has the wrong type, or there is no
-            target.
+        append_eos: appends the end token to ``text`` and to the ``completion`` of a plain prompt.
     """
     form = form_of(row, SUPERVISED, where)
     with _place_in_errors(where):
@@ -80,10 +77,8 @@ def preference_row(
     tokenizer: Tokenizer, row: Row, where: str, append_eos: bool = True
 ) -> tuple[Marked, Marked]:
     """Encodes a chosen and a rejected reply: ``{"prompt", "chosen", "rejected"}``, or two whole
-    conversations without ``prompt``. Arguments as in ``supervised_row``.
-
-    Raises:
-        UserError: a column is missing or has the wrong type, or the replies have different prompts.
+    conversations without ``prompt``. Arguments and errors as in ``supervised_row``; the replies must
+    have one prompt.
     """
     form = form_of(row, PREFERENCES, where)
     with _place_in_errors(where):

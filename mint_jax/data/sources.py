@@ -25,17 +25,14 @@ def read_rows(path: str | Path) -> list[Row]:
 
 
 def numbered_rows(path: str | Path) -> list[tuple[str, Row]]:
-    """Returns all rows of a data file, each with its place: ``file:line``, or the row number of a
-    table.
+    """Returns all rows of a data file, each with its place: file and line, or row of a table.
 
     The suffix selects the format: one JSON object a line (``.jsonl``, ``.json``, ``.ndjson``, also
     with ``.gz``, ``.bz2``, ``.xz`` or ``.zst``), or a table (``.parquet``, ``.arrow``,
     ``.feather``). Null fields of a table count as absent at every depth, as in JSONL.
 
-    Raises:
-        UserError: the file is missing, empty or damaged, has an unknown suffix, a line that is not
-            a JSON object (a repeated key and NaN are invalid), two columns of one name, or needs
-            pyarrow.
+    Raises ``UserError``: the file is missing, empty, damaged or has an unknown suffix; a line is no
+    JSON object (a repeated key and NaN are invalid); two columns have one name.
     """
     path = Path(path)
     if not path.is_file():
