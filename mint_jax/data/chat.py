@@ -77,8 +77,8 @@ def preference_row(
     tokenizer: Tokenizer, row: Row, where: str, append_eos: bool = True
 ) -> tuple[Marked, Marked]:
     """Encodes a chosen and a rejected reply: ``{"prompt", "chosen", "rejected"}``, or two whole
-    conversations without ``prompt``. Arguments and errors as in ``supervised_row``; the replies must
-    have one prompt.
+    conversations without ``prompt``. Arguments and errors as in ``supervised_row``; both need the
+    same prompt.
     """
     form = form_of(row, PREFERENCES, where)
     with _place_in_errors(where):
