@@ -102,7 +102,7 @@ class Answer:
         for index, done in enumerate(results, number * self.spec.request.n):
             (content, calls), part = self._calls(index, done), Part()
             if not self.spec.silent:
-                part = self._rest(self.spec.prompts[number], done, self._streams[index], content)
+                part = self._rest(done, self._streams[index], content)
             out += self._chunks(index, part, done, calls)
         return out
 
@@ -117,15 +117,15 @@ class Answer:
         """Returns the chunk that ends a stream that failed midway."""
         return [{"error": error}]
 
-    def _rest(self, prompt: Prompt, done: Completion, stream: TextStream, content: str) -> Part:
+    def _rest(self, done: Completion, stream: TextStream, content: str) -> Part:
         """Returns what a stream has not sent of a completion.
 
         As in OpenAI's API the entries end with the text: an end token or the tokens of a stop
         string have none. Clients that score tokens (``echo``, or ids) get all entries.
         """
         assert done.text is not None, "the engine has a tokenizer"
-        offsets, body = Offsets(self._texts, prompt.tokens), self.spec.body
-        offsets.add(done.tokens, done.text)
+        offsets, body = stream.offsets, self.spec.body
+        offsets.add(done.tokens[len(offsets.starts) :], done.text)
         sent, count = stream.count, len(done.tokens)
         scores = body.echo or body.return_token_ids or body.return_tokens_as_token_ids
         if done.finish == "stop" and not scores:

@@ -271,27 +271,22 @@ class Response:
             out += self._open()
         if self._text is not None:
             self._logprobs += self._pending
-            item = self._message(self._status, self._part())
-            self._output.append(item)
-            [part] = item["content"]
+            part = self._part()
             text = {"text": part["text"], "logprobs": part["logprobs"]}
             out.append(self._part_event("output_text.done", **text))
             out.append(self._part_event("content_part.done", part=part))
-            out.append(self._event("output_item.done", output_index=0, item=item))
+            out.append(self._item_event("done", self._message(self._status, part)))
         for call in calls:
             item = {"id": f"fc_{call['id']}", "type": "function_call", "status": "completed"}
             item |= {"call_id": call["id"], **call["function"]}
-            place, arguments = {"output_index": len(self._output)}, item["arguments"]
-            named, name = place | {"item_id": item["id"]}, item["name"]
+            place = {"output_index": len(self._output), "item_id": item["id"]}
+            whole = {"name": item["name"], "arguments": item["arguments"]}
             opened = item | {"arguments": "", "status": "in_progress"}
-            self._output.append(item)
             out += [
-                self._event("output_item.added", **place, item=opened),
-                self._event("function_call_arguments.delta", **named, delta=arguments),
-                self._event(
-                    "function_call_arguments.done", **named, name=name, arguments=arguments
-                ),
-                self._event("output_item.done", **place, item=item),
+                self._item_event("added", opened),
+                self._event("function_call_arguments.delta", **place, delta=item["arguments"]),
+                self._event("function_call_arguments.done", **place, **whole),
+                self._item_event("done", item),
             ]
         return out
 
@@ -358,10 +353,14 @@ class Response:
         id = self._message("")["id"]
         return self._event(kind, item_id=id, output_index=0, content_index=0, **fields)
 
+    def _item_event(self, kind: str, item: dict[str, Any]) -> dict[str, Any]:
+        event = self._event(f"output_item.{kind}", output_index=len(self._output), item=item)
+        self._output += [item] if kind == "done" else []
+        return event
+
     def _open(self) -> list[dict[str, Any]]:
         """Returns the events that begin the message."""
-        self._text, item = "", self._message("in_progress")
-        added = self._event("output_item.added", output_index=0, item=item)
+        self._text, added = "", self._item_event("added", self._message("in_progress"))
         return [added, self._part_event("content_part.added", part=self._part())]
 
     def _deltas(self, chunks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

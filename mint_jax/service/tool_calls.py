@@ -159,13 +159,13 @@ _KEY_VALUE = (
 xml, key_value = functools.partial(_pairs, _XML), functools.partial(_pairs, _KEY_VALUE)
 
 _PYTHON = {"True": True, "False": False, "None": None}  # as templates write these values, too
-_TYPES = {
-    "object": dict,
-    "array": list,
-    "boolean": bool,
-    "integer": int,
-    "number": (int, float),
-    "null": type(None),
+_TYPES: dict[type, tuple[str, ...]] = {  # JSON schema's names
+    dict: ("object",),
+    list: ("array",),
+    bool: ("boolean",),
+    int: ("integer", "number"),
+    float: ("number",),
+    type(None): ("null",),
 }
 
 
@@ -184,11 +184,7 @@ def _takes(schema: Any, value: Any) -> bool:
         return False
     if "type" in schema:
         names = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-        return any(
-            isinstance(value, types) and isinstance(value, bool) == (name == "boolean")
-            for name, types in _TYPES.items()
-            if name in names
-        )
+        return any(name in _TYPES[type(value)] for name in names)
     values = schema.get("enum", [schema["const"]] if "const" in schema else [])
     if isinstance(values, list) and any(type(one) is type(value) for one in values):
         return True
