@@ -75,7 +75,7 @@ class Stops:
         and the text before it; (None, None) without a match.
         """
         known = self.detokenizer.text
-        kept = max(map(len, self._stops)) - 1
+        kept = max(map(len, self._stops), default=1) - 1
         tail = known[len(known) - min(kept, len(known)) :]
 
         def holds(text: str) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mint_jax.data.tokenizer import Tokenizer
-from mint_jax.rollout.detokenize import HALF, Detokenizer, Stops, text_behind
+from mint_jax.rollout.detokenize import HALF, Stops, text_behind
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -126,12 +126,9 @@ class TextStream:
         stop: Sequence[str] = (),
         marker: str | None = None,
     ):
-        decode = self._decode = texts.decode
-        self._marker = marker
-        self._stops = Stops(decode, stop, prompt) if stop else None
-        self._detokenizer = (
-            Detokenizer(decode, prompt) if self._stops is None else self._stops.detokenizer
-        )
+        self._decode, self._marker = texts.decode, marker
+        self._stops = Stops(texts.decode, stop, prompt)
+        self._detokenizer = self._stops.detokenizer
         self._withheld = (*stop, marker) if marker else tuple(stop)
         self.tokens: list[int] = []
         self.offsets = Offsets(texts, prompt)
@@ -140,17 +137,14 @@ class TextStream:
     def add(self, tokens: Sequence[int]) -> str:
         """Adds sampled tokens and returns the next text."""
         self.tokens += tokens
-        before_stop = None
-        if self._stops is not None:
-            end, before_stop = self._stops.look(self.tokens)
-            del self.tokens[len(self.tokens) if end is None else end :]
+        end, known = self._stops.look(self.tokens)
+        if end is not None and known is not None:
+            del self.tokens[end:]
+            settled, limit = len(self.tokens), len(known)
         else:
-            self._detokenizer.settle(self.tokens, self._detokenizer.added(self.tokens))
-        known, settled = self._detokenizer.text, self._detokenizer.count
-        if before_stop is not None:
-            known, settled = before_stop, len(self.tokens)
+            known, settled = self._detokenizer.text, self._detokenizer.count
+            limit = len(known) - self._undecided(known)
         self.offsets.add(self.tokens[len(self.offsets.starts) : settled], known)
-        limit = len(known) if before_stop is not None else len(known) - self._undecided(known)
         if self._marker is not None and (at := known.find(self._marker, len(self.text))) >= 0:
             limit = min(limit, at)
         return self._send(known[:limit])
