@@ -34,6 +34,7 @@ from mint_jax.models import transformer
 from mint_jax.models.base import Base
 from mint_jax.service import external
 from mint_jax.service.book import Book, Checkpoint, Sampler
+from mint_jax.service.server_db import DatabaseDamaged
 from mint_jax.service.training_calls import Load, Save
 from mint_jax.train.host_state import HostState
 
@@ -46,7 +47,7 @@ KINDS = {  # of paths, with Tinker's names of their types
 }
 SNAPSHOTS_S = 86400.0
 MAX_NAMED = 4096  # revisions whose policy is remembered
-DISK_FAILURES = DatabaseFailed, StorageFailed
+DISK_FAILURES = DatabaseFailed, DatabaseDamaged, StorageFailed
 
 
 class CheckpointPath(NamedTuple):
@@ -155,8 +156,7 @@ class Checkpoints:
             if not call.overwrite:
                 self.book.need_free(model, call.kind, call.name, request)
             replaced = found_or_none(self.book.checkpoint, tenant, model, call.kind, call.name)
-            more = state.nbytes - (0 if replaced is None else replaced.nbytes)
-            self.need_room(tenant, more)
+            self.need_room(tenant, state.nbytes - (0 if replaced is None else replaced.nbytes))
             return self._keep(model, tenant, request, call, state)
 
     def _keep(
@@ -177,6 +177,15 @@ class Checkpoints:
             digests = (blake3_of(f"{name}\0".encode() + d) for name, d in contents.items())
             digest, nbytes = blake3_of("".join(digests).encode()), sum(map(len, contents.values()))
             write = functools.partial(self._write_files, digest, contents)
+        details = {"config": dataclasses.asdict(state.config), "base": base, "policy": policy}
+        now = self.book.clock()
+        row = Checkpoint(
+            *(model, call.kind, call.name or "", tenant, digest, nbytes, request),
+            details=details | {"metadata": call.metadata},
+            created=now,
+            expires=None if call.ttl_s is None else now + call.ttl_s,
+            public=False,
+        )
         try:
             with self.using(digest, policy):
                 write()
@@ -184,15 +193,6 @@ class Checkpoints:
                     session, number = call.sampler.rsplit(":sample:", 1)
                     sampler = self.book.add_sampler(session, int(number), tenant, None, digest)
                     return {"sampling_session_id": sampler.id}
-                details = {"config": dataclasses.asdict(state.config), "base": base}
-                details |= {"metadata": call.metadata, "policy": policy}
-                now = self.book.clock()
-                row = Checkpoint(
-                    *(model, call.kind, call.name or "", tenant, digest, nbytes, request, details),
-                    created=now,
-                    expires=None if call.ttl_s is None else now + call.ttl_s,
-                    public=False,
-                )
                 self.book.add_checkpoint(row)
         except BaseException:
             # the client gets the save's own failure; ``sweep`` finds the rest

@@ -25,7 +25,7 @@ MAX_SESSIONS = 10_000  # beyond it the oldest is dropped
 
 
 class Browsers:
-    """The sessions of one server, for one event loop. Without ``keys`` none is needed."""
+    """The sessions of one server, thread-safe. Without ``keys`` none is needed."""
 
     def __init__(self, keys: Keys | None, clock: Callable[[], float] = time.monotonic):
         self.keys, self._clock = keys, clock
