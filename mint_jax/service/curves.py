@@ -1,20 +1,21 @@
-"""Training curves: the loss and the gradient norm of each policy at every update, for charts.
+"""Training curves: the loss and the gradient norm of each policy at every update, for charts."""
 
-The server writes new points every few seconds; a crash loses those since then.
-"""
-
-import collections
+import concurrent.futures
+import contextlib
 import math
-import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from mint_jax.catalog.records.database import DatabaseFailed
 from mint_jax.service.server_db import ServerDatabase
 from mint_jax.service.training_calls import Call, ForwardBackward, Optim
 
 MOST = 1000  # points of a chart
+WAIT_S = 1.0  # for the newest points; a full disk delays them
+_INSERT = """INSERT INTO points
+    SELECT ?1, 1 + COALESCE(MAX(number), 0), ?2, ?3, ?4 FROM points WHERE model = ?1"""
 
 
 class Point(NamedTuple):
@@ -26,41 +27,33 @@ class Point(NamedTuple):
 
 
 class Curves:
-    """See the module; may be called from any thread. ``clock`` gives seconds since 1970."""
+    """The curves of one server. ``clock`` gives seconds since 1970."""
 
     def __init__(self, database: ServerDatabase, clock: Callable[[], float]):
         self._database, self._clock = database, clock
-        self._lock = threading.Lock()
         # since a policy's last update: summed loss and summed weights
         self._sums: dict[str, tuple[float, float]] = {}
-        self._new: collections.deque[tuple[str, Point]] = collections.deque()
+        self._newest: concurrent.futures.Future[Any] | None = None
 
     def record(self, model: str, call: Call, result: Any) -> None:
-        """Records the result of a request; called in the order of a policy's requests."""
+        """Records the result of a request; called by one thread, in the order of the requests."""
         if isinstance(call, ForwardBackward) and call.backward:
-            weight = sum(float(np.abs(datum.weights).sum()) for datum in call.data)
-            loss, before = self._sums.get(model, (0.0, 0.0))
-            self._sums[model] = loss + result.loss, before + weight
+            loss, weight = self._sums.get(model, (0.0, 0.0))
+            weight += sum(float(np.abs(datum.weights).sum()) for datum in call.data)
+            self._sums[model] = loss + result.loss, weight
         elif isinstance(call, Optim):
             loss, weight = self._sums.pop(model, (0.0, 0.0))
             mean = loss / weight if weight else math.nan
-            point = Point(self._clock(), _finite(mean), _finite(result["grad_norm"]))
-            self._new.append((model, point))
-
-    def flush(self) -> None:
-        """Writes new points. What cannot be written is tried again by the next call."""
-        query = """INSERT INTO points SELECT
-            ?1, 1 + COALESCE(MAX(number), 0), ?2, ?3, ?4 FROM points WHERE model = ?1"""
-        with self._lock:
-            rows = [(model, *point) for model, point in self._new.copy()]
-            if rows:
-                self._database.write(lambda c: c.executemany(query, rows)).result()
-            for _ in rows:
-                self._new.popleft()
+            row = model, self._clock(), _finite(mean), _finite(result["grad_norm"])
+            with contextlib.suppress(DatabaseFailed):  # closed: no chart is worth a failed update
+                self._newest = self._database.write(
+                    lambda c: c.execute(_INSERT, row).rowcount, keep=True, lazy=True
+                )
 
     def of(self, model: str, most: int = MOST) -> list[tuple[int, Point]]:
         """Returns a policy's updates by number, thinned to at most ``most`` and the last one."""
-        self.flush()
+        if self._newest is not None:
+            concurrent.futures.wait([self._newest], WAIT_S)
         [[last]] = self._database.read("SELECT MAX(number) FROM points WHERE model = ?", model)
         query = "SELECT number, at, loss, grad_norm FROM points WHERE model = ?"
         query += " AND (number % ? = 0 OR number = ?) ORDER BY number"

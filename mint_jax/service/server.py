@@ -262,7 +262,7 @@ class Server:
                         self.programs.close()
                     self._ending.set()
                     keeper.join()
-            _attempt(self.curves.flush, self.costs.flush)
+            _attempt(self.costs.flush)
         finally:
             self.durable.stop(UserError("the server was stopped before this ended: ask again"))
             self._opened.close()
@@ -286,7 +286,7 @@ class Server:
                 self.end_session(session)
 
         _attempt(self.durable.futures.expire, self.answers.expire, self.checkpoints.expire)
-        _attempt(end_silent, self.curves.flush, self.costs.flush)
+        _attempt(end_silent, self.costs.flush)
 
     def readiness(self) -> dict[str, Any]:
         """Returns ``status``, ``ready`` once all is compiled, and which requests are served."""
