@@ -29,9 +29,6 @@ from mint_jax.rollout.samples import CachedPrompt, SampleState, longest_table
 from mint_jax.rollout.scheduler import Scheduler
 from mint_jax.rollout.stream import Stream
 
-# Weight of a drawn token relative to a prefilled one in fair sharing between tenants
-# (arXiv:2401.00588, section 3.1).
-DRAWN = 2
 # Prefill calls between two decode dispatches while serving: 512 tokens on a CPU, 2,048 elsewhere.
 READS = 4
 # Counters that are reported as 0 from the start.
@@ -59,7 +56,6 @@ class Coscheduled(Protocol):
     def began(self, tenant: str) -> None: ...
     def ended(self, tenant: str) -> None: ...
     def order(self, tenants: Iterable[str]) -> list[str]: ...
-    def spent(self, seconds: float, shares: Mapping[str, float]) -> None: ...
     def took(
         self,
         kind: Literal["prefill", "decode"],
@@ -118,7 +114,6 @@ class ActiveRequests:
         self.coscheduled: Coscheduled | None = None
         self.is_serving, self.call = False, 0
         self._submitted = itertools.count()  # ``next`` is atomic, so any thread may take a number
-        self._tokens: Counter[str] = Counter()  # fair-share tokens of this turn, by tenant
         # Tokens prefilled in this turn, by tenant and revision.
         self._read: Counter[tuple[str, str | None]] = Counter()
         self._read_from = 0.0  # time of the turn's first prefill call
@@ -156,11 +151,7 @@ class ActiveRequests:
         if (coscheduled := self.coscheduled) is None:
             return self._work()
         self.schedule.prefer(coscheduled.order(self.schedule.tenants))
-        began = time.perf_counter()
-        self._tokens.clear()
         worked = bool(self.jobs) and self._work()
-        if self._tokens:
-            coscheduled.spent(time.perf_counter() - began, self._tokens)
         return coscheduled.turn(bool(self.schedule.running)) or worked
 
     def _work(self) -> bool:
@@ -243,7 +234,6 @@ class ActiveRequests:
                 if scores is not None:
                     prompt.scores[i] = [x[c, :count].tolist() for x in scores]
                 self.counts["prefilled_tokens"] += count
-                self._tokens[request.tenant] += count
                 self._read[request.tenant, request.revision] += count
 
     def _decode(self, running: list[tuple[SampleState, int]], rows: int) -> None:
@@ -266,7 +256,6 @@ class ActiveRequests:
         self.counts["drawn_tokens"] += int(drawn.count.sum())
         for (sample, _), r in zip(running, places):
             piece, request = sample.append(drawn, r), sample.prompt.request
-            self._tokens[request.tenant] += DRAWN * len(piece.tokens)
             tokens[request.tenant, request.revision] += len(piece.tokens)
             sample.owner.stream.put(piece)
         if self.coscheduled is not None and running:

@@ -2,9 +2,8 @@
 
     submit -> futures -> turn (the devices' thread) -> finisher's thread -> futures -> wait
 
-Each policy has one queue. Requests of different policies that are ready share a step, and so do
-passes of one policy without an update between them. The tenant with the least service goes first
-(``fairness.py``). Checkpoints are read and written in other threads.
+Requests of different policies that are ready share a step, and so do passes of one policy without
+an update between them. The tenant with the least service goes first (``fairness.py``).
 """
 
 import collections
@@ -57,16 +56,14 @@ class Unavailable(UserError):
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """A policy's state with its pending gradients, between two of its requests, and the place up to
-    which it has everything.
-    """
+    """A policy's state between two requests, and the place up to which it has everything."""
 
     model: str
     place: int
     state: HostState
 
     def write(self, folder: Path) -> None:
-        """Replaces the policy's file, which is on the disk when this returns."""
+        """Replaces the policy's file durably."""
         data = self.state.to_bytes({"model": self.model, "place": self.place})
         files.write_file(path_of(folder, self.model), bytes.fromhex(blake3_of(data)) + data)
 
@@ -91,8 +88,8 @@ def path_of(folder: Path, model: str) -> Path:
 
 @dataclasses.dataclass(eq=False)
 class _Operation:
-    """An entry of a policy's queue: a request, or a function with a ``future``. ``work`` is the
-    next thing to do in the devices' thread, None before the request is read.
+    """A request, or a function with a ``future``. ``work`` is for the devices' thread, None before
+    the request is read.
     """
 
     policy: str
@@ -134,17 +131,15 @@ class Durable:
 
     Args:
         live: the policies; only ``slice`` touches them.
-        wake: called, from any thread, when ``slice`` has something new to do.
         gap_s, idle_gap_s: seconds of a slice, unless the shortest is longer, while rows decode and
             while none does; the latter delays the first token of a new request.
         every, every_s: updates of a policy, and seconds, after which an update ends with a
             snapshot.
         store: of checkpoints; requests that load or save need it.
         tenant_of: returns the tenant that a policy's time is charged to.
-        on_result: called in the devices' thread with the model, the call and the result of each
-            request that succeeds for the first time.
-        on_end: called with a policy and the number of a request that has ended; the number is None
-            when the policy was forgotten.
+        on_result: called in the devices' thread for each request that succeeds for the first time.
+        on_end: called with a policy and the number of a request that has ended, None of a forgotten
+            policy.
 
     Attributes:
         gaps: seconds that decoding rows waited for slices.
@@ -176,15 +171,15 @@ class Durable:
                 f"every is {every}, every_s {every_s}, gap_s {gap_s}, idle_gap_s {idle_gap_s};"
                 " expected at least 1 update, and seconds above 0 with gap_s at most idle_gap_s"
             )
-        self.live, self.counters, self.costs = live, Counters(), costs or Costs(database)
+        self.live, self.costs = live, costs or Costs(database)
+        self.counters = counters = Counters()
         self.gap_s, self.idle_gap_s, self.every, self.every_s = gap_s, idle_gap_s, every, every_s
         self.gaps: collections.deque[float] = collections.deque(maxlen=KEPT_GAPS)
         self.store, self.tenant_of, self._wake = store, tenant_of, wake
         self._on_result, self._on_end = on_result, on_end
         self.failed: BaseException | None = None
         # of ``rollout.active.Coscheduled``
-        self.began, self.ended = self.counters.begin, self.counters.end
-        self.order, self.spent = self.counters.order, self.counters.charge
+        self.began, self.ended, self.order = counters.begin, counters.end, counters.order
         self._lock = threading.Lock()  # of the inbox and of ``_changes``
         self._inbox: list[tuple[_Operation, bool]] = []  # with True if its file is there
         self._changes = collections.defaultdict[str, _SinceSnapshot](_SinceSnapshot)
@@ -209,9 +204,7 @@ class Durable:
     # any thread
 
     def submit(self, model: str, seq_id: int, call: Call) -> str:
-        """Returns the id of a request, as ``Futures.submit`` does. Raises ``Unavailable``: the
-        server has failed or is closing.
-        """
+        """Returns the id of a request, as ``Futures.submit`` does. Raises ``Unavailable``."""
         return self.futures.submit(model, seq_id, *self._encoded(call))
 
     async def submit_task(self, model: str, seq_id: int, call: Call) -> str:
@@ -224,12 +217,8 @@ class Durable:
         return codec.encode(call)
 
     def result(self, id: str, timeout_s: float = 0.0) -> Any:
-        """Returns the result of a request; None if it has not ended.
-
-        Raises:
-            UserError: the caller's mistake failed the request.
-            RuntimeError: something else failed it.
-            Gone: the id is unknown, or the result is no longer kept.
+        """Returns the result of a request; None if it has not ended. Raises ``UserError``: the
+        caller's mistake failed it; ``RuntimeError``: something else did; ``Gone``.
         """
         outcome = self.futures.wait(id, timeout_s)
         if isinstance(outcome, Failed):
@@ -241,12 +230,11 @@ class Durable:
         future: Future[Any] = Future()
         future.set_running_or_notify_cancel()
         with self._lock:
-            if (error := self.failed) is None:
-                self._take()
-                operation = _Operation(policy, tenant, future=future, work=call)
-                self._inbox.append((operation, False))
-        if error is not None:
-            future.set_exception(error)
+            if self.failed is not None:
+                future.set_exception(self.failed)
+                return future
+            self._take()
+            self._inbox.append((_Operation(policy, tenant, future=future, work=call), False))
         self._wake()
         return future
 
@@ -255,8 +243,8 @@ class Durable:
         self.futures.forget(model, lambda: path_of(self.states, model).unlink(missing_ok=True))
         self._on_end(model, None)
         with self._lock:
-            changes = self._changes.pop(model, None)
-        self._drop_loads([] if changes is None else changes.loads)
+            changes = self._changes.pop(model, _SinceSnapshot())
+        self._drop_loads(changes.loads)
         self.do(model, lambda live: model in live and live.leave(model), self.tenant_of(model))
 
     @property
@@ -303,12 +291,12 @@ class Durable:
         tokens: Mapping[tuple[str, str | None], int],
     ) -> None:
         shares = {Payer(tenant, digest or BASE): n for (tenant, digest), n in tokens.items()}
-        self.costs.charge(kind, seconds, shares)
+        self._charge(kind, seconds, shares)
 
     def slice(self, bound_s: float | None = None) -> bool:
-        """Computes one slice, of at most about ``bound_s`` seconds if a step is that short; returns
-        whether there was anything to do. A failure that no request caused ends all requests and is
-        raised, because what is on the devices may be lost.
+        """Computes one slice of about ``bound_s`` seconds at most; returns whether there was
+        anything to do. A failure that no request caused ends all requests and is raised, because
+        what is on the devices may be lost.
         """
         if self.failed is not None:
             return False
@@ -326,9 +314,7 @@ class Durable:
             self._inbox.append((operation, False))
 
     def _sort(self) -> None:
-        """Joins restored policies, appends new operations to their queues, and resumes those whose
-        files are there.
-        """
+        """Joins restored policies, and appends new operations to their queues."""
         while self._to_join:
             policy, state = self._to_join.pop()
             try:
@@ -382,11 +368,12 @@ class Durable:
                 self._pop_ended(policy)
                 continue
             # the programs of passes and updates may not be compiled yet; functions need none
-            if isinstance(head.work, TrainRequest):
-                can_start = self.live.can_move() and self.live.can_start(head.work)
-            else:
-                can_start = not isinstance(head.work, OptimizerConfig) or self.live.can_move()
-            return head if can_start else None
+            trains = isinstance(head.work, TrainRequest | OptimizerConfig)
+            if trains and not self.live.can_move():
+                return None
+            if isinstance(head.work, TrainRequest) and not self.live.can_start(head.work):
+                return None
+            return head
         return None
 
     def _read(self, one: _Operation) -> None:
@@ -414,16 +401,18 @@ class Durable:
                     self._in_background(one, begin)
                 case Refused(reason):
                     raise UserError(reason)
+            trains = isinstance(one.work, TrainRequest | OptimizerConfig)
+            if trains and one.policy not in self.live:
+                message = f"policy {one.policy!r} is not in training: create or load it first"
+                raise UserError(message)
         except (UserError, OSError) as error:
             one.end(error=error)
 
     def _step(self, heads: list[_Operation], bound_s: float | None) -> None:
         works: dict[int, tuple[TrainRequest, _Operation]] = {}
-        for one in self._in_training([one for head in heads for one in self._until_update(head)]):
+        for one in itertools.chain.from_iterable(map(self._until_update, heads)):
             assert isinstance(one.work, TrainRequest)
             works[id(one.work)] = one.work, one
-        if not works:
-            return
         step = self.live.step([work for work, _ in works.values()], bound_s)
         tokens = collections.Counter[Payer]()
         for block in step.blocks:
@@ -434,14 +423,6 @@ class Durable:
             if not work.left:
                 assert isinstance(one.call, ForwardBackward)
                 one.end(one.call.result(work.logprobs, work.loss))  # type: ignore[arg-type]
-
-    def _in_training(self, operations: list[_Operation]) -> list[_Operation]:
-        """Returns the operations whose policy is in training; fails the others."""
-        for one in operations:
-            if one.policy not in self.live:
-                message = f"policy {one.policy!r} is not in training: create or load it first"
-                one.end(error=UserError(message))
-        return [one for one in operations if not one.ended]
 
     def _until_update(self, head: _Operation) -> list[_Operation]:
         """Returns a policy's passes before its next other operation; they may run in any order."""
@@ -455,8 +436,6 @@ class Durable:
         return found
 
     def _update(self, heads: list[_Operation]) -> None:
-        if not (heads := self._in_training(heads)):
-            return
         began = time.perf_counter()
         results = self.live.optim({one.policy: one.work for one in heads})  # type: ignore[misc]
         seconds = time.perf_counter() - began
@@ -488,10 +467,7 @@ class Durable:
 
     def _charge(self, kind: Kind, seconds: float, shares: Mapping[Payer, float]) -> None:
         self.costs.charge(kind, seconds, shares)
-        tenants: collections.defaultdict[str, float] = collections.defaultdict(float)
-        for payer, share in shares.items():
-            tenants[payer.tenant] += share
-        self.counters.charge(seconds, tenants)
+        self.counters.charge(seconds, [(payer.tenant, share) for payer, share in shares.items()])
 
     def _pop_ended(self, policy: str) -> None:
         """Hands over the results of a policy's first operations; takes a snapshot if one is due."""
@@ -593,8 +569,8 @@ class Durable:
         if one.error is None:
             outcome = Done(codec.encode_result(one.result))
         else:
-            failed = isinstance(one.error, (DatabaseFailed, StorageFailed))  # UserErrors too
-            is_mistake = isinstance(one.error, UserError) and not failed
+            is_mistake = isinstance(one.error, UserError)
+            is_mistake &= not isinstance(one.error, (DatabaseFailed, StorageFailed))  # UserErrors
             outcome = Failed(str(one.error), Category.USER if is_mistake else Category.SERVER)
         self.futures.finish(request.id, outcome)
         self._on_end(one.policy, request.seq_id)
@@ -602,8 +578,8 @@ class Durable:
     def _write_snapshot(
         self, request: TrainingRequest, state: HostState, loads: Sequence[str]
     ) -> None:
-        """Writes the snapshot after a request unless its policy was forgotten. If the disk refuses,
-        the older one stays, and the policy's next update tries again.
+        """Writes the snapshot after a request. If the disk refuses, the older one stays, and the
+        policy's next update tries again.
         """
         model = request.model
         try:

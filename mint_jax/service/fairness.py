@@ -9,7 +9,7 @@ work, the service of any two differs by at most two slices (theorem 4.4), and ea
 
 import collections
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 
 class Counters:
@@ -17,18 +17,17 @@ class Counters:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counters: collections.defaultdict[str, float] = collections.defaultdict(float)
-        self._busy: collections.Counter[str] = collections.Counter()  # requests not ended
+        self._counters = collections.defaultdict[str, float](float)
+        self._busy = collections.Counter[str]()  # requests not ended
         self._last = 0.0  # the counter of the tenant that became idle last
-        self.seconds: collections.defaultdict[str, float] = collections.defaultdict(float)
+        self.seconds = collections.defaultdict[str, float](float)
 
     def begin(self, tenant: str) -> None:
         """Counts a new request of a tenant."""
         with self._lock:
             if not self._busy[tenant]:
-                least = min((self._counters[t] for t, n in self._busy.items() if n), default=None)
-                lifted = self._last if least is None else least
-                self._counters[tenant] = max(self._counters[tenant], lifted)
+                busy = [self._counters[one] for one, count in self._busy.items() if count]
+                self._counters[tenant] = max(self._counters[tenant], min(busy, default=self._last))
             self._busy[tenant] += 1
 
     def end(self, tenant: str) -> None:
@@ -39,16 +38,16 @@ class Counters:
                 del self._busy[tenant]
                 self._last = self._counters[tenant]
 
-    def charge(self, seconds: float, shares: Mapping[str, float]) -> None:
+    def charge(self, seconds: float, shares: Iterable[tuple[str, float]]) -> None:
         """Charges a dispatch's seconds to tenants in proportion to their shares."""
-        total = sum(shares.values())
+        shares = list(shares)
+        total = sum(share for _, share in shares)
         with self._lock:
-            for tenant, share in shares.items():
-                part = seconds * share / total
-                self.seconds[tenant] += part
-                self._counters[tenant] += part
+            for tenant, share in shares:
+                self.seconds[tenant] += seconds * share / total
+                self._counters[tenant] += seconds * share / total
 
     def order(self, tenants: Iterable[str]) -> list[str]:
         """Sorts tenants by service, least first; ties keep their order."""
         with self._lock:
-            return sorted(dict.fromkeys(tenants), key=lambda tenant: self._counters[tenant])
+            return sorted(dict.fromkeys(tenants), key=self._counters.__getitem__)

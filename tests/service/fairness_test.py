@@ -19,7 +19,7 @@ def test_tenants_with_work_all_the_time_are_served_alike(count, seed):
         first = counters.order(names)[0]
         seconds = float(rng.uniform(0.1, 1))
         largest = max(largest, seconds)
-        counters.charge(seconds, {first: 1.0})
+        counters.charge(seconds, [(first, 1.0)])
     served = [counters.seconds[name] for name in names]
     # theorem 4.4: two counters differ by the largest slice of either at most
     assert max(served) - min(served) <= largest * (1 + 1e-9)
@@ -29,16 +29,16 @@ def test_a_pause_saves_nothing_up_and_costs_nothing():
     counters = Counters()
     counters.begin("a")
     counters.begin("b")
-    counters.charge(10.0, {"a": 1.0, "b": 3.0})
+    counters.charge(10.0, [("a", 1.0), ("b", 3.0)])
     assert counters.order("ba") == ["a", "b"]
     assert dict(counters.seconds) == {"a": 2.5, "b": 7.5}
     counters.end("a")
-    counters.charge(20.0, {"b": 1.0})
+    counters.charge(20.0, [("b", 1.0)])
     counters.begin("a")  # lifted to b's 27.5
-    counters.charge(1.0, {"a": 1.0})
+    counters.charge(1.0, [("a", 1.0)])
     assert counters.order("ab") == ["b", "a"]
     counters.begin("new")
-    counters.charge(0.5, {"b": 1.0})
+    counters.charge(0.5, [("b", 1.0)])
     assert counters.order(["a", "b", "new"]) == ["new", "b", "a"]
     for name in ("a", "b", "new"):
         counters.end(name)
