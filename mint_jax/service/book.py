@@ -273,8 +273,7 @@ class Book:
         found = f"FROM checkpoints WHERE {where} AND (?2 IS NULL OR model IN ({models}))"
         query = f"""SELECT (SELECT COUNT(*) {found}), COALESCE(SUM(nbytes), 0)
             FROM (SELECT DISTINCT digest, nbytes {found})"""
-        count, nbytes = self.database.read(query, tenant, session, self.clock())[0]
-        return count, nbytes
+        return tuple(self.database.read(query, tenant, session, self.clock())[0])
 
     def change_checkpoint(self, checkpoint: Checkpoint, **values: Any) -> None:
         """Sets ``expires`` or ``public`` of a checkpoint."""

@@ -70,10 +70,8 @@ def unknown(id: str) -> Gone:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class TrainingRequest:
-    """A request that is not settled; ``is_again``: its result is known, its model's state needs it.
-
-    ``place`` and ``ended`` are those of its body and its result, 0 until these are in the database.
-    ``data`` is a short body until the request has ended, then a short result.
+    """A request that is not settled. ``place`` and ``ended`` are those of its body and its result,
+    0 until these are in the database; ``data`` is a short body, and after the end a short result.
     """
 
     id: str
@@ -87,21 +85,20 @@ class TrainingRequest:
     is_again: bool = False
     is_released: bool = False
     data: bytes | None = None
-    accepted: "Future[None]" = dataclasses.field(default_factory=Future)
+    accepted: Future[None] = dataclasses.field(default_factory=Future)
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Model:
-    """The requests of one model by number, None once settled, from ``first``, the first number that
-    is not; those that are ready or run, in order; the next number to become ready; and the place of
-    the newest durable snapshot.
+    """One model: its requests by number, None once settled, from ``first`` that is not; the next
+    number to become ready; those that are ready or run; the place of the newest durable snapshot.
     """
 
     first: int = 1
     next: int = 1
     place: int = 0
     requests: dict[int, TrainingRequest | None] = dataclasses.field(default_factory=dict)
-    running: "collections.deque[TrainingRequest]" = dataclasses.field(
+    running: collections.deque[TrainingRequest] = dataclasses.field(
         default_factory=collections.deque
     )
 
@@ -136,7 +133,6 @@ class Futures:
 
     Args:
         places: place of the loaded snapshot, of each model that has one.
-        clock: monotonic seconds. A restart begins the time of delivered results again.
         on_ready: called, in any thread, when ``take`` has a new request.
 
     Raises:
@@ -169,11 +165,8 @@ class Futures:
     def submit(self, model: str, seq_id: int, call: str, body: bytes) -> str:
         """Returns the id of a request, which is in the database by then.
 
-        Raises:
-            Conflict: another request had this number.
-            Gone: the request ran long ago.
-            Overloaded: the queue is full.
-            DatabaseFailed: the disk refuses: the request was not accepted and may be sent again.
+        Raises ``Conflict``; ``Gone``: the request ran long ago; ``Overloaded``: the queue is full;
+        ``DatabaseFailed``: the disk refuses, so the request may be sent again.
         """
         request = self._accept(model, seq_id, call, body)
         request.accepted.result()
@@ -200,9 +193,7 @@ class Futures:
         return request.model, request.call
 
     def delivered(self, id: str) -> None:
-        """Marks an outcome as delivered: it is kept for another ``keep_s``. A crash may lose the
-        mark.
-        """
+        """Keeps an outcome for another ``keep_s``. A crash may lose the mark."""
         with self._lock:
             request = self._ids.get(id)
             if request is None or not request.ended or request.is_released:
@@ -254,14 +245,12 @@ class Futures:
         in the database.
 
         While the disk refuses, the outcome waits. The outcome of a request that ran again, or of a
-        forgotten model, is dropped. Raises ``DatabaseFailed``: the database is closed; the request
-        runs again after a restart.
+        forgotten model, is dropped. Raises ``DatabaseFailed``: the database is closed.
         """
         if isinstance(outcome, Done):
             data, category = outcome.result, None
         else:
             data, category = outcome.error.encode(), outcome.category
-
         with self._lock:
             if (request := self._ids.get(id)) is None:
                 return
@@ -311,12 +300,9 @@ class Futures:
                 self._settle(model, list(queue.requests.values()))
 
     def forget(self, model: str, then: Callable[[], None] = lambda: None) -> None:
-        """Deletes a model: its waiting requests do not run, its outcomes are gone, and its name is
-        as if never used.
-
-        Args:
-            then: called, in any thread, when the deletion is durable. Until then the model's
-                snapshot is needed to open the database.
+        """Deletes a model, its waiting requests and its outcomes; its name is as if never used.
+        ``then`` is called, in any thread, when the deletion is durable. Until then the model's
+        snapshot is needed to open the database.
         """
         with self._lock:
             if model not in self._models:
@@ -402,10 +388,8 @@ class Futures:
         settled = [
             one
             for one in requests
-            if one is not None
-            and one.is_released
-            and not one.is_again
-            and (one.category is not None or one.ended <= queue.place)
+            if one is not None and one.is_released and not one.is_again
+            if one.category is not None or one.ended <= queue.place
         ]
         if not settled:
             return

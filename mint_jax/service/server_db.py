@@ -239,9 +239,7 @@ class ServerDatabase:
                 change.set_exception(self._explained(error))
 
     def _next_group(self) -> list[_Change]:
-        """Returns the changes of the next transaction; none once the database is closed, or if the
-        disk refuses.
-        """
+        """Returns the changes of the next transaction; may be none while the disk refuses."""
         with self._lock:
             if self.trouble:
                 self._work.wait_for(lambda: self._closed, RETRY_S)
@@ -257,9 +255,7 @@ class ServerDatabase:
             return group
 
     def _commit(self, group: Sequence[_Change]) -> list[tuple[Any, Exception | None]]:
-        """Writes one transaction; returns the result or the error of each change, which is rolled
-        back alone. Raises if the disk refuses.
-        """
+        """Writes one transaction; returns each change's result or error. Raises for the disk's."""
         connection, results = self._connection, []
         if connection.in_transaction:  # the disk refused a rollback
             connection.execute("ROLLBACK")
@@ -283,9 +279,7 @@ class ServerDatabase:
         return results
 
     def _refuse(self, group: Sequence[_Change], error: Exception) -> None:
-        """Fails what may be refused, after a transaction that could not be written; everything once
-        the database is closed.
-        """
+        """Fails changes after a failed transaction; once the database is closed, all of them."""
         with self._lock:
             self.trouble = (
                 f"cannot write {self.path} ({error}): free space on its disk, or repair the disk;"

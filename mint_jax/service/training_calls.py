@@ -21,9 +21,7 @@ ARRAYS = ("tokens", "targets", "weights", "advantages", "old_logp", "in_ratio", 
 
 
 class Trained(NamedTuple):
-    """Log-probabilities of each datum's targets, the summed loss, and for cross-entropy the loss of
-    each target.
-    """
+    """Log-probabilities of targets, the summed loss, and for cross-entropy each target's loss."""
 
     logprobs: list[np.ndarray]
     loss: float
