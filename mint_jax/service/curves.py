@@ -13,7 +13,7 @@ from mint_jax.service.server_db import ServerDatabase
 from mint_jax.service.training_calls import Call, ForwardBackward, Optim
 
 MOST = 1000  # points of a chart
-WAIT_S = 1.0  # for the newest points; a full disk delays them
+WAIT_S = 10.0  # for the newest points
 _INSERT = """INSERT INTO points
     SELECT ?1, 1 + COALESCE(MAX(number), 0), ?2, ?3, ?4 FROM points WHERE model = ?1"""
 
@@ -52,7 +52,7 @@ class Curves:
 
     def of(self, model: str, most: int = MOST) -> list[tuple[int, Point]]:
         """Returns a policy's updates by number, thinned to at most ``most`` and the last one."""
-        if self._newest is not None:
+        if self._newest is not None and not self._database.trouble:  # a full disk delays points
             concurrent.futures.wait([self._newest], WAIT_S)
         [[last]] = self._database.read("SELECT MAX(number) FROM points WHERE model = ?", model)
         query = "SELECT number, at, loss, grad_norm FROM points WHERE model = ?"
