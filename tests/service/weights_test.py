@@ -43,19 +43,15 @@ def peft_folder(world, rng, path):
 
 
 def test_a_name_stands_for_the_base_or_a_revision(world, weights):
+    digests = world.digests
     assert weights.resolve("tiny-random", "anyone") == Model("tiny-random")
-    assert weights.resolve("chat@serving", "default") == Model(
-        "chat@serving", world.digests["chat@1"], "chat", 1
-    )
+    serving = Model("chat@serving", digests["chat@1"], "chat", 1)
+    assert weights.resolve("chat@serving", "default") == serving
     assert weights.resolve("chat", "default").number == 2
-    assert weights.resolve("mine", "a") == Model("mine", world.digests["a/mine@1"], "a/mine", 1)
-    assert weights.resolve(world.digests["a/mine@1"][:12], "a").digest == world.digests["a/mine@1"]
-    for name, tenant in (
-        ("a/mine", "default"),
-        ("mine", "b"),
-        (world.digests["a/mine@1"], "b"),
-        ("tinker://x/sampler_weights/y", "a"),
-    ):
+    assert weights.resolve("mine", "a") == Model("mine", digests["a/mine@1"], "a/mine", 1)
+    assert weights.resolve(digests["a/mine@1"][:12], "a").digest == digests["a/mine@1"]
+    unknown = {"a/mine": "default", "mine": "b", digests["a/mine@1"]: "b"}
+    for name, tenant in (unknown | {"tinker://x/sampler_weights/y": "a"}).items():
         with pytest.raises(NotFound):
             weights.resolve(name, tenant)
 
