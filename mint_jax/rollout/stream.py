@@ -1,8 +1,7 @@
 """Streaming output of one request."""
 
-import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import NamedTuple
 
@@ -21,21 +20,14 @@ class Piece(NamedTuple):
 
 
 class Stream:
-    """One request's output: an iterator of ``Piece`` until all samples end, then ``result``. Pieces
-    go to one reader: the iterator, or the callback of ``listen``.
-    """
+    """One request's output: each ``Piece`` to the callback of ``listen``, then ``result``."""
 
     def __init__(self, request: Request):
         self.request, self.cancelled = request, False
-        self._pieces: queue.SimpleQueue[Piece | None] = queue.SimpleQueue()
+        self._pieces: list[Piece | None] = []  # until there is a listener
         self._done: Future[list[Completion]] = Future()
         self._listener: Callable[[Piece | None], None] | None = None
-        self._lock = threading.Lock()  # guards the switch from the queue to a listener
-
-    def __iter__(self) -> Iterator[Piece]:
-        while (piece := self._pieces.get()) is not None:
-            yield piece
-        self._done.result()
+        self._lock = threading.Lock()
 
     def result(self, timeout: float | None = None) -> list[Completion]:
         """Waits at most ``timeout`` seconds for the completions; a ``TimeoutError`` does not end
@@ -59,8 +51,8 @@ class Stream:
         nor raise.
         """
         with self._lock:
-            while not self._pieces.empty():
-                call(self._pieces.get())
+            for piece in self._pieces:
+                call(piece)
             self._listener = call
 
     def cancel(self) -> None:
@@ -70,7 +62,7 @@ class Stream:
     def put(self, piece: Piece | None) -> None:
         with self._lock:
             if (listener := self._listener) is None:
-                self._pieces.put(piece)
+                self._pieces.append(piece)
         if listener is not None:
             listener(piece)
 

@@ -7,7 +7,7 @@ decide.
 import collections
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from mint_jax.train.config import BlockShape
 
@@ -54,10 +54,3 @@ class StepTimes:
 
     def _fresh(self, key: Key) -> bool:
         return self._clock() - self._last[key] <= STALE_S
-
-    def __iter__(self) -> Iterator[tuple[BlockShape, bool, float]]:
-        """Yields (shape, backward, seconds) of each measured shape."""
-        return (
-            (shape, backward, self.seconds(shape, backward))
-            for shape, backward in list(self._measured)
-        )

@@ -1,6 +1,14 @@
-"""Invariants of the pages and of the scheduler."""
+"""Invariants of the pages and of the scheduler; the pieces of a stream."""
 
+import queue
 from collections import Counter
+
+
+def pieces(stream):
+    """Iterator over a stream's pieces as they come."""
+    received = queue.SimpleQueue()
+    stream.listen(received.put)
+    return iter(received.get, None)
 
 
 def is_idle(schedule) -> bool:

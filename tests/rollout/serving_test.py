@@ -13,7 +13,7 @@ from mint_jax.models import transformer
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Request
 from tests.residency.residency_test import World
-from tests.rollout.invariants import check_schedule, is_idle
+from tests.rollout.invariants import check_schedule, is_idle, pieces
 from tests.rollout.score_test import CONFIGS, random_adapters
 
 pytestmark = pytest.mark.bits
@@ -138,7 +138,7 @@ def test_what_is_cancelled_ends_at_the_next_turn_and_its_pages_are_free(world, p
         [request] = asked(world, prompts[:1], ("eight",), max_tokens=200, n=2)
         stream = engine.submit(request)
         if how == "cancel":
-            next(iter(stream))
+            next(pieces(stream))
         stream.cancel()
         found = stream.result(60)
         assert {c.finish for c in found} == {"cancelled"}
