@@ -3,7 +3,7 @@ to tool calls.
 
 A template without a place for tools gets them as text: a list of them in the system message,
 earlier calls in the assistant's content, and results in user messages. A call that ``tool_choice``
-demands is sampled under a JSON schema instead of being parsed by ``tool_calls.py``.
+demands is sampled under a JSON schema; others are parsed in the form that the template writes.
 """
 
 import dataclasses
@@ -18,10 +18,9 @@ from pydantic import Field
 
 from mint_jax.data.tokenizer import Message as TemplateMessage
 from mint_jax.data.tokenizer import Tokenizer
-from mint_jax.service import tool_calls
-from mint_jax.service.tool_calls import END, MARKER, Call
 from mint_jax.service.validation import BadRequest, Body, Text, wrong
 
+MARKER, END = "<tool_call>", "</tool_call>"
 # template variables that have a field of their own
 OWN = {"messages", "generation_prompt", "add_generation_prompt", "tools", "documents"}
 ROLES = ("developer", "system", "user", "assistant", "tool", "function")  # OpenAI's
@@ -77,7 +76,7 @@ class CalledFunction(Body):
     @pydantic.field_validator("arguments")
     @classmethod
     def _is_object(cls, value: Any) -> Any:
-        if isinstance(value, str) and tool_calls.value_of(value or "{}") is None:
+        if isinstance(value, str) and value_of(value or "{}") is None:
             raise ValueError("is not a JSON object: send the arguments of the call as one")
         return value
 
@@ -99,6 +98,14 @@ class Message(Body):
         if self.content is None and not self.tool_calls and self.refusal is None:
             raise ValueError("has no content: give text, or a list of text parts")
         return self
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call of a tool; ``arguments`` is JSON text."""
+
+    name: str
+    arguments: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,13 +144,13 @@ def tools_of(
     given = [tool["function"] for tool in tools]
     functions = {one["name"]: one.get("parameters") or {"type": "object"} for one in given}
     if choice is None or choice == "auto":
-        form = tool_calls.json_object
+        form = json_object
         if takes_tools(tokenizer):
-            form = tool_calls.form_of(tokenizer.sources[1] or "")
+            form = form_of(tokenizer.sources[1] or "")
         if form is None:
             raise BadRequest("tools", UNKNOWN_SYNTAX)
         most = 1 if parallel is False else None
-        return Tools(tools, lambda answer: tool_calls.read(answer, form, functions, most))
+        return Tools(tools, lambda answer: read_calls(answer, form, functions, most))
     if choice == "required":
         calls = [
             {
@@ -164,9 +171,9 @@ def tools_of(
 
 def _demanded(answer: str, name: str = "") -> tuple[str, list[Call]]:
     """Returns the content and the call of an answer under a schema, of a named tool or of any."""
-    if (value := tool_calls.value_of(answer)) is None:
+    if (value := value_of(answer)) is None:
         return answer, []
-    call = Call(name, answer) if name else tool_calls.call_of(value)
+    call = Call(name, answer) if name else call_of(value)
     return (answer, []) if call is None else ("", [call])
 
 
@@ -245,6 +252,177 @@ def _for_template(given: Mapping[str, Any], has_developer: bool) -> TemplateMess
     for call in message.pop("tool_calls", ()):
         arguments = call["function"].get("arguments")
         if not isinstance(arguments, dict):  # JSON text, as in OpenAI's API
-            arguments = tool_calls.value_of(arguments or "{}")
+            arguments = value_of(arguments or "{}")
         calls.append({**call, "function": {**call["function"], "arguments": arguments}})
     return message | ({"tool_calls": calls} if calls else {})
+
+
+# -- calls in an answer
+
+Schemas = Mapping[str, dict[str, Any]]  # JSON schemas of the parameters, by the tool's name
+
+
+class Unreadable(ValueError):
+    """A call cannot be parsed: it was truncated, or the model made a mistake."""
+
+
+# Parses the call after a marker. Returns the call and the end of its syntax, or None if the marker
+# is part of a sentence.
+Form = Callable[[str, int, Schemas], "tuple[Call, int] | None"]
+
+
+def form_of(template: str) -> Form | None:
+    """Returns the form of calls that a chat template writes; None if it is unknown."""
+    if "<function=" in template and "<parameter=" in template:
+        return xml
+    if "<arg_key>" in template:
+        return key_value
+    return json_object if MARKER in template else None
+
+
+def read_calls(
+    answer: str, form: Form, schemas: Schemas, most: int | None = None
+) -> tuple[str, list[Call]]:
+    """Returns an answer's content and its first ``most`` calls. All of it is content if one of its
+    calls cannot be read. A call ends where its syntax ends: arguments may contain an end tag.
+    """
+    calls: list[Call] = []
+    outside, at, end = [""], 0, 0
+    while (begin := answer.find(MARKER, at)) >= 0:
+        at = begin + len(MARKER)
+        try:
+            found = form(answer, at, schemas)
+        except (Unreadable, RecursionError):
+            return answer, []
+        if found is not None:
+            calls.append(found[0])
+            outside.append(answer[end:begin])
+            rest = answer[found[1] :].lstrip()
+            if rest.startswith(END):
+                at = end = len(answer) - len(rest) + len(END)
+            else:  # a truncated answer may end within the tag
+                at = end = len(answer) if END.startswith(rest) else found[1]
+    if not calls:
+        return answer, []
+    outside.append(answer[end:])
+    return outside[1] + "\n".join(filter(None, map(str.strip, outside[2:]))), calls[:most]
+
+
+def _refuse(name: str) -> Any:
+    raise ValueError(name)
+
+
+# models write line ends as they are
+_DECODER = json.JSONDecoder(strict=False, parse_constant=_refuse)
+
+
+def value_of(text: str) -> Any:
+    """Returns the object of a JSON text; None if it is not an object."""
+    try:
+        value = _DECODER.decode(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def call_of(value: Any) -> Call | None:
+    """Returns the call of an object; arguments in JSON text are decoded once."""
+    if not isinstance(value, dict):
+        return None
+    name, arguments = value.get("name"), value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):
+        arguments = value_of(arguments)
+    if isinstance(name, str) and name and isinstance(arguments, dict):
+        return _call(name, arguments)
+    return None
+
+
+def _call(name: str, arguments: dict[str, Any]) -> Call:
+    try:
+        return Call(name, json.dumps(arguments, ensure_ascii=False, allow_nan=False))
+    except ValueError:  # a number beyond float64
+        raise Unreadable from None
+
+
+def json_object(answer: str, at: int, _: Schemas) -> tuple[Call, int] | None:
+    """One JSON object ``{"name": "f", "arguments": {}}``, as Hermes, Qwen2.5 and Qwen3 write it."""
+    begin = len(answer) - len(answer[at:].lstrip())
+    if not answer.startswith("{", begin):
+        return None
+    try:
+        value, end = _DECODER.raw_decode(answer, begin)
+    except ValueError:
+        raise Unreadable from None
+    rest = answer[end:].lstrip()
+    ends = rest.startswith((END, MARKER)) or END.startswith(rest)
+    if not ends or (call := call_of(value)) is None:
+        raise Unreadable
+    return call, end
+
+
+def _pairs(
+    patterns: tuple[str, str, str], answer: str, at: int, schemas: Schemas
+) -> tuple[Call, int] | None:
+    """A name and pairs of keys and values, by the patterns of name, pair and end."""
+    opening, pair, end = (re.compile(r"\s*" + pattern, re.DOTALL) for pattern in patterns)
+    if (named := opening.match(answer, at)) is None:
+        return None
+    name, at, arguments = named[1].strip(), named.end(), {}
+    properties = schemas.get(name, {}).get("properties")
+    properties = properties if isinstance(properties, dict) else {}
+    while (found := pair.match(answer, at)) is not None:
+        key = found[1].strip()
+        arguments[key] = _typed(found[2], properties.get(key))
+        at = found.end()
+    if (closed := end.match(answer, at)) is None:
+        raise Unreadable
+    return _call(name, arguments), closed.end()
+
+
+# Qwen3-Coder: <tool_call><function=f><parameter=x>1</parameter></function></tool_call>
+_XML = (
+    r"<function=([^>\n]+)>",
+    # a line end on both sides of a value is not part of it
+    r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=[^>\n]+>|</function>))",
+    "</function>",
+)
+# GLM-4.5: <tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>
+_KEY_VALUE = (
+    r"([^\s<>{}\[\]\"]+)\s*(?=<arg_key>|</tool_call>)",
+    r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>(?=\s*(?:<arg_key>|</tool_call>))",
+    "(?=</tool_call>)",
+)
+xml, key_value = functools.partial(_pairs, _XML), functools.partial(_pairs, _KEY_VALUE)
+
+_PYTHON = {"True": True, "False": False, "None": None}  # as templates write these values, too
+_TYPES: dict[type, tuple[str, ...]] = {  # JSON schema's names
+    dict: ("object",),
+    list: ("array",),
+    bool: ("boolean",),
+    int: ("integer", "number"),
+    float: ("number",),
+    type(None): ("null",),
+}
+
+
+def _typed(text: str, schema: Any) -> Any:
+    """Returns the JSON value of a text if the schema takes its type, else the text."""
+    try:
+        value = _PYTHON[text.strip()] if text.strip() in _PYTHON else _DECODER.decode(text)
+    except (ValueError, RecursionError):
+        return text
+    return value if not isinstance(value, str) and _takes(schema, value) else text
+
+
+def _takes(schema: Any, value: Any) -> bool:
+    """Returns whether a schema names the type of a value, or has a value of its type."""
+    if not isinstance(schema, dict):
+        return False
+    if "type" in schema:
+        names = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+        return any(name in _TYPES[type(value)] for name in names)
+    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    if isinstance(values, list) and any(type(one) is type(value) for one in values):
+        return True
+    lists = (schema.get(key) for key in ("anyOf", "oneOf"))
+    return any(_takes(one, value) for parts in lists if isinstance(parts, list) for one in parts)

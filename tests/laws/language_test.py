@@ -60,7 +60,6 @@ ROOMS = [
     "mint_jax/service/tinker_sampling.py",
     "mint_jax/service/tinker_types.py",
     "mint_jax/service/tokens.py",
-    "mint_jax/service/tool_calls.py",
     "mint_jax/service/validation.py",
     "mint_jax/service/wire",
     "mint_jax/train",

@@ -1,18 +1,24 @@
-"""Chats with tools: the template's variables, and calls in each form, whatever text they have."""
+"""Chats with tools: the template's variables, and calls in each form. Bodies of any shape are
+accepted or refused by name; none fails the server.
+"""
 
 import json
 import shutil
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from mint_jax.data.tokenizer import Tokenizer
+from mint_jax.errors import UserError
 from mint_jax.models import base as base_lib
 from mint_jax.rollout.request import Completion
 from mint_jax.service import chat
-from mint_jax.service.openai_types import ChatBody, spec_of
+from mint_jax.service.chat import Call, form_of, json_object, key_value, read_calls, xml
+from mint_jax.service.openai_types import ChatBody, CompletionBody, spec_of
+from mint_jax.service.responses import ResponseBody, Store, chat_body_of, conversation_of
 from mint_jax.service.text_stream import TokenTexts
-from mint_jax.service.tool_calls import Call, form_of, json_object, key_value, read, xml
-from mint_jax.service.validation import BadRequest, check
+from mint_jax.service.validation import BadRequest, check, parse
 from tests.service.openai_world import whole_and_streamed
 
 TEMPLATE = """{%- if tools %}TOOLS{% for tool in tools %} {{ tool | tojson }}{% endfor %}
@@ -106,7 +112,7 @@ def test_a_template_without_tools_gets_them_as_text(choice):
     assert list(map(json.loads, listed)) == [WEATHER, CLOCK]
     assert user == "user\nWeather in Oslo?<|im_end|>\n"
     written = assistant.split("\n", 1)[1].split("<|im_end|>")[0]
-    assert read(written, json_object, {})[1] == [
+    assert read_calls(written, json_object, {})[1] == [
         Call("weather", '{"city": "O"}'),
         Call("weather", '{"city": "B"}'),
     ]
@@ -209,7 +215,7 @@ def test_written_calls_are_parsed(rng, form, write, hard):
             arguments = {name: pools[name][int(rng.integers(len(pools[name])))] for name in names}
             calls.append(("note", arguments))
             text += write("note", arguments) + str(rng.choice(["", "\n"]))
-        found, parsed = read(text, form, SCHEMAS)
+        found, parsed = read_calls(text, form, SCHEMAS)
         assert [(call.name, json.loads(call.arguments)) for call in parsed] == calls, text
         assert found == content
 
@@ -240,7 +246,7 @@ NO_CALLS = [
     ],
 )
 def test_calls_in_json(answer, content, calls):
-    found, parsed = read(answer, json_object, SCHEMAS)
+    found, parsed = read_calls(answer, json_object, SCHEMAS)
     assert found == content
     assert [(call.name, json.loads(call.arguments)) for call in parsed] == calls
 
@@ -249,7 +255,65 @@ def test_truncated_calls_of_the_other_forms_are_content():
     for form, write, last in ((xml, as_xml, "</function>"), (key_value, as_pairs, "</tool_call>")):
         text = "A " + write("note", {"text": "x", "count": 5})
         for end in range(len("A <tool_call>") + 30, text.rindex(last)):
-            assert read(text[:end], form, SCHEMAS) == (text[:end], []), end
-        assert read(text, form, SCHEMAS)[1] == [Call("note", '{"text": "x", "count": 5}')]
-    assert read("<tool_call>clock</tool_call>", key_value, SCHEMAS) == ("", [Call("clock", "{}")])
-    assert read("A <tool_call> is a tag.", key_value, SCHEMAS)[1] == []
+            assert read_calls(text[:end], form, SCHEMAS) == (text[:end], []), end
+        assert read_calls(text, form, SCHEMAS)[1] == [Call("note", '{"text": "x", "count": 5}')]
+    named = read_calls("<tool_call>clock</tool_call>", key_value, SCHEMAS)
+    assert named == ("", [Call("clock", "{}")])
+    assert read_calls("A <tool_call> is a tag.", key_value, SCHEMAS)[1] == []
+
+
+FIELDS = sorted({*CompletionBody.model_fields, *ChatBody.model_fields, *ResponseBody.model_fields})
+KEYS = ["role", "content", "type", "text", "function", "name", "parameters", "json_schema"]
+KEYS += ["schema", "json", "tool_calls", "arguments", "output", "format"]
+WORDS = ["user", "assistant", "text", "function", "json_schema", "required", "auto", "none", "{}"]
+WORDS += ["weather", "[", "5", "function_call", "function_call_output", "message", "input_text"]
+SCALARS = st.none() | st.booleans() | st.integers(-3, 600) | st.integers() | st.floats()
+VALUES = st.recursive(
+    SCALARS | st.sampled_from([*WORDS, "\ud800", "\x00"]) | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(KEYS) | st.text(max_size=3), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+def read_as_served(kind, body, tokenizer):
+    """Reads a body as the service does."""
+    one = parse(kind, json.dumps({"model": "m", **body}).encode())
+    if isinstance(one, ResponseBody):
+        messages = conversation_of(one, "default", Store())
+        one = check(ChatBody, chat_body_of(one, messages))
+    return spec_of(one, tokenizer, 512)
+
+
+@settings(
+    max_examples=400,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(
+    st.sampled_from([CompletionBody, ChatBody, ResponseBody]),
+    st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=4),
+)
+def test_any_body_is_accepted_or_refused(tokenizer, kind, change):
+    good = {"prompt": "x", "messages": MESSAGES, "input": "x"}
+    try:
+        spec = read_as_served(kind, {**good, **change}, tokenizer)
+    except UserError:
+        return
+    assert spec.prompts
+    assert spec.request.max_tokens >= 1
+
+
+def test_fields_become_sampling_settings(tokenizer):
+    form = {"type": "json_schema", "json_schema": {"schema": {"type": "integer"}}}
+    body = {"messages": MESSAGES, "max_tokens": 9, "max_completion_tokens": 8, "top_k": -1}
+    body |= {"stop": "END", "stop_token_ids": [7, 2], "seed": -1, "response_format": form}
+    body |= {"logit_bias": {"5": -100, "6": 2.5}}
+    request = read_as_served(ChatBody, body, tokenizer).request
+    assert (request.stop, request.stop_ids, request.top_k) == (("END",), (2, 7), 0)
+    assert (request.seed, request.max_tokens) == (2**32 - 1, 8)
+    assert request.logit_bias == ((5, -100.0), (6, 2.5))
+    assert request.json_schema == '{"type": "integer"}'
+    unended = read_as_served(ChatBody, {**body, "ignore_eos": True}, tokenizer)
+    assert unended.request.stop_ids == (7, 2)
