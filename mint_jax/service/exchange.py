@@ -1,6 +1,4 @@
-"""The two sides of one HTTP request at the gate: the body as it arrives, and the response with its
-id or a refusal instead.
-"""
+"""One HTTP request at the gate: its body as it arrives, and its response or a refusal."""
 
 import asyncio
 import contextlib
@@ -56,9 +54,7 @@ class Source:
         return part
 
     async def drained(self, headers: list[tuple[bytes, bytes]], limit: int) -> bool:
-        """Reads the rest of a refused body, for ``LINGER_S`` and up to ``limit`` bytes; returns
-        whether it is complete.
-        """
+        """Reads the rest of a refused body, up to ``limit`` bytes; returns whether it is whole."""
         if values(headers, b"expect"):
             return self.whole  # the client waits for permission to send it
         with contextlib.suppress(TimeoutError):
@@ -110,9 +106,7 @@ class Reply:
             await self._pass(message)
 
     async def refuse(self, refusal: Refusal, close: bool) -> None:
-        """Responds with an error. A response that has started stays cut off; the server then closes
-        the connection.
-        """
+        """Responds with an error, unless a response has started, which stays cut off."""
         if self._started:
             return
         self._kept = []

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from mint_jax.errors import UserError
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.service.durable import Durable, Snapshot, path_of
-from mint_jax.service.futures import Conflict, Gone
+from mint_jax.service.futures import Conflict
 from mint_jax.service.server_db import ServerDatabase
 from mint_jax.service.training_calls import Create, ForwardBackward, Optim
 from mint_jax.train import blocks
@@ -343,23 +343,6 @@ def test_a_server_that_ends_at_any_moment_continues_where_it_was(every, rng, ser
                 other = alone.parts[part][path]
                 atol = 2e-2 * max(1e-2, np.abs(other).max()) + 1e-7
                 np.testing.assert_allclose(leaf, other, atol=atol, err_msg=path)
-
-
-def test_a_forgotten_policy_does_not_come_back(rng, server_of):
-    server = server_of(every=1)
-    ids = {name: [server.send(name, c) for c in plan_of(rng, CONFIGS[name], 1)] for name in "ab"}
-    for own in ids.values():
-        server.get(own[-1])
-    server.durable.forget("a")
-    with pytest.raises(Gone):
-        server.durable.result(ids["a"][-1])
-    server.end()
-    server = server_of(every=1)
-    again = server.durable.submit("b", 99, Optim(random_optimizer(rng)))
-    assert server.durable.result(again, 0.3) is None, "98 others come before it"
-    assert "b" in server.live
-    assert "a" not in server.live
-    assert not path_of(server.durable.states, "a").exists()
 
 
 def test_a_device_that_fails_loses_nothing_that_was_accepted(rng, server_of, monkeypatch):

@@ -139,13 +139,6 @@ class Machine(RuleBasedStateMachine):
             for name in self.policies:
                 self.finish(name)
 
-    @rule()
-    def repeat(self):
-        """Clients that never got their ids."""
-        for name, policy in self.policies.items():
-            for seq_id, known in policy.requests.items():
-                self.submit(name, seq_id, known.body)
-
     @rule(model=MODELS, also=st.booleans())
     def release_all(self, model, also):
         """With a snapshot, everything that has ended is settled."""
