@@ -319,7 +319,7 @@ class Durable:
             policy, state = self._to_join.pop()
             try:
                 self.live.join(policy, state)
-            except UserError as error:  # no slot fits it since a setting was changed
+            except (UserError, OSError) as error:  # no slot fits it since a setting was changed
                 log.warning("policy %s is not restored: %s", policy, error)
         with self._lock:
             self._take()
