@@ -108,10 +108,10 @@ $(CLIENTS)/.setup: $(CLIENTS_CONSTRAINTS)
 # Runs an evaluation harness and a fuzzer against a server, each in its own environment. EVALS chooses some.
 EVALS ?=
 test-evals: setup-dev
-	$(BIN)/python tests/clients/evals.py --environments $(CLIENTS)-evals --workdir runs/evals $(EVALS)
+	$(BIN)/python -m tests.clients.evals --environments $(CLIENTS)-evals --workdir runs/evals $(EVALS)
 
 test-clients: setup-dev $(CLIENTS)/.setup
-	$(BIN)/python tests/clients/run.py --python $(CLIENTS)/bin/python --workdir runs/clients $(RECIPES)
+	$(BIN)/python -m tests.clients.run --python $(CLIENTS)/bin/python --workdir runs/clients $(RECIPES)
 
 # Drives the console in headless Chromium; Debian's chromium must be installed. Playwright has its own environment.
 CONSOLE ?= .venv-console

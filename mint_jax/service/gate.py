@@ -27,6 +27,7 @@ from mint_jax.service.binding import check_hosts, is_ours
 from mint_jax.service.console.sessions import Browsers, covers, sign_in_first
 from mint_jax.service.endpoints import TABLE, Endpoint
 from mint_jax.service.exchange import Left, Refusal, Reply, Source, path_of, replay, values
+from mint_jax.service.handlers import off_loop
 from mint_jax.service.keys import SCOPES, Key, Keys
 from mint_jax.service.quotas import Quotas
 from mint_jax.service.tokens import is_token
@@ -38,7 +39,6 @@ _ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 _KEY_LIKE = re.compile(r"[A-Za-z0-9_-]{43,}")
 _OPENAI = ("/v1/", "/oai/")
 _POLLS = ("/retrieve_future", "/retrieve_futures")  # not counted: they use a connection alone
-_OFF_LOOP = 1 << 16  # bytes of a body from which its memory is estimated in a thread
 # of the gate alone: the app gets a whole, plain body and no key
 _HIDDEN = (b"content-encoding", b"content-length", b"transfer-encoding", b"x-api-key")
 _HIDDEN += (b"authorization",)
@@ -175,9 +175,7 @@ class Gate:
                 raise Refusal(403, f"{where} needs scope {' or '.join(needed)}, and {own}")
             counted = not is_open and not path.rstrip("/").endswith(_POLLS)
             with self._count(client.tenant, int(counted)), self.budget.share() as take:
-                limit = self.limits.body(endpoint)
-                body = await self._body(scope["headers"], source, limit, take)
-                take(await _memory(body, endpoint, scope["headers"]))
+                body = await self._body(scope["headers"], source, endpoint, take)
                 state = scope.get("state", {}) | client._asdict() | {"request_id": reply.id}
                 headers = [one for one in scope["headers"] if one[0] not in _HIDDEN]
                 headers.append((b"content-length", str(len(body)).encode()))
@@ -286,9 +284,14 @@ class Gate:
                 del self.in_flight[tenant]
 
     async def _body(
-        self, headers: Headers, source: Source, limit: int, take: Callable[[int], None]
+        self,
+        headers: Headers,
+        source: Source,
+        endpoint: Endpoint | None,
+        take: Callable[[int], None],
     ) -> bytes:
-        """Returns the body, decompressed."""
+        """Returns the body, decompressed; takes its memory, and that of its values when parsed."""
+        limit = self.limits.body(endpoint)
         too_large = f"the body has more than {limit} bytes: send fewer data in a request"
         if any(int(length) > limit for length in values(headers, b"content-length")):
             raise Refusal(413, too_large)
@@ -306,36 +309,22 @@ class Gate:
             message = f"the body did not arrive within {self.limits.body_s} s: send it again"
             raise Refusal(408, message, close=True) from None
         body = whole.getvalue()
+        del whole
         codings = [value.strip().lower() for value in values(headers, b"content-encoding")]
         codings = [coding for coding in codings if coding not in ("", "identity")]
-        if not codings:
-            return body
-        with _refused():
-            plain = await asyncio.to_thread(
-                bodies.decompress, body, ", ".join(codings), limit, take
-            )
-        take(-len(body))
-        return plain
-
-
-async def _memory(body: bytes, endpoint: Endpoint | None, headers: Headers) -> int:
-    """Returns the memory of the parsed body, before it is parsed."""
-    takes_protobuf = endpoint is not None and endpoint.protobuf
-    protobuf = takes_protobuf and any(map(bodies.is_protobuf, values(headers, b"content-type")[:1]))
-    estimate = bodies.protobuf_memory if protobuf else bodies.json_memory
-    with _refused():
-        large = len(body) > _OFF_LOOP
-        return await asyncio.to_thread(estimate, body) if large else estimate(body)
-
-
-@contextlib.contextmanager
-def _refused() -> Iterator[None]:
-    """Refuses a body that cannot be decompressed, or that would take too much memory."""
-    try:
-        yield
-    except UserError as error:
-        known = {bodies.TooLarge: 413, bodies.UnknownCoding: 415}
-        raise Refusal(known.get(type(error), 400), str(error)) from error
+        protobuf = any(map(bodies.is_protobuf, values(headers, b"content-type")[:1]))
+        is_message = protobuf and endpoint is not None and endpoint.protobuf
+        estimate = bodies.protobuf_memory if is_message else bodies.json_memory
+        try:
+            if codings:
+                unpack, coding = bodies.decompress, ", ".join(codings)
+                body = await asyncio.to_thread(unpack, body, coding, limit, take)
+                take(-source.bytes)
+            take(await off_loop(len(body), lambda: estimate(body)))
+        except UserError as error:
+            known = {bodies.TooLarge: 413, bodies.UnknownCoding: 415}
+            raise Refusal(known.get(type(error), 400), str(error)) from error
+        return body
 
 
 def _request_id(headers: Headers) -> str:

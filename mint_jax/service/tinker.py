@@ -6,7 +6,6 @@ another tenant's object 404.
 """
 
 import asyncio
-import json
 import zlib
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
@@ -16,7 +15,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mint_jax.errors import UserError
-from mint_jax.lora.tree import AdapterConfig
 from mint_jax.service import checkpoints, training_calls
 from mint_jax.service import tinker_types as types
 from mint_jax.service.answers import group_of
@@ -82,9 +80,6 @@ class Tinker:
 
     async def create_session(self, request: Request) -> Response:
         notes = (await body_of(types.CreateSession, request)).model_dump()
-        if len(json.dumps(notes)) > 2 * types.MAX_METADATA:
-            most = f"{2 * types.MAX_METADATA} bytes of JSON"
-            raise UserError(f"{', '.join(notes)} have more than {most} together: shorten them")
         id = await asyncio.to_thread(self.book.open_session, tenant_of(request), notes)
         return JSONResponse({"type": "create_session", "session_id": id})
 
@@ -121,8 +116,7 @@ class Tinker:
             return Create(self.server.adapter_config(lora.rank, train), seed)
 
         call = _call(types.CreateModel, raw, make)
-        config = call.config if isinstance(call, Create) else None
-        return await self._begin(place, tenant_of(request), call, config)
+        return await self._begin(place, tenant_of(request), call)
 
     async def load_weights(self, request: Request) -> Response:
         """Loads a checkpoint, into a new model of a session or into a model in training."""
@@ -135,25 +129,20 @@ class Tinker:
 
         if parse(types.LoadPlace, raw).session_id is None:
             return await self._train(request, types.LoadWeights, lambda body, _: make(body))
-        place, call, config = (
-            parse(types.ModelPlace, raw),
-            _call(types.LoadWeights, raw, make),
-            None,
-        )
-        if isinstance(call, Load):
-            row = self.book.checkpoint(tenant, *checkpoints.parse(call.path), published=True)
-            config = self.server.checkpoints.config(row)
-        return await self._begin(place, tenant, call, config)
+        call = _call(types.LoadWeights, raw, make)
+        return await self._begin(parse(types.ModelPlace, raw), tenant, call)
 
-    async def _begin(
-        self, place: types.ModelPlace, tenant: str, call: Call, config: AdapterConfig | None
-    ) -> Response:
+    async def _begin(self, place: types.ModelPlace, tenant: str, call: Call) -> Response:
         """Records a new model, or finds it recorded by an earlier copy of the request, and submits
         its first request.
         """
         self.tenancy.need_open(tenant, place.session_id)
-        about = {"metadata": place.user_metadata}
-        about |= {} if config is None else self.server.about(config)
+        about: dict[str, Any] = {"metadata": place.user_metadata}
+        if isinstance(call, Create):
+            about |= self.server.about(call.config)
+        elif isinstance(call, Load):
+            row = self.book.checkpoint(tenant, *checkpoints.parse(call.path), published=True)
+            about |= self.server.about(self.server.checkpoints.config(row))
         new = place.session_id, place.model_seq_id, tenant, about
         model = await asyncio.to_thread(self.tenancy.add_model, *new)
         if model.ended is not None:

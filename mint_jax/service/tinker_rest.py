@@ -41,6 +41,9 @@ class Rest:
     def _session(self, request: Request) -> Session:
         return self.book.session(tenant_of(request), request.path_params["session"])
 
+    def _model(self, request: Request) -> Model:
+        return self.book.model(tenant_of(request), request.path_params["model"])
+
     def _row(self, request: Request) -> Checkpoint:
         names = (request.path_params[name] for name in ("model", "kind", "name"))
         return self.book.checkpoint(tenant_of(request), *names)
@@ -50,23 +53,20 @@ class Rest:
     async def training_runs(self, request: Request) -> Response:
         query, tenant = query_of(RunsQuery, request), tenant_of(request)
         models = self.book.models(tenant, *_page(query), query.project_id)
-        runs = [self._run(model, tenant) for model in models]
+        runs = [self._run(model) for model in models]
         count = self.book.count_models(tenant, query.project_id)
         return JSONResponse({"training_runs": runs, "cursor": _cursor(query, count)})
 
     async def training_run(self, request: Request) -> Response:
-        tenant = tenant_of(request)
-        return JSONResponse(
-            self._run(self.book.model(tenant, request.path_params["model"]), tenant)
-        )
+        return JSONResponse(self._run(self._model(request)))
 
-    def _run(self, model: Model, tenant: str) -> dict[str, Any]:
-        saved = self.book.checkpoints(tenant, model.id)
+    def _run(self, model: Model) -> dict[str, Any]:
+        saved = self.book.checkpoints(model.tenant, model.id)
         newest = {row.kind: _shown(row) for row in reversed(saved)}
         return {
             "training_run_id": model.id,
             "base_model": self.server.name,
-            "model_owner": tenant,
+            "model_owner": model.tenant,
             "is_lora": True,
             "lora_rank": model.details.get("rank"),
             "corrupted": False,
@@ -122,7 +122,7 @@ class Rest:
     async def project(self, request: Request) -> Response:
         """Moves a session, and with it its runs, into a project."""
         session, body = self._session(request), await body_of(types.AssignProject, request)
-        self.book.update_session(session, project_id=body.project_id[:1000])
+        self.book.update_session(session, project_id=body.project_id)
         return JSONResponse({})
 
     async def trace_export(self, request: Request) -> Response:
@@ -144,36 +144,33 @@ class Rest:
         return JSONResponse({"checkpoints": found, "cursor": _cursor(query, count)})
 
     async def checkpoints_of(self, request: Request) -> Response:
-        tenant = tenant_of(request)
-        model = self.book.model(tenant, request.path_params["model"])
-        found = [_shown(row) for row in self.book.checkpoints(tenant, model.id)]
+        model = self._model(request)
+        found = [_shown(row) for row in self.book.checkpoints(model.tenant, model.id)]
         return JSONResponse({"checkpoints": found})
 
     async def delete(self, request: Request) -> Response:
         await asyncio.to_thread(self.server.checkpoints.remove, self._row(request))
         return Response(status_code=204)
 
-    async def publish(self, request: Request) -> Response:
-        self.book.change_checkpoint(self._row(request), public=True)
+    def _change(self, request: Request, **values: Any) -> Response:
+        self.book.change_checkpoint(self._row(request), **values)
         return JSONResponse({})
+
+    async def publish(self, request: Request) -> Response:
+        return self._change(request, public=True)
 
     async def unpublish(self, request: Request) -> Response:
-        self.book.change_checkpoint(self._row(request), public=False)
-        return JSONResponse({})
+        return self._change(request, public=False)
 
     async def ttl(self, request: Request) -> Response:
-        row, body = self._row(request), await body_of(types.SetTtl, request)
-        seconds = body.ttl_seconds
+        seconds = (await body_of(types.SetTtl, request)).ttl_seconds
         expires = None if seconds is None else self.book.clock() + seconds
-        self.book.change_checkpoint(row, expires=expires)
-        return JSONResponse({})
+        return self._change(request, expires=expires)
 
     async def external_weights_urls(self, request: Request) -> Response:
         row = self._row(request)
         if row.kind != "external_weights":
-            raise UserError(
-                f"{row.path} has no files to download; save_weights_external makes some"
-            )
+            raise UserError(f"{row.path} has no files; save_weights_external makes some")
         try:
             names = sorted(path.name for path in (self.server.links.folder / row.digest).iterdir())
         except FileNotFoundError:  # removed since its row was read

@@ -29,6 +29,7 @@ from mint_jax.service.futures import Category, Conflict, Failed
 from mint_jax.service.handlers import body_of, off_loop, tenant_of
 from mint_jax.service.quotas import Busy
 from mint_jax.service.server import Server
+from mint_jax.service.validation import parse
 from mint_jax.service.wire import forward_backward, samples
 
 CLONE = 1_000_000_000  # the n-th copy of a client numbers its samples from n times this
@@ -65,7 +66,8 @@ class Sampling:
     def _weights(self, tenant: str, path: str | None, base_model: str | None) -> str | None:
         """Returns the digest of the weights to sample; None for the bare base."""
         if path is None and base_model is None:
-            raise UserError("neither model_path nor base_model is given: give one")
+            instead = "model_path or base_model, or to asample a sampling_session_id"
+            raise UserError(f"the request names no weights: give {instead}")
         self.server.need_base(base_model)
         return None if path is None else self.server.checkpoints.digest(tenant, path)
 
@@ -83,9 +85,11 @@ class Sampling:
         body, tenant = await request.body(), tenant_of(request)
         if trouble := self.server.trouble(sampling=True):
             raise Unavailable(trouble)
-        where = await off_loop(len(body), lambda: samples.place_of(body))
+        where = await off_loop(len(body), lambda: parse(types.SampleRequest, body))
         if (sampler := where.sampling_session_id) is not None:
             place, digest = where.seq_id, self.server.sampler(tenant, sampler).digest
+            if place is None:
+                raise UserError("the request has a sampling_session_id and no seq_id: give one")
         else:  # SDKs before sampling sessions: a repeated request cannot be recognised
             place, digest = None, self._weights(tenant, where.model_path, where.base_model)
         group = group_of(tenant, sampler or "", (place or 0) // CLONE)

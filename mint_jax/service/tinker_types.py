@@ -18,13 +18,14 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 Ttl = Annotated[int, Field(ge=3600, le=10 * 366 * 86400)]  # seconds
 
 
-def _small(value: dict[str, Any]) -> dict[str, Any]:
+def _small(value: Any) -> Any:
     if len(json.dumps(value)) > MAX_METADATA:
         raise ValueError(f"has more than {MAX_METADATA} bytes of JSON: give a location instead")
     return value
 
 
 Metadata = Annotated[dict[str, Any], AfterValidator(_small)]
+Name = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
 class SessionRef(Body):
@@ -58,10 +59,10 @@ class RequestPlace(ModelRef):
 
 
 class CreateSession(Body):
-    display_name: Text | None = None
-    project_id: Text | None = None
-    sdk_version: Text | None = None
-    tags: list[Any] | None = None
+    display_name: Name | None = None
+    project_id: Name | None = None
+    sdk_version: Name | None = None
+    tags: Annotated[list[Any], AfterValidator(_small)] | None = None
     user_metadata: Metadata | None = None
 
 
@@ -173,7 +174,7 @@ class CopyWeights(SetTtl):
 
 
 class AssignProject(Body):
-    project_id: Text
+    project_id: Name
 
 
 class Cursor(Body):

@@ -55,21 +55,19 @@ class Person:
         width, height = SIZES[kind]
         theme = "dark" if kind == "dark" else "light"
         self.told, self.wrong = told, []
-        self.page: Page = browser.new_context(
-            color_scheme=theme, viewport={"width": width, "height": height}
-        ).new_page()
-        self.page.on(
-            "console",
-            lambda message: (
-                message.type in ("error", "warning") and self.wrong.append(message.text)
-            ),
-        )
+        window = {"color_scheme": theme, "viewport": {"width": width, "height": height}}
+        self.page: Page = browser.new_context(**window).new_page()
+        self.page.on("console", self._note)
         self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
         self.page.on("dialog", lambda dialog: self.wrong.append(f"a script ran: {dialog.message}"))
         self.go("/console")
         self.page.get_by_label("API key").fill(told["keys"][who])
         self.page.get_by_role("main").get_by_role("button", name="Sign in").click()
         expect(self.page).to_have_url(re.compile("/console/policies"))
+
+    def _note(self, message) -> None:
+        if message.type in ("error", "warning"):
+            self.wrong.append(message.text)
 
     def go(self, path: str) -> Page:
         self.page.goto(self.told["url"] + path)
@@ -78,9 +76,8 @@ class Person:
     def check(self, what: str) -> None:
         """Nothing went wrong here, axe finds nothing, and the page is no wider than its window."""
         assert not self.wrong, f"{what}: {self.wrong}"
-        found = Axe().run(
-            self.page, options={"runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa"]}
-        )
+        rules = {"runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa"]}
+        found = Axe().run(self.page, options=rules)
         assert found.violations_count == 0, f"{what}: {found.generate_report()}"
         wide, window = self.page.evaluate(
             "[document.documentElement.scrollWidth, document.documentElement.clientWidth]"
@@ -120,9 +117,8 @@ def moves(browser: Browser, told: dict) -> None:
     """Promotes and rolls back, with a reason and not without."""
     person = Person(browser, told, "ann")
     page = person.go("/console/policies/ann/chat")
-    form = page.locator(
-        "form[action*='/promote/']", has=page.locator("input[name=revision][value='2']")
-    )
+    second = page.locator("input[name=revision][value='2']")
+    form = page.locator("form[action*='/promote/']", has=second)
     page.locator("tr", has=form).locator("summary").click()
     form.get_by_role("button").click()
     assert page.url.endswith("/ann/chat"), "the browser wants a reason"
@@ -149,13 +145,7 @@ def with_keys_alone(browser: Browser, told: dict) -> None:
     expect(page.locator(".skip")).to_be_focused()
     page.keyboard.press("Enter")
     expect(page.locator("#main")).to_be_focused()
-    for key, path in {
-        "s": "server",
-        "c": "costs",
-        "l": "playground",
-        "t": "training",
-        "p": "policies",
-    }.items():
+    for key, path in zip("scltp", ("server", "costs", "playground", "training", "policies")):
         page.keyboard.press("g")
         page.keyboard.press(key)
         expect(page).to_have_url(re.compile(f"/console/{path}$"))
@@ -164,11 +154,10 @@ def with_keys_alone(browser: Browser, told: dict) -> None:
     page.keyboard.press("Escape")
     expect(page.get_by_role("dialog")).to_be_hidden()
     page.get_by_role("button", name="Use the dark theme").press("Enter")
-    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 26)"
+    background = "getComputedStyle(document.body).backgroundColor"
+    assert page.evaluate(background) == "rgb(20, 23, 26)"
     page.reload()
-    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 26)", (
-        "the next page has it too"
-    )
+    assert page.evaluate(background) == "rgb(20, 23, 26)", "the next page has it too"
     person.check("keys")
     print("keys", flush=True)
 
@@ -182,18 +171,14 @@ def plays(browser: Browser, told: dict, pictures: Path | None) -> None:
     page.get_by_role("button", name="Sample").click()
     said = page.get_by_role("status").filter(has_text=re.compile("alike|differ"))
     expect(said).to_be_visible(timeout=120_000)
-    expect(page.locator("[data-side=a] .told")).to_contain_text(
-        re.compile(r"revision base; \d+ tokens")
-    )
-    expect(page.locator("[data-side=b] .told")).to_contain_text(
-        re.compile(r"revision [0-9a-f]{12}; \d+ tokens")
-    )
+    for side, revision in (("a", "base"), ("b", "[0-9a-f]{12}")):
+        text = re.compile(rf"revision {revision}; \d+ tokens")
+        expect(page.locator(f"[data-side={side}] .told")).to_contain_text(text)
     person.check("playground")
     if pictures is not None:
         page.screenshot(path=pictures / "playground-sampled.png")
-    page.get_by_role("combobox", name="Right").fill(
-        page.get_by_role("combobox", name="Left").input_value()
-    )
+    left = page.get_by_role("combobox", name="Left").input_value()
+    page.get_by_role("combobox", name="Right").fill(left)
     page.get_by_role("textbox", name="Prompt").press("Control+Enter")
     expect(said).to_have_text("Both answers are alike.", timeout=120_000)
     page.get_by_role("combobox", name="Right").fill("bob/secret")
@@ -205,19 +190,13 @@ def plays(browser: Browser, told: dict, pictures: Path | None) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--server", required=True, help="the Python that has mint_jax")
-    parser.add_argument(
-        "--chromium",
-        default=shutil.which("chromium") or shutil.which("chromium-browser"),
-        help="its program",
-    )
+    found = shutil.which("chromium") or shutil.which("chromium-browser")
+    parser.add_argument("--chromium", default=found, help="its program")
     parser.add_argument("--base", default="tiny-random", help="what is served")
     parser.add_argument("--pictures", type=Path, help="folder for screenshots")
     given = parser.parse_args()
     if given.chromium is None:
-        sys.exit(
-            "there is no chromium: install it (Debian: apt-get install chromium), or name it with"
-            " --chromium"
-        )
+        sys.exit("there is no chromium: install it (Debian: chromium), or name it by --chromium")
     if given.pictures is not None:
         given.pictures.mkdir(parents=True, exist_ok=True)
     with server(given.server, given.base) as told, sync_playwright() as playwright:

@@ -7,9 +7,9 @@ failed.
 """
 
 import argparse
-import contextlib
 import copy
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -18,18 +18,16 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from run import ROOT, Failed, need
-
 import mint_jax as mint
+from benchmarks.service_client import Served
 from mint_jax.models.base import resolve
 from mint_jax.rollout.score import Scorer
+from tests.clients.run import ROOT, Failed, chosen, need, report
 
 BASE = "tiny-random"
-SERVE = ("-m", "mint_jax.launch", "--config=configs/serve.py:ci", "--config.port=0")
 CALL_S = 1200.0
 
 
@@ -256,61 +254,30 @@ def interpreter(folder: Path, name: str) -> Path:
     return python
 
 
-@contextlib.contextmanager
-def served(folder: Path) -> Iterator[str]:
-    """The address of a server."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    with open(folder / "server.log", "wb") as log:
-        command = [sys.executable, *SERVE, f"--workdir={folder / 'server'}"]
-        server = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=log
-        )
-        assert server.stdout is not None
-        try:
-            first = server.stdout.readline()
-            if not first:
-                raise Failed(f"the server is not ready: see {folder / 'server.log'}")
-            yield json.loads(first)["url"]
-            if server.poll() is not None:
-                raise Failed(
-                    f"the server ended with {server.returncode}: see {folder / 'server.log'}"
-                )
-        finally:
-            server.terminate()
-            server.communicate()
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--environments", type=Path, required=True, help="folder of the clients' environments"
-    )
+    text = "folder of the clients' environments"
+    parser.add_argument("--environments", type=Path, required=True, help=text)
     parser.add_argument("--workdir", type=Path, required=True)
     parser.add_argument("clients", nargs="*", help=f"of {', '.join(CHECKS)}; all by default")
     asked = parser.parse_args()
-    if unknown := set(asked.clients) - set(CHECKS):
-        parser.error(f"{', '.join(sorted(unknown))}: expected some of {', '.join(CHECKS)}")
-    names = asked.clients or list(CHECKS)
+    names = chosen(parser, asked.clients, list(CHECKS))
     pythons = {name: interpreter(Path(os.path.abspath(asked.environments)), name) for name in names}
     workdir = asked.workdir.resolve()
     shutil.rmtree(workdir, ignore_errors=True)
-    workdir.mkdir(parents=True)
-    told = {}
-    with served(workdir) as url:
+    checks = {}
+    server = Served("mint_jax.launch", "configs/serve.py:ci", workdir / "server", {"port": 0})
+    try:
+        url = server.ready()
         for name in names:
             (workdir / name).mkdir()
-            begun = time.monotonic()
-            try:
-                client = Foreign(pythons[name], url, workdir / name, BASE, resolve(BASE))
-                held, ok = CHECKS[name](client), True
-            except (Failed, OSError, KeyError, IndexError, ValueError) as failure:
-                held, ok = f"{type(failure).__name__}: {failure}", False
-            wall_s = time.monotonic() - begun
-            told[name] = {"ok": ok, "told": held, "wall_s": round(wall_s, 1)}
-            print(f"{name:14}{'ok    ' if ok else 'FAILED'} {wall_s:7.1f} s  {held}", flush=True)
-    ok = all(one["ok"] for one in told.values())
-    print(json.dumps({"ok": ok, "clients": told}))
-    return 0 if ok else 1
+            client = Foreign(pythons[name], url, workdir / name, BASE, resolve(BASE))
+            checks[name] = functools.partial(CHECKS[name], client)
+        code = report(checks)
+        server.stop()
+        return code
+    finally:
+        server.kill()
 
 
 if __name__ == "__main__":

@@ -17,50 +17,36 @@ arithmetic     on SmolLM2: the reward rises over that of the base
 
 import argparse
 import contextlib
-import dataclasses
+import functools
 import json
 import math
 import os
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import data
 from safetensors.numpy import load_file
 
+from benchmarks.service_client import Served
 from mint_jax.models.base import resolve
+from tests.clients import data
 
 ROOT = Path(__file__).parents[2]
-READY_S = 900.0
 RECIPE_S = 3600.0
 STEPS = 16  # of arithmetic
-COMMON = ("--config.idle_gap_s=30.0",) + tuple(
-    f"--config.{setting}={data.NAME}" for setting in ("name", "tokenizer")
-)
+COMMON = {"name": data.NAME, "tokenizer": data.NAME, "port": 0, "idle_gap_s": 30.0}
+TINY, SMOL = "tiny-random", "smollm2-135m-instruct"
 SERVERS = {  # base -> what fits two cores; some recipes have no option of the rank, and take 32
-    "tiny-random": (
-        "--config.ranks=(8,32)",
-        "--config.slots=2",
-        "--config.adapters=4",
-        "--config.shapes=((1,1,1024),(1,4,256))",
-        "--config.max_rows=16",
-    ),
-    "smollm2-135m-instruct": (
-        "--config.ranks=(8,)",
-        "--config.slots=1",
-        "--config.adapters=2",
-        "--config.shapes=((1,1,256),(1,4,256))",
-        "--config.max_rows=32",
-    ),
+    TINY: {"ranks": "(8,32)", "slots": 2, "adapters": 4, "max_rows": 16}
+    | {"shapes": "((1,1,1024),(1,4,256))"},
+    SMOL: {"ranks": "(8,)", "slots": 1, "adapters": 2, "max_rows": 32}
+    | {"shapes": "((1,1,256),(1,4,256))"},
 }
-
-
 IMITATION = {  # base -> chat_sl's options, for answers in the form that rl_loop rewards
     "tiny-random": "learning_rate=1e-2",
     "smollm2-135m-instruct": "learning_rate=2e-3 max_steps=10",
@@ -77,58 +63,45 @@ def need(holds: bool, what: str) -> None:
         raise Failed(what)
 
 
-class Run:
-    """A server of one base, and the recipes that ask it.
+def report(checks: Mapping[str, Callable[[], str]]) -> int:
+    """Runs checks, and prints a line for each and a JSON object of all; the exit code."""
+    told: dict[str, dict[str, Any]] = {}
+    for name, check in checks.items():
+        begun = time.monotonic()
+        try:
+            held, ok = check(), True
+        except (Failed, OSError, LookupError, ValueError, subprocess.TimeoutExpired) as failure:
+            held, ok = f"{type(failure).__name__}: {failure}", False
+        wall_s = round(time.monotonic() - begun, 1)
+        told[name] = {"ok": ok, "told": held, "wall_s": wall_s}
+        print(f"{name:14}{'ok    ' if ok else 'FAILED'} {wall_s:7.1f} s  {held}", flush=True)
+    ok = all(one["ok"] for one in told.values())
+    print(json.dumps({"ok": ok, "checks": told}))
+    return 0 if ok else 1
 
-    Attributes:
-        folder: of the clients, and of the server's state below it.
-    """
+
+def chosen(
+    parser: argparse.ArgumentParser, asked: Sequence[str], names: Sequence[str]
+) -> list[str]:
+    """The names that were given on the command line; all by default."""
+    if unknown := set(asked) - set(names):
+        parser.error(f"{', '.join(sorted(unknown))}: expected some of {', '.join(names)}")
+    return list(asked or names)
+
+
+class Run:
+    """A server and the recipes that ask it; ``folder`` is the clients', with the server's."""
 
     def __init__(self, base: str, folder: Path, python: str):
         self.base, self.folder, self.python = base, folder, python
-        self.server: subprocess.Popen[bytes] | None = None
-        self.url = ""
+        self.start()
 
     def start(self) -> None:
         """Starts the server, again where it ran before, and waits until it is ready."""
-        command = [
-            sys.executable,
-            "-m",
-            "mint_jax.launch",
-            "--config=configs/serve.py",
-            f"--config.base={self.base}",
-            "--config.port=0",
-        ]
-        out = self.folder / "server.out"
-        with open(out, "wb") as told, open(self.folder / "server.log", "ab") as log:
-            self.server = subprocess.Popen(
-                [*command, f"--workdir={self.folder / 'server'}", *COMMON, *SERVERS[self.base]],
-                cwd=ROOT,
-                env=os.environ | {"PYTHONPATH": str(ROOT)},
-                stdout=told,
-                stderr=log,
-            )
-        end = time.monotonic() + READY_S
-        while time.monotonic() < end and self.server.poll() is None:
-            ready = [
-                json.loads(line)
-                for line in out.read_text().splitlines()
-                if line.startswith('{"ready"')
-            ]
-            if ready:
-                self.url = ready[0]["url"]
-                return
-            time.sleep(0.5)
-        raise Failed(f"the server over {self.base} is not ready: see {self.folder / 'server.log'}")
-
-    def stop(self) -> None:
-        """Ends the server, and checks that it ended well."""
-        if self.server is not None and self.server.poll() is None:
-            self.server.send_signal(signal.SIGTERM)
-            need(
-                self.server.wait(120) == 0,
-                f"the server ended with {self.server.returncode}: see {self.folder / 'server.log'}",
-            )
+        folder = self.folder / "server"
+        options = {"base": self.base} | COMMON | SERVERS[self.base]
+        self.server = Served("mint_jax.launch", "configs/serve.py", folder, options)
+        self.url = self.server.ready()
 
     def log(self, name: str) -> Path:
         """The folder of a recipe's own logs."""
@@ -137,15 +110,9 @@ class Run:
     def begin(self, name: str, *command: str) -> subprocess.Popen[bytes]:
         """Starts a process of the clients' environment."""
         (self.folder / "logs").mkdir(exist_ok=True)
-        environment = os.environ | {
-            "TINKER_BASE_URL": self.url,
-            "TINKER_API_KEY": "tml-local",
-            "TINKER_TELEMETRY": "0",
-            "HF_HUB_OFFLINE": "1",
-            "HF_HOME": str(self.folder / "hf"),
-            "PYTHONPATH": "",
-            "OMP_NUM_THREADS": "1",
-        }
+        environment = os.environ | {"TINKER_BASE_URL": self.url, "TINKER_API_KEY": "tml-local"}
+        environment |= {"TINKER_TELEMETRY": "0", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+        environment |= {"HF_HOME": str(self.folder / "hf"), "PYTHONPATH": ""}
         with open(self.folder / "logs" / f"{name}.log", "ab") as log:
             return subprocess.Popen(
                 [self.python, *command], cwd=self.folder, env=environment, stdout=log, stderr=log
@@ -208,7 +175,7 @@ def sl_loop(run: Run) -> str:
     command = run.recipe("sl_loop", "sl_loop", f"{options} max_length=256")
     first = kill_after(run, "sl_loop", command, 8)
     kept = run.checkpoints("sl_loop")[-1]["batch"]
-    run.stop()
+    run.server.stop()
     run.start()
     run.whole("sl_loop", *command)
     second = run.metrics("sl_loop")[len(first) :]
@@ -316,18 +283,7 @@ def arithmetic(run: Run) -> str:
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class Recipe:
-    """What is run over which base."""
-
-    base: str
-    call: Callable[[Run], str]
-
-
-TINY, SMOL = SERVERS
-RECIPES = [Recipe(TINY, call) for call in (sl_loop, rl_loop, dpo, guess_number, download)] + [
-    Recipe(SMOL, call) for call in (arithmetic, rl_loop)
-]
+RECIPES = {TINY: (sl_loop, rl_loop, dpo, guess_number, download), SMOL: (arithmetic, rl_loop)}
 
 
 @contextlib.contextmanager
@@ -338,72 +294,29 @@ def served(base: str, folder: Path, python: str) -> Iterator[Run]:
     data.make(folder, resolve(base))
     run = Run(base, folder, python)
     try:
-        run.start()
         yield run
-        run.stop()
+        run.server.stop()
     finally:
-        if run.server is not None and run.server.poll() is None:
-            run.server.kill()
-            run.server.wait()
+        run.server.kill()
 
 
 def main() -> int:
-    names = [recipe.call.__name__ for recipe in RECIPES]
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--python", required=True, help="the interpreter of the clients' environment"
-    )
+    parser.add_argument("--python", required=True, help="that of the clients' environment")
     parser.add_argument("--workdir", type=Path, required=True)
-    parser.add_argument(
-        "--base", choices=list(SERVERS), help="over which recipes run; each by default"
-    )
-    parser.add_argument(
-        "recipes", nargs="*", help=f"of {', '.join(names)}; all by default. download needs sl_loop"
-    )
+    text = "over which recipes run; each by default"
+    parser.add_argument("--base", choices=list(SERVERS), help=text)
+    known = list(dict.fromkeys(call.__name__ for calls in RECIPES.values() for call in calls))
+    text = f"of {', '.join(known)}; all by default. download needs sl_loop"
+    parser.add_argument("recipes", nargs="*", help=text)
     asked = parser.parse_args()
-    if unknown := set(asked.recipes) - set(names):
-        parser.error(f"{', '.join(sorted(unknown))}: expected some of {', '.join(names)}")
+    names, code = chosen(parser, asked.recipes, known), 0
     python = os.path.abspath(asked.python)  # a link into the environment must stay one
-    told: dict[str, dict[str, Any]] = {}
     for base in [asked.base] if asked.base else SERVERS:
-        mine = [
-            recipe.call
-            for recipe in RECIPES
-            if recipe.base == base and (not asked.recipes or recipe.call.__name__ in asked.recipes)
-        ]
-        if not mine:
-            continue
-        begun = time.monotonic()
-        try:
+        if calls := {call.__name__: call for call in RECIPES[base] if call.__name__ in names}:
             with served(base, asked.workdir.resolve() / base, python) as run:
-                print(f"server over {base}: ready in {time.monotonic() - begun:.0f} s", flush=True)
-                for call in mine:
-                    begun = time.monotonic()
-                    try:
-                        held, ok = call(run), True
-                    except (
-                        Failed,
-                        OSError,
-                        KeyError,
-                        IndexError,
-                        subprocess.TimeoutExpired,
-                    ) as failure:
-                        held, ok = f"{type(failure).__name__}: {failure}", False
-                    wall_s = time.monotonic() - begun
-                    told[f"{call.__name__} over {base}"] = {
-                        "ok": ok,
-                        "told": held,
-                        "wall_s": round(wall_s, 1),
-                    }
-                    print(
-                        f"{call.__name__:14}{'ok    ' if ok else 'FAILED'} {wall_s:7.1f} s  {held}",
-                        flush=True,
-                    )
-        except Failed as failure:
-            told[f"server over {base}"] = {"ok": False, "told": str(failure)}
-    ok = all(one["ok"] for one in told.values())
-    print(json.dumps({"ok": ok, "recipes": told}))
-    return 0 if ok else 1
+                code |= report({n: functools.partial(call, run) for n, call in calls.items()})
+    return code
 
 
 if __name__ == "__main__":

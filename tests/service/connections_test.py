@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import socket
 import threading
 import time
@@ -142,16 +141,6 @@ def test_slow_heads_and_bodies_are_cut_while_others_are_served(port):
             time.sleep(0.02)
     assert done == dict.fromkeys(slow, True)
     assert served > 0
-
-
-def test_a_slow_body_is_told_once_and_the_connection_ends(port):
-    with connected(port) as connection:
-        connection.sendall(HEAD + b"Content-Length: 10\r\n\r\nabc")
-        got = all_of(connection)
-    head, _, body = got.partition(b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.1 408 ")
-    assert b"connection: close" in head
-    assert "did not arrive within 0.5 s" in json.loads(body)["detail"]
 
 
 def test_a_client_that_does_not_read_is_cut(port, endless):

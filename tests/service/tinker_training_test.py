@@ -8,7 +8,6 @@ import tinker
 import torch
 from tinker import types
 
-from mint_jax.service import tinker as tinker_
 from tests import oracles
 from tests.service.bad_world import batch
 from tests.service.sites import adam, datum_of, logprobs_of
@@ -107,27 +106,6 @@ def test_every_loss_and_update_is_torch_s(rng, site, hf_dirs):
     for path, factor in tenant.factors.items():
         moved = np.abs(factor.detach().numpy() - state.parts["factors"][path]).max()
         np.testing.assert_allclose(held.parts["factors"][path], factor.detach(), atol=2e-2 * moved)
-
-
-def test_a_batch_in_several_requests_is_one_batch(rng, site, monkeypatch):
-    """The SDK cuts large batches, and sends the first part last."""
-    whole = site.trainer()
-    monkeypatch.setitem(tinker_.CLIENT_CONFIG, "fwdbwd_max_chunk_len", 2)
-    trainer = site.trainer()
-    state = random_state(rng, site.server.base, site.held(trainer).config)
-    data = [datum_of(datum) for _ in range(4) for datum in random_data(rng, "cross_entropy", 24)]
-    for one in (trainer, whole):
-        site.put(one, state)
-    futures = [one.forward_backward(data, "cross_entropy") for one in (trainer, whole)]
-    cut, together = (future.result() for future in futures)
-    assert cut.metrics["loss:sum"] == pytest.approx(
-        together.metrics["loss:sum"], rel=1e-4, abs=1e-3
-    )
-    for got, want in zip(logprobs_of(cut), logprobs_of(together), strict=True):
-        np.testing.assert_allclose(got, want, atol=2e-5)
-    grads = [site.held(one).parts["grad"] for one in (trainer, whole)]
-    live_test.assert_close(*grads)
-    assert trainer._request_id_counter - whole._request_id_counter == (len(data) + 1) // 2 - 1
 
 
 def test_a_request_sent_again_runs_once(site):

@@ -61,19 +61,6 @@ class SampleBody(SampleRequest):
     target_prompt_logprobs: TensorBody | None = None
 
 
-def place_of(body: bytes) -> SampleRequest:
-    """Returns the place of a request of ``asample``: the model to sample, the first that is given,
-    and the request's number in its session. Raises ``UserError`` if it has none.
-    """
-    place = parse(SampleRequest, body)
-    names = "sampling_session_id", "model_path", "base_model"
-    if all(getattr(place, name) is None for name in names):
-        raise UserError(f"the request has none of {', '.join(names)}: give one")
-    if place.sampling_session_id is not None and place.seq_id is None:
-        raise UserError("the request has a sampling_session_id and no seq_id: number it from 0")
-    return place
-
-
 def spec_of(raw: bytes, context: int, end_ids: Sequence[int], seed: int) -> SampleSpec:
     """Returns the content of a request, for the bare base: the caller adds revision and tenant.
 
