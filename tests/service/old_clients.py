@@ -5,12 +5,12 @@ and need a package index, and the server's folder. Exits with 0 where all sessio
 should be.
 """
 
-import json
-import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from benchmarks.service_client import Served
 
 CLIENTS = {  # what is installed -> the key that it accepts
     ("tinker==0.6.0",): "tml-any",  # the oldest that is claimed
@@ -18,7 +18,7 @@ CLIENTS = {  # what is installed -> the key that it accepts
     # MinT's form, which is exchanged for a token
     ("tinker==0.22.0", "mindlab-toolkit==0.2.0"): "sk-any",
 }
-SERVE = ("-m", "mint_jax.launch", "--config=configs/serve.py:ci", "--config.port=0")
+CONFIG = "configs/serve.py:ci"
 SESSION_S = 300
 
 
@@ -40,20 +40,18 @@ def main(folder: Path) -> int:
     pythons = {packages: interpreter(folder.resolve(), packages) for packages in CLIENTS}
     failed = 0
     with tempfile.TemporaryDirectory(dir=folder) as workdir:
-        command = [sys.executable, *SERVE, f"--workdir={workdir}"]
-        server = subprocess.Popen(
-            command, stdout=subprocess.PIPE, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"}
+        environment = {"JAX_PLATFORMS": "cpu"}
+        served = Served(
+            "mint_jax.launch", CONFIG, Path(workdir) / "server", {"port": 0}, environment
         )
-        assert server.stdout is not None
         try:
-            url = json.loads(server.stdout.readline())["url"]
+            url = served.ready()
             for packages, key in CLIENTS.items():
                 print(f"== {' '.join(packages)}", flush=True)
                 session = [pythons[packages], Path(__file__).with_name("old_client.py"), url, key]
                 failed += subprocess.run(session, timeout=SESSION_S, cwd=folder).returncode != 0
         finally:
-            server.terminate()
-            server.communicate()
+            served.kill()
     return failed
 
 
