@@ -10,8 +10,7 @@ from ml_collections import ConfigDict
 from mint_jax import mesh as mesh_lib
 from mint_jax.harness import settings, start
 from mint_jax.harness.options import BaseSettings
-from mint_jax.models import made
-from mint_jax.models.base import Base
+from mint_jax.models.base import Base, random_params
 from mint_jax.models.config import Experts, ModelConfig
 from mint_jax.recipes import grpo
 from mint_jax.recipes.options import GrpoSettings
@@ -47,7 +46,7 @@ def shape(section: Any) -> ModelConfig:
 def random_base(cfg: ModelConfig, dtype: Any) -> Base:
     """Returns a base of random weights, made on the devices; it has no directory."""
     mesh = mesh_lib.make_mesh({"data": -1})
-    return Base("random", Path("."), cfg, made.params(cfg, mesh, dtype), mesh, None, "0" * 64)
+    return Base("random", Path("."), cfg, random_params(cfg, mesh, dtype), mesh, None, "0" * 64)
 
 
 def make_grpo(config: Any, base: Base) -> grpo.ConcurrentGrpo:

@@ -28,8 +28,7 @@ from mint_jax.models import experts, moe, packed_lora, stacked
 from mint_jax.models.config import Experts, ModelConfig
 from mint_jax.models.expert_parallel import routed
 from mint_jax.models.experts import sort_rows
-from mint_jax.models.mlp import swiglu
-from mint_jax.models.norm import rms_norm
+from mint_jax.models.layers import rms_norm, swiglu
 
 # as ``expert_parallel.routed``
 Routed = Callable[[jax.Array, jax.Array, jax.Array, Any, Any], jax.Array]
@@ -75,7 +74,7 @@ class _Stack:
         """``[B, T, D]`` behind all layers; ``through`` computes the experts. ``sliced``: the scan
         slices them out of their stacks.
         """
-        layers, stacks = {"moe": params}, stacked.WholeStacks(None, None, {})
+        layers, stacks = {"moe": params}, {}
         if not sliced:  # as the decoder has them
             layers, stacks = stacked.detach(layers, False)
 

@@ -2,8 +2,7 @@
 
 Bytes count what any implementation must move: each row read once, each result written once (and
 read, if added to), every distinct factor and expert's matrix once. A multiply-add is two
-operations. Passes count weight tiles of a TPU's matrix unit, which cost the same whether a matmul
-fills them or not. Within the base's matmul only the factors' bytes are extra, ``Cost.weights``.
+operations.
 
 Axes: M rows, D in, F out, R rank, W factors, K projections of the same rows, E experts.
 """
@@ -41,9 +40,7 @@ def packed_lora(
     factor: Any = None,
     backward: bool = False,
 ) -> Cost:
-    """Returns the cost of ``packed_lora.packed_lora`` or its gradients, of arguments with a shape
-    and a dtype. ``factor [M]``, concrete; None assumes the most distinct ones.
-    """
+    """Returns the cost of ``packed_lora`` or its gradients; ``factor [M]`` is concrete."""
     (M, D), (W, R) = x.shape, a[0].shape[:2]
     if factor is None:
         present = min(M, W)
@@ -64,9 +61,7 @@ def packed_lora(
 
 
 def grouped(x: Any, w: Sequence[Any], sizes: Any = None, backward: bool = False) -> Cost:
-    """Returns the cost of the base's grouped matmuls ``[M, D] [E, D, F]`` of the same rows;
-    backward, of the rows' gradient only. ``sizes [E]``, concrete; None assumes the most experts.
-    """
+    """Returns the cost of the base's grouped matmuls, or of the rows' gradients."""
     M, D = x.shape
     if sizes is None:
         present = min(M, w[0].shape[0])
@@ -101,6 +96,8 @@ def packed_matmul(
     return base + lora._replace(rows=0)
 
 
+# Weight tiles of a TPU's matrix unit cost the same whether a matmul fills them or not. Within the
+# base's matmul only the factors' bytes are extra, ``Cost.weights``.
 def passes(d_in: int, d_out: int, unit: int, rows: int = TILE) -> int:
     """Returns rows times weight tiles of a matmul ``[rows, d_in] [d_in, d_out]``."""
     return rows * -(-d_in // unit) * -(-d_out // unit)

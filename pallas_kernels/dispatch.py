@@ -1,9 +1,7 @@
 """Selection of an op's implementation, with the reasons against the others.
 
 Every op has a table, best first. An implementation that cannot serve raises ``NotImplementedError``
-with the reason, and the next is tried; the last serves everything. ``auto`` selects by the platform
-that a program is *lowered for*, inside the program (``jax.lax.platform_dependent``), so a program
-compiled ahead of time for a TPU has the TPU's kernel wherever it is compiled.
+with the reason, and the next is tried; the last serves everything.
 """
 
 import collections
@@ -77,6 +75,9 @@ def explain(table: Sequence[Implementation], *args: Any) -> list[tuple[str, str]
     return out
 
 
+# ``auto`` selects by the platform that a program is *lowered for*, inside the program
+# (``jax.lax.platform_dependent``), so a program compiled ahead of time for a TPU has the TPU's
+# kernel wherever it is compiled.
 def run(
     op: str,
     table: Sequence[Implementation],

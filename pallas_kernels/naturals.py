@@ -1,8 +1,4 @@
-"""Division of non-negative integers in kernels.
-
-``//`` and ``%`` of traced numbers look at signs, and lowering a sign for a TPU needs to know which
-TPU. Such a kernel could be lowered only with an attached TPU or a named topology.
-"""
+"""Division of non-negative integers in kernels."""
 
 from typing import Any
 
@@ -10,6 +6,8 @@ import jax
 import jax.numpy as jnp
 
 
+# ``//`` and ``%`` of traced numbers look at signs, and lowering a sign for a TPU needs to know
+# which TPU. Such a kernel could be lowered only with an attached TPU or a named topology.
 def div(x: Any, n: int) -> jax.Array:
     """Returns ``x // n``."""
     return jax.lax.div(x, jnp.int32(n))

@@ -1,11 +1,4 @@
-"""Matmuls accumulated in float32, for kernels and frozen matrices, and the dtype of their
-gradients.
-
-The gradient of a bfloat16 matmul is a bfloat16 matmul: its cotangent is rounded first. With float32
-cotangents XLA converts the matrix, and a GPU multiplies in TF32: on an H100 that was 299 ms of a
-training step of 1,042 ms (Qwen3-4B, 16,384 tokens), twice the time of bfloat16.
-``jax_default_matmul_precision`` of ``float32`` or ``highest`` keeps float32 cotangents.
-"""
+"""Matmuls accumulated in float32, for kernels and frozen matrices."""
 
 import functools
 from typing import Any
@@ -30,6 +23,10 @@ def product(subscripts: str, x: jax.Array, w: jax.Array) -> jax.Array:
     return jnp.einsum(subscripts, x, w.astype(x.dtype), preferred_element_type=kept).astype(x.dtype)
 
 
+# The gradient of a bfloat16 matmul is a bfloat16 matmul: its cotangent is rounded first. With
+# float32 cotangents XLA converts the matrix, and a GPU multiplies in TF32: on an H100 that was 299
+# ms of a training step of 1,042 ms (Qwen3-4B, 16,384 tokens), twice the time of bfloat16.
+# ``jax_default_matmul_precision`` of ``float32`` or ``highest`` keeps float32 cotangents.
 def _of_gradients(dtype: Any) -> Any:
     """Returns the dtype of the cotangents of matmuls in ``dtype``."""
     chosen = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]

@@ -1,7 +1,6 @@
 """Shared parts of the GPU kernels: blocks of arrays for Triton through Pallas.
 
-Triton's blocks have power-of-two sizes, and its dots sides of at least 16. What lies beyond an
-array or its rows is not read and counts as zeros, by a select: non-finite values beyond stay out.
+Triton's blocks have power-of-two sizes, and its dots sides of at least 16.
 
 Axes: T rows of a tile.
 """
@@ -83,9 +82,7 @@ def columns(block: Any, size: int, n: int) -> Span:
 
 
 def pieces(n: int, most: int, zero: Any) -> list[Span]:
-    """Splits an axis of ``n`` into adjacent blocks of at most ``most``, so that 192 is 128 and 64.
-    ``zero`` is a 0 that is not constant.
-    """
+    """Splits an axis of ``n`` into blocks of at most ``most``; ``zero`` is no constant."""
     # From JAX 0.12 on a constant start is rejected if its block extends beyond the array.
     out, start = [], 0
     while start < n:
@@ -95,6 +92,8 @@ def pieces(n: int, most: int, zero: Any) -> list[Span]:
     return out
 
 
+# What lies beyond an array or its rows is not read and counts as zeros, by a select: non-finite
+# values beyond stay out.
 def _at_and_mask(index: tuple[Any, ...]) -> tuple[tuple[Any, ...], jax.Array | None]:
     spans = [one for one in index if isinstance(one, Span)]
 

@@ -90,9 +90,7 @@ def names(kind: str) -> list[str]:
 
 
 def canonical(name: str) -> str:
-    """Returns our name of a pod from a cloud name, ``v5p-64`` -> ``v5p:2x4x4``; raises
-    ``UserError`` with the known sizes.
-    """
+    """Returns our name of a pod from a cloud name, ``v5p-64`` -> ``v5p:2x4x4``."""
     known = [each for kind in CHIPS for each in names(kind)]
     if name in known:
         return name
@@ -138,15 +136,9 @@ def target(name: str) -> Target:
     cuda = kind.startswith("cuda:")
     devices = tuple(_cuda_devices(kind, chips) if cuda else _tpu_devices(name))
     share = chips / len(devices)
-    rates = (
-        int(chip.hbm * share),
-        chip.flops * share,
-        chip.hbm_rate * share,
-        chip.link_rate * share,
-    )
-    return Target(
-        name, chips, devices, *rates, options={"xla_gpu_autotune_level": "0"} if cuda else {}
-    )
+    rates = (rate * share for rate in (chip.flops, chip.hbm_rate, chip.link_rate))
+    options = {"xla_gpu_autotune_level": "0"} if cuda else {}
+    return Target(name, chips, devices, int(chip.hbm * share), *rates, options=options)
 
 
 def _tpu_devices(name: str) -> Any:

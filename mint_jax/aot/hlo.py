@@ -117,21 +117,14 @@ class Module:
                 for i in self.computations[self.entry]
                 if i.op == "while" and self._trips(i) is None
             ]
-            self._step = (
-                max(loops, key=lambda i: self._of(i.called("body")[0], False).flops).name
-                if loops
-                else ""
-            )
+            if loops:
+                largest = max(loops, key=lambda i: self._of(i.called("body")[0], False).flops)
+                self._step = largest.name
 
     def _channels(self) -> dict[str, str]:
         # A TPU spreads a collective over fusions that compute meanwhile; they share a channel.
-        fused = {
-            name
-            for body in self.computations.values()
-            for i in body
-            if i.op == "fusion"
-            for name in i.called("calls")
-        }
+        fusions = (i for body in self.computations.values() for i in body if i.op == "fusion")
+        fused = {name for i in fusions for name in i.called("calls")}
         return {
             i.channel: name for name in sorted(fused) for i in self.computations[name] if i.channel
         }
@@ -159,16 +152,9 @@ class Module:
                 cost.least = frozenset(cost.counts)
             return cost, 1
         if i.op == "conditional":
-            names = i.called("branch_computations") or i.called("true_computation") + i.called(
-                "false_computation"
-            )
-            return (
-                max(
-                    (self._of(name, False) for name in names),
-                    key=lambda c: (c.flops, sum(c.bytes.values())),
-                ),
-                1,
-            )
+            two = i.called("true_computation") + i.called("false_computation")
+            branches = [self._of(name, False) for name in i.called("branch_computations") or two]
+            return max(branches, key=lambda c: (c.flops, sum(c.bytes.values()))), 1
         if i.op in ("fusion", "call", "async-start"):
             cost = Cost()
             for name in i.called("calls") or i.called("to_apply"):
@@ -218,14 +204,9 @@ class Module:
 
     def _dot(self, i: Instruction) -> float:
         found = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", i.rest)
-        lhs = shape(self.types[i.operands[0]])
-        return (
-            2.0
-            * math.prod(shape(i.type))
-            * math.prod(lhs[int(d)] for d in found[1].split(",") if d)
-            if found
-            else 0.0
-        )
+        lhs, dims = shape(self.types[i.operands[0]]), found[1].split(",") if found else []
+        contracted = math.prod(lhs[int(d)] for d in dims if d)
+        return 2.0 * math.prod(shape(i.type)) * contracted if found else 0.0
 
     def _convolution(self, i: Instruction) -> float:
         """Returns the FLOPs of a convolution, as TPUs compute dots."""

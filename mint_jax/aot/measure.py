@@ -132,9 +132,7 @@ class Measured:
 
 
 def colocated(measured: Sequence[Measured], base_bytes: int) -> Measured:
-    """Returns the memory of ``train``, ``optim``, ``prefill`` and ``decode`` over one base, running
-    one at a time.
-    """
+    """Returns the memory of the four programs over one base, running one at a time."""
     # The arguments of `prefill` are those of `decode` except its plan of some kilobytes.
     by = {m.program: m for m in measured}
     resident = by["train"].arguments + by["decode"].arguments - base_bytes

@@ -56,9 +56,8 @@ class Program:
     def trace(self, mesh: Mesh) -> Any:
         """Returns the traced function, with its jaxpr and ``lower``."""
         with jax.set_mesh(mesh):
-            return jax.jit(self.fn, donate_argnums=self.donated, out_shardings=self.out).trace(
-                *self.args
-            )
+            call = jax.jit(self.fn, donate_argnums=self.donated, out_shardings=self.out)
+            return call.trace(*self.args)
 
 
 class Plan:
@@ -96,61 +95,43 @@ class Plan:
         P, bucket = shape.policies, self.adapter.bucket
         state = self._place(jax.eval_shape(lambda: state_lib.empty(self.specs, [self.adapter] * P)))
         slots = {bucket: self._whole((P,), jnp.int32)}
-        coefs = jax.tree.map(
-            lambda x: self._whole(x.shape, x.dtype), stack_coefs([LossConfig()] * P)
-        )
-        hyper = {
-            bucket: jax.tree.map(
-                lambda x: self._whole(x.shape, x.dtype), state_lib.Hyper.stack([], P)
-            )
-        }
+        coefs = self._plan(stack_coefs([LossConfig()] * P))
+        hyper = {bucket: self._plan(state_lib.Hyper.stack([], P))}
         fn = functools.partial(step.forward_backward, cfg=self.cfg, remat=shape.remat)
         tokens = P * shape.rows * shape.tokens
         out = (_shardings(state), None, None)
         args = (self.params, state, self._batch(shape), coefs, slots)
+        optim = step.optim_step, (state, slots, hyper), (0,), out[:2], 0
         return (
             Program("train", fn, args, (1,), out, tokens),
-            Program(
-                "optim",
-                step.optim_step,
-                (state, slots, hyper),
-                (0,),
-                out[:2],
-                0,
-                trips={"policies": P},
-            ),
+            Program("optim", *optim, trips={"policies": P}),
         )
 
     def sampling(self, shape: RolloutShape) -> tuple[Program, Program]:
-        """Returns ``prefill`` of prompt blocks and ``decode`` of all rollouts, with N resident
-        adapters, at full length: the prompts' last blocks, and every rollout's last token.
-        """
+        """Returns ``prefill`` and ``decode`` at full length: last blocks, and last tokens."""
         parts = device.page_parts(self.cfg, self.mesh)
         self._check_rows("rollout.prompts", shape.prompts, parts)
         rows, blocks = shape.prompts * shape.rollouts, parts * -(-shape.blocks // parts)
         bucket, table = self.adapter.bucket, longest_table(shape.prompt_tokens + shape.new_tokens)
-        stacks = {bucket: self._place(jax.eval_shape(lambda: self._adapters(shape.adapters)))}
+        resident = self.specs, self.adapter.targets, bucket, shape.adapters
+        stacks = {bucket: self._place(jax.eval_shape(lambda: lora_tree.empty_stack(*resident)))}
         # A rollout's first token is the prompt's last; its last token is sampled and never read.
         shared, own = pages_for(shape.prompt_tokens - 1, PAGE), pages_for(shape.new_tokens, PAGE)
         total_pages = shape.prompts * shared + rows * own
-        specs = device.pool_specs(
-            self.cfg, total_pages, jnp.dtype(self.dtype), False, device.lanes(self.mesh)
-        )
+        dtype, lanes = jnp.dtype(self.dtype), device.lanes(self.mesh)
+        specs = device.pool_specs(self.cfg, total_pages, dtype, False, lanes)
         where = device.pool_shardings(self.cfg, specs, self.mesh)
         pool = jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), specs, where
         )
         reading = self._plan(plans.blocks_plan([[]] * parts, blocks, table, stacks))
-        drawing = self._plan(
-            plans.rows_plan([], rows, parts, table, self.cfg.vocab_size, stacks)[0]
-        )
+        drawn = plans.rows_plan([], rows, parts, table, self.cfg.vocab_size, stacks)[0]
+        drawing = self._plan(drawn), self._whole((), jnp.int32)
         fill = functools.partial(device.prefill, cfg=self.cfg)
         draw = functools.partial(device.decode, cfg=self.cfg)
         past, own_runs = -(-(shape.prompt_tokens - 1) // RUN), -(-shape.new_tokens // RUN)
-        here, teams = (
-            rows // parts,
-            (shape.prompts // parts * -(-shape.rollouts // TEAM) if shape.rollouts > 1 else 0),
-        )
+        here, teams = rows // parts, shape.prompts // parts * -(-shape.rollouts // TEAM)
+        teams = teams if shape.rollouts > 1 else 0
         loops = {
             "runs": own_runs if teams else past + own_runs,
             "teams": -(-teams // teams_at_once(here, here)),
@@ -160,47 +141,22 @@ class Plan:
         # of prefill, which reads one prompt of each part at least
         unread = device_bytes(pool) * (total_pages - parts * shared) // total_pages
         args, reads = (self.params, stacks, pool), {"runs": past, "indexer": past}
+        filling = fill, (*args, reading), (2,), (where, None), blocks * PAGE
+        decoding = draw, (*args, *drawing), (2,), (where, None), rows
         return (
-            Program(
-                "prefill",
-                fill,
-                (*args, reading),
-                (2,),
-                (where, None),
-                blocks * PAGE,
-                trips=reads,
-                unread=unread,
-            ),
-            Program(
-                "decode",
-                draw,
-                (*args, drawing, self._whole((), jnp.int32)),
-                (2,),
-                (where, None),
-                rows,
-                steps=True,
-                trips=loops,
-            ),
+            Program("prefill", *filling, trips=reads, unread=unread),
+            Program("decode", *decoding, steps=True, trips=loops),
         )
-
-    def _adapters(self, slots: int) -> lora_tree.AdapterStack:
-        return lora_tree.empty_stack(self.specs, self.adapter.targets, self.adapter.bucket, slots)
 
     def _batch(self, shape: TrainShape) -> Batch:
         P, B = shape.policies, shape.rows
-        policy_major = P % sharding.ways("batch", self.mesh) == 0
+        ways = sharding.ways("batch", self.mesh)
+        axes = (None, None if B % ways else "batch", None) if P % ways else ("batch", None, None)
 
         def rows(width: int, dtype: Any = jnp.int32) -> Any:
-            axes = (
-                ("batch", None, None)
-                if policy_major
-                else (None, "batch" if B % sharding.ways("batch", self.mesh) == 0 else None, None)
-            )
             return self._split((P, B, width), axes, dtype)
 
-        weights, advantages, old_logp, ref_logp = (
-            rows(shape.targets, jnp.float32) for _ in range(4)
-        )
+        weights, advantages, old_logp, ref_logp = [rows(shape.targets, jnp.float32)] * 4
         pairs: Any = self._whole((P, 0), jnp.float32)
         loss = Targets(weights, advantages, old_logp, ref_logp, rows(shape.targets), pairs)
         tokens, positions, own, parent = (rows(shape.tokens) for _ in range(4))
@@ -214,12 +170,9 @@ class Plan:
                 " smaller fsdp"
             )
 
-    def _split(
-        self, shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: Any
-    ) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(
-            shape, dtype, sharding=NamedSharding(self.mesh, sharding.partition(axes, self.mesh))
-        )
+    def _split(self, shape: tuple[int, ...], axes: tuple[Any, ...], dtype: Any) -> Any:
+        where = NamedSharding(self.mesh, sharding.partition(axes, self.mesh))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
 
     def _whole(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return self._split(shape, (None,) * len(shape), dtype)
@@ -231,17 +184,12 @@ class Plan:
         """Returns abstract adapters or training state, split like the base where it is."""
         whole = NamedSharding(self.mesh, PartitionSpec())
 
-        def place(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
-            spec = self.factors.get(
-                "/".join(k.key for k in path if isinstance(getattr(k, "key", None), str)), whole
-            ).spec
-            return jax.ShapeDtypeStruct(
-                leaf.shape,
-                leaf.dtype,
-                sharding=NamedSharding(
-                    self.mesh, PartitionSpec(*spec[max(0, len(spec) - leaf.ndim) :])
-                ),
-            )
+        def place(keys: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+            path = "/".join(k.key for k in keys if isinstance(getattr(k, "key", None), str))
+            spec = self.factors.get(path, whole).spec
+            own = PartitionSpec(*spec[max(0, len(spec) - leaf.ndim) :])
+            where = NamedSharding(self.mesh, own)
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
 
         return jax.tree_util.tree_map_with_path(place, tree)
 

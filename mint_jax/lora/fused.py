@@ -1,26 +1,10 @@
 """Reader of routed experts' adapters in PEFT's fused layout (also vLLM's 3-D layout).
 
 transformers stores the experts of a layer as two 3-D parameters, ``gate_up_proj [E, 2F, D]`` (gate
-rows first) and ``down_proj [E, D, F]``. PEFT wraps their module once for each parameter, with one
-pair of matrices for all experts:
+rows first) and ``down_proj [E, D, F]``; PEFT wraps their module once for each, with one pair of
+matrices for all experts. GPT-OSS interleaves the rows of gate and up, which is not this layout.
 
-- ``A [E * R, in]`` is expert-major: row ``e * R + j`` is row j of expert e;
-- ``B [out, R * E]`` is rank-major: column ``j * E + e`` is column j of expert e.
-
-If both parameters are adapted, gate_up is the inner wrapper (``<experts>.base_layer``) and down the
-outer one (``<experts>``). A single one is the outer wrapper, and its shape identifies it. gate and
-up are separated in one of two ways:
-
-- a shared A, trained as one parameter: both get all of A, and their own rows of B;
-- the block form, converted from separate gate and up of rank R / 2: ``A = [A_gate; A_up]`` and B
-  block-diagonal. While B is block-diagonal, each gets exactly its half; further training mixes the
-  blocks, and then both keep rank R.
-
-PEFT before 0.19.1 swapped in and out, and its files are refused. GPT-OSS interleaves the rows of
-gate and up, which is not this layout.
-
-Axes: L layers, E experts, R rank, D in, F out; in the formulas above D is the model's width and F
-that of one expert.
+Axes: L layers, E experts, R rank, D in, F out.
 """
 
 import math
@@ -161,7 +145,7 @@ def read_fused(
                 f"{where}: {experts} has gate_up_proj's factors (base_layer) but not down_proj's:"
                 " the file is incomplete"
             )
-        # With an inner pair the outer one must be down; alone it can be either.
+        # gate_up is the inner wrapper, and then the outer one is down; alone it can be either.
         read = [(inner, ["gate_up_proj"]), (outer, ["down_proj"])]
         for (a, b), own in read if inner is not None else [(outer, list(parameters))]:
             candidates = [parameters[name] for name in own if name in parameters]
@@ -181,6 +165,11 @@ def _split(
     fused: Fused, a: np.ndarray, b: np.ndarray, patterns: Patterns, where: str
 ) -> dict[str, list[Pair]]:
     """Returns the factors of each expert by projection path."""
+    # A [E R, in] is expert-major: row e R + j is row j of expert e. B [out, R E] is rank-major:
+    # column j E + e is column j of expert e. A shared A, trained as one parameter, is all of gate's
+    # and of up's, with their own rows of B. In the block form, converted from separate gate and up
+    # of rank R / 2, A = [A_gate; A_up] and B is block-diagonal, and each gets exactly its half;
+    # further training mixes the blocks, and then both keep rank R.
     E = fused.count
     rank = patterns.rank(fused.name) or a.shape[0] // E
     if a.shape[0] != E * rank or b.shape[1] != E * rank or not rank:
@@ -215,9 +204,7 @@ def _is_block_diagonal(b_parts: Sequence[np.ndarray]) -> bool:
 def target_fields(
     fused: Iterable[Fused], rank: int, alpha: float, rslora: bool
 ) -> dict[str, dict[str, float]]:
-    """Returns ``rank_pattern`` and ``alpha_pattern`` with which PEFT fuses unpacked factors of one
-    rank without changing their scale.
-    """
+    """Returns rank and alpha patterns with which PEFT fuses factors of one rank unchanged."""
     # Parameters that stack n projections get rank n R, so alpha grows by n, or by sqrt(n).
     ranks, alphas = {}, {}
     for one in fused:

@@ -348,7 +348,6 @@ def _check_target_parameters(
 def _check_pair(
     a: np.ndarray, b: np.ndarray, module: str, projection: Projection, rank: int, directory: Path
 ) -> int:
-    """Checks a module's factors and returns their rank."""
     D, F = projection.d_in, projection.d_out
     r = a.shape[0] if a.ndim else 0
     if not r or a.shape != (r, D) or b.shape != (F, r):

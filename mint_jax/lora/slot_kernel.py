@@ -44,18 +44,12 @@ def add(
         ends: logical axes of each projection's D and F.
         plain: form without a kernel, a function of ``args``.
     """
-    table = (
-        *(
-            Implementation(
-                name,
-                on,
-                functools.partial(_by_kernel, op=op, ends=ends),
-                functools.partial(_require, op=op, ends=ends),
-            )
-            for name, on, op in KERNELS
-        ),
-        Implementation("xla", None, plain, dispatch.anything),
-    )
+    table = []
+    for name, on, op in KERNELS:
+        bound = functools.partial(_by_kernel, op=op, ends=ends)
+        require = functools.partial(_require, op=op, ends=ends)
+        table.append(Implementation(name, on, bound, require))
+    table.append(Implementation("xla", None, plain, dispatch.anything))
     return dispatch.run("slot_lora", table, kernel, args)
 
 
@@ -98,14 +92,7 @@ def _split(x: jax.Array, y: jax.Array, ends: Ends) -> _Split:
     return _Split(rows, inward, outward, swap_in, swap_out)
 
 
-def _require(
-    x: jax.Array,
-    ys: tuple[jax.Array, ...],
-    buckets: tuple[Any, ...],
-    layer: jax.Array,
-    ends: tuple[Ends, ...],
-    op: Any,
-) -> None:
+def _require(x, ys, buckets, layer, ends, op) -> None:
     """Raises ``NotImplementedError`` if kernels cannot serve each device's part of a projection."""
     mesh: Any = jax.sharding.get_abstract_mesh()
     for y, bucket, end in zip(ys, buckets, ends):
@@ -139,15 +126,7 @@ def _require(
             op.require_expand(b_WRF, y_MF)
 
 
-def _by_kernel(
-    x: jax.Array,
-    ys: tuple[jax.Array, ...],
-    buckets: tuple[Any, ...],
-    layer: jax.Array,
-    ends: tuple[Ends, ...],
-    op: Any,
-    interpret: Any = False,
-) -> tuple[jax.Array, ...]:
+def _by_kernel(x, ys, buckets, layer, ends, op, interpret=False) -> tuple[jax.Array, ...]:
     if op is not slot_lora.pallas_gpu or not sharding.one_device():
         return tuple(
             _one_by_kernel(x, y, bucket, layer, end, op, interpret)
@@ -174,31 +153,21 @@ def _by_kernel(
     return tuple(one.reshape(y.shape) for one, y in zip(made, ys))
 
 
-def _one_by_kernel(
-    x: jax.Array,
-    y: jax.Array,
-    bucket: Any,
-    layer: jax.Array,
-    ends: Ends,
-    op: Any,
-    interpret: Any,
-) -> jax.Array:
+def _one_by_kernel(x, y, bucket, layer, ends, op, interpret) -> jax.Array:
     rows, inward, outward, swap_in, swap_out = _split(x, y, ends)
 
-    def shrunk(x_MD: jax.Array, a: jax.Array, slot_M: jax.Array, first: jax.Array) -> jax.Array:
-        """Returns ``x A^T``, ``[M, R]``; of split inputs only this is communicated."""
+    # With split inputs only x A^T, [M, R], is communicated.
+    def shrunk(x_MD, a, slot_M, first):
         if not swap_in:
-            h_MR = op.shrink(x_MD, a, slot_M, first, interpret=interpret)
             over = sharding.mesh_axes(inward, jax.sharding.get_abstract_mesh())
+            h_MR = op.shrink(x_MD, a, slot_M, first, interpret=interpret)
             return jax.lax.psum(h_MR, over) if over else h_MR
         slots = jax.lax.all_gather(slot_M, swap_in, tiled=True)
         parts = jax.lax.all_to_all(x_MD, swap_in, 1, 0, tiled=True)
         h_MR = op.shrink(parts, a, slots, first, interpret=interpret)
         return jax.lax.psum_scatter(h_MR, swap_in, tiled=True)
 
-    def expanded(
-        h_MR: jax.Array, b: jax.Array, y_MF: jax.Array, slot_M: jax.Array, first: jax.Array
-    ) -> jax.Array:
+    def expanded(h_MR, b, y_MF, slot_M, first):
         if not swap_out:
             return op.expand(h_MR, b, y_MF, slot_M, first, interpret=interpret)
         h_MR, slot_M = (jax.lax.all_gather(one, swap_out, tiled=True) for one in (h_MR, slot_M))

@@ -1,11 +1,10 @@
-"""Adapters as pytrees: adaptable projections of a base, one policy's factors, and stacks of
-policies by rank bucket.
+"""Adapters as pytrees: adaptable projections, one policy's factors, stacks of policies by rank
+bucket.
 
-One policy's *adapter* is ``{"dense": {"attn": {"q": {"a": [L, R, D], "b": [L, R, F]}}}}`` at its
-true rank. Leaves outside the layers have L = 1, routed experts ``[L, E, R, D]``. A *stack* holds S
-slots of one bucket, ``[L, S, R, D]`` or ``[L, S, E, R, D]``. A rank-r policy is in the bucket of
-the next power of two; padded rank rows and projections that it does not target are zero, get a zero
-gradient and stay zero.
+An *adapter* is ``{"dense": {"attn": {"q": {"a": [L, R, D], "b": [L, R, F]}}}}`` at its true rank; L
+= 1 outside the layers, ``[L, E, R, D]`` for routed experts. A *stack* holds S slots of one bucket,
+``[L, S, (E,) R, D]``: the next power of two. Padded rank rows and projections that a policy does
+not target are zero, get a zero gradient and stay zero.
 
 Axes: L layers, S slots, E experts, R rank, D in, F out. Hu et al. 2021, arXiv 2106.09685.
 """

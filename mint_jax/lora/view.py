@@ -1,12 +1,10 @@
 """The view of a batch on the resident adapters: stacks, the slot of each block of rows, the layer.
 
-``attach_blocks`` is for training and scoring: equal blocks of rows, by rank bucket, and blocks
-without an adapter last; a block's deltas are one matmul. ``attach_rows`` is for sampling: each row
-names a slot of any bucket as data, so one program serves every mixture, by a kernel or in one of
-the three forms of ``of_rows``.
+``attach_blocks`` is for training and scoring: equal blocks of rows, by rank bucket. ``attach_rows``
+is for sampling: each row names a slot of any bucket as data, so one program serves every mixture.
 
 Axes: B rows, T tokens, L layers, S slots, P blocks, M rows of a block times tokens, R rank, D in, F
-out, E experts, C distinct adapters of a batch. Hu et al. 2021, arXiv 2106.09685, section 4.1.
+out, E experts, C distinct adapters of a batch. arXiv 2106.09685, section 4.1.
 """
 
 import dataclasses
@@ -16,12 +14,14 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from mint_jax import ordered, sharding
+from mint_jax.data.buckets import round_up
 from mint_jax.lora import slot_kernel
 from mint_jax.lora.slot_kernel import Ends
-from mint_jax.lora.tree import TABLES, AdapterStack, Stacks
+from mint_jax.lora.tree import TABLES, AdapterStack, Slot, Stacks
 from pallas_kernels.products import product
 from pallas_kernels.slot_lora.pallas_gpu import Turn
 
@@ -61,7 +61,6 @@ class RankBucket:
         return dataclasses.replace(self, factors=factors, taps=taps)
 
     def of_blocks(self, layer: jax.Array, taps: Any, dtype: Any) -> "RankBucket":
-        """Gathers the factors of each block in one layer."""
         scale = self.scale.at[self.slots].get(mode="clip")
 
         def take(path: Any, stack: jax.Array, *tap: jax.Array) -> jax.Array:
@@ -74,9 +73,7 @@ class RankBucket:
         return RankBucket(jax.tree_util.tree_map_with_path(take, *trees))
 
 
-def _gathered(
-    stack: jax.Array, layer: jax.Array, slots: jax.Array, scale: jax.Array | None
-) -> jax.Array:
+def _gathered(stack, layer, slots, scale):
     factor = stack.at[layer, slots].get(mode="clip")
     return factor if scale is None else factor * _wide(scale, factor)
 
@@ -86,9 +83,7 @@ def _wide(scale_P: jax.Array, like: jax.Array) -> jax.Array:
 
 
 @jax.custom_vjp
-def _tapped(
-    tap: jax.Array, stack: jax.Array, layer: jax.Array, slots: jax.Array, scale: jax.Array | None
-) -> jax.Array:
+def _tapped(tap, stack, layer, slots, scale):
     """Returns ``scale * stack[layer, slots]`` in the dtype of ``tap``, which gets the gradient."""
     return _gathered(stack, layer, slots, scale).astype(tap.dtype)
 
@@ -290,6 +285,55 @@ def attach_blocks(
     return AdapterView(tuple(buckets), None, blocks, base_blocks, dtype=jnp.dtype(dtype))
 
 
+@dataclasses.dataclass(frozen=True)
+class BlockPlan:
+    """An order of rows in which each block of ``size`` consecutive rows has one adapter."""
+
+    # indices of the given rows: blocks by bucket and slot, then rows without an adapter; None is
+    # padding
+    order: list[int | None]
+    size: int
+    slots: dict[int, np.ndarray]  # slot of each block, by bucket
+    base_blocks: int  # number of blocks at the end without an adapter
+
+
+def plan_blocks(adapters: Sequence[Slot | None], row_multiple: int = 1) -> BlockPlan:
+    """Plans a batch of rows that each name an adapter; their number is a multiple of
+    ``row_multiple``.
+
+    The number of blocks of each bucket is rounded up, so that batches share few compiled shapes.
+    """
+    members: dict[Slot | None, list[int]] = {}
+    for row, slot in enumerate(adapters):
+        members.setdefault(slot, []).append(row)
+    # Larger blocks are larger matmuls, so the size is the greatest common divisor of the adapters'
+    # row counts: the group size for rollouts of equal groups, one row for unrelated requests.
+    size = int(np.gcd.reduce([len(rows) for rows in members.values()]))
+    order: list[int | None] = []
+    slots: dict[int, np.ndarray] = {}
+    resident = sorted(slot for slot in members if slot is not None)
+    for bucket in sorted({slot.bucket for slot in resident}):
+        own = [slot for slot in resident if slot.bucket == bucket]
+        blocks = [slot.index for slot in own for _ in range(len(members[slot]) // size)]
+        padding = round_up(len(blocks)) - len(blocks)
+        order += [row for slot in own for row in members[slot]] + [None] * (padding * size)
+        slots[bucket] = np.array(blocks + blocks[-1:] * padding, np.int32)
+    bare = members.get(None, [])
+    base_blocks = round_up(len(bare) // size) if bare else 0
+    order += bare + [None] * (base_blocks * size - len(bare))
+    while len(order) % row_multiple:
+        order += [None] * size
+        base_blocks += 1
+    return BlockPlan(order, size, slots, base_blocks)
+
+
+def bind_blocks(plan: BlockPlan, stacks: Stacks, dtype: Any) -> AdapterView | None:
+    """Binds resident adapters to a plan's blocks; None if no row has an adapter."""
+    if not plan.slots:
+        return None
+    return attach_blocks(stacks, plan.slots, base_blocks=plan.base_blocks, dtype=dtype)
+
+
 def taps_of(stacks: Stacks, slots: Mapping[int, jax.Array]) -> dict[int, Any]:
     """Returns float32 zeros ``[L, P, ...]`` for each bucket, see ``RankBucket.taps``."""
 
@@ -331,16 +375,12 @@ def _named(stack: AdapterStack, slots_B: jax.Array, kernel: str, tokens: int) ->
     return RankBucket(stack.factors, stack.scale, slots_B, None, form, distinct, order, turn)
 
 
-def lora_delta(x_MD: jax.Array, a_RD: jax.Array, b_RF: jax.Array) -> jax.Array:
-    """Returns ``(x A^T) B`` of one adapter, ``[M, F]`` in the dtype of ``x``."""
-    # Always through the rank, R (D + F) numbers per row. B A as a matrix would be D F numbers per
-    # adapter.
-    return product("MR,RF->MF", product("MD,RD->MR", x_MD, a_RD), b_RF)
-
-
 def _of_blocks(factors: Any, x: jax.Array) -> jax.Array:
-    x_PMD = x.reshape(x.shape[0], -1, x.shape[-1])
-    return jax.vmap(lora_delta)(x_PMD, factors["a"], factors["b"])
+    def delta(x_MD, a_RD, b_RF):
+        # Through the rank, R (D + F) numbers per row. B A would be D F numbers per adapter.
+        return product("MR,RF->MF", product("MD,RD->MR", x_MD, a_RD), b_RF)
+
+    return jax.vmap(delta)(x.reshape(x.shape[0], -1, x.shape[-1]), factors["a"], factors["b"])
 
 
 def batch_delta(x_BTD: jax.Array, lora: AdapterView, d_out: int) -> jax.Array | None:

@@ -1,12 +1,11 @@
-"""Grouped-query attention (Ainslie et al. 2023, arXiv 2305.13245) over packed rows; ``paged.py``
-has the form over a KV cache.
+"""Grouped-query attention (arXiv 2305.13245) over packed rows; over a KV cache see ``paged.py``.
 
-A token attends to earlier tokens of its own segment and of its *parent* segment: with a prompt as
-the parent of its rollouts, a GRPO group stores its prompt once. Scores are computed in blocks of
+A token attends to earlier tokens of its own segment and of its *parent*: with a prompt as the
+parent of its rollouts, a GRPO group stores its prompt once. Scores are computed in blocks of
 queries and recomputed in the backward pass (FlashAttention, arXiv 2205.14135, section 3.1).
 
 Axes: B rows, T query tokens, S key positions, N query heads, K kv heads, G query heads per kv head,
-H head dim of queries and keys, V head dim of values, M = G T queries of a kv head.
+H head dim of queries and keys, V of values, M = G T queries of a kv head.
 """
 
 import functools
@@ -111,12 +110,9 @@ def _attended_forward(q, k, v, own, parent, chosen, scale, kernel):
 
 
 def _attended_backward(scale, kernel, residuals, g):
-    return (
-        *run("packed_attention backward", BACKWARD, kernel, (*residuals, g), scale=scale),
-        None,
-        None,
-        None,
-    )
+    args = *residuals, g
+    dq, dk, dv = run("packed_attention backward", BACKWARD, kernel, args, scale=scale)
+    return dq, dk, dv, None, None, None
 
 
 _attended.defvjp(_attended_forward, _attended_backward)
@@ -131,7 +127,6 @@ def segment_mask(own_q, parent_q, own_k, start):
 
 
 def _slices(q, S):
-    """Returns the number of query slices that keeps scores below ``SCORE_BYTES``."""
     B, K, G, t, _ = q.shape
     devices = sharding.parts_here(B, "batch") * sharding.parts_here(K, "kv_heads")
     return slice_count(t, 4 * B * K * G * t * S // devices)
@@ -192,7 +187,6 @@ def unsplit(x, axis):
 
 
 def _split_queries(own_q, parent_q, chosen, start, n):
-    """Splits the inputs of a block's mask into slices of queries."""
     size = own_q.shape[1] // n
     return *(split(x, n, 1) for x in (own_q, parent_q, chosen)), start + jnp.arange(n) * size
 
@@ -201,9 +195,7 @@ def _split_queries(own_q, parent_q, chosen, start, n):
 
 
 def _blocks(q, own, parent, chosen):
-    """Yields start, stop, own, parent and bits of each block of queries, for the keys before its
-    end.
-    """
+    """Yields start, stop, own, parent and bits of blocks of queries, and keys before their end."""
     T = q.shape[3]
     size = max(MIN_BLOCK, -(-T // MAX_CAUSAL_BLOCKS))
     for start in range(0, T, size):

@@ -1,6 +1,8 @@
 """The resident base: resolves a name to a checkpoint directory, and loads it onto a mesh."""
 
 import dataclasses
+import functools
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -16,10 +18,11 @@ from mint_jax import sharding
 from mint_jax.data.tokenizer import Tokenizer
 from mint_jax.errors import UserError, choice
 from mint_jax.files import new_directory
-from mint_jax.models import gguf, hf, made, quantised, stored, transformer
+from mint_jax.models import gguf, hf, quantised, stored, transformer
 from mint_jax.models import names as base_names
 from mint_jax.models.config import Kernels, ModelConfig, from_hf
 from mint_jax.models.names import PACKAGED, RANDOM, cache_dir
+from mint_jax.params import ParamSpec
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
@@ -58,7 +61,6 @@ class Base:
 
     @property
     def full_bytes(self) -> int:
-        """Bytes of all weights in the compute dtype."""
         return params_lib.count(transformer.abstract(self.cfg)) * self.dtype.itemsize
 
     @property
@@ -113,7 +115,6 @@ def _unpack(name: str) -> Path:
 
 
 def _make_random(name: str) -> Path:
-    """Writes a model of random weights (seed 0) with the packaged tokenizer into the cache."""
     cfg = from_hf(RANDOM[name])
 
     def weights(folder: Path) -> None:
@@ -132,7 +133,7 @@ def _outline_of_random(name: str) -> Path:
         except UserError:  # the package is not installed: token ids only
             return own
 
-    return _outlined(f"random-{made.fingerprint(fields)[:16]}", fields, donor)
+    return _outlined(f"random-{_fingerprint_of_shape(fields)[:16]}", fields, donor)
 
 
 def _outlined(
@@ -204,19 +205,58 @@ def load(
             f" has {cfg.vocab_size} rows: tokenizer and weights do not match"
         )
     if base_names.is_random(name):
-        params = made.params(cfg, mesh, DTYPES[dtype], quantise, progress)
-        return Base(name, directory, cfg, params, mesh, tokenizer, fingerprint(name, directory))
-    as_stored = as_stored and not stored.reason_against(
-        DTYPES[dtype], quantise, list(mesh.devices.flat), kernels.layer_matmul
-    )
-    params = hf.load(directory, cfg, mesh, DTYPES[dtype], progress, quantise, as_stored)
+        params = random_params(cfg, mesh, DTYPES[dtype], quantise, progress)
+    else:
+        settings = DTYPES[dtype], quantise, list(mesh.devices.flat), kernels.layer_matmul
+        as_stored = as_stored and not stored.reason_against(*settings)
+        params = hf.load(directory, cfg, mesh, DTYPES[dtype], progress, quantise, as_stored)
     return Base(name, directory, cfg, params, mesh, tokenizer, fingerprint(name, directory))
 
 
 def fingerprint(name: str, directory: Path) -> str:
     """Returns the hex digest of a base, by its name and its resolved directory."""
-    return (
-        made.fingerprint(base_names.shape(name))
-        if base_names.is_random(name)
-        else hf.fingerprint(directory)
+    if base_names.is_random(name):
+        return _fingerprint_of_shape(base_names.shape(name))
+    return hf.fingerprint(directory)
+
+
+def _fingerprint_of_shape(fields: dict[str, Any]) -> str:
+    """Returns a hex digest that identifies random weights of this shape, and no trained base."""
+    named = json.dumps(fields, sort_keys=True).encode()
+    return hashlib.sha256(b"random weights of seed 0 " + named).hexdigest()
+
+
+def random_params(
+    cfg: ModelConfig,
+    mesh: Mesh,
+    dtype: Any,
+    quantise: str = "",
+    progress: Callable[[int, int], None] | None = None,
+) -> params_lib.Tree:
+    """Makes random parameters on the devices; the same on every mesh of a platform."""
+    specs = transformer.abstract(cfg, dtype, quantise)
+    plain = dict(params_lib.leaves_with_path(transformer.abstract(cfg, dtype)))
+
+    def leaf(path: str, spec: ParamSpec) -> jax.Array:
+        key = jax.random.fold_in(jax.random.key(0), params_lib.path_seed(path))
+        # 8-bit weights are drawn as integers, so the full matrix never exists.
+        make = spec.materialise
+        if quantise and (path not in plain or plain[path].dtype != spec.dtype):
+            make = functools.partial(
+                _in_8_bits, plain[f"{path.rpartition('/')[0]}/w"], spec, quantise
+            )
+        return jax.jit(make, out_shardings=sharding.sharding_of(spec, mesh))(key)
+
+    return hf.one_by_one(leaf, specs, progress)
+
+
+def _in_8_bits(plain: ParamSpec, spec: ParamSpec, kind: str, key: jax.Array) -> jax.Array:
+    """Returns a quantised matrix or its scales; the largest number is four standard deviations."""
+    top, deviations = quantised.KINDS[kind][1], 4
+    if spec.dtype == jnp.float32:
+        fan_in = plain.fan_in if plain.fan_in is not None else plain.shape[-2]
+        return jnp.full(spec.shape, deviations / top * fan_in**-0.5, jnp.float32)
+    drawn = jnp.clip(jax.random.normal(key, spec.shape) * (top / deviations), -top, top)
+    return (jnp.round(drawn) if jnp.issubdtype(spec.dtype, jnp.integer) else drawn).astype(
+        spec.dtype
     )

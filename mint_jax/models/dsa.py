@@ -1,14 +1,11 @@
 """The lightning indexer of DeepSeek sparse attention (V3.2, arXiv 2512.02556, section 2.1).
 
-``score_ts = sum_i w_ti relu(q_ti . k_s)``, with queries from the latent of the attention's queries,
-one key per token, and weights from the residual stream; the ``topk`` best visible keys are chosen.
-In GLM-5 a layer without an indexer reuses the choice of the last layer with one, also across stacks
-of layers, so the choice is carried with the residual stream: one bit per pair, in one array for
-packed rows and one per part with a cache; None while there are at most ``topk`` keys. Nothing here
-has a gradient.
+``score_ts = sum_i w_ti relu(q_ti . k_s)``: the ``topk`` best visible keys are chosen. In GLM-5 a
+layer without an indexer reuses the choice of the last one with it, so the choice is carried with
+the residual stream: a bit per pair, in an array per part of the keys; None while all keys fit.
 
 Axes: B rows, T query tokens, S key positions, D model width, C the query's latent, I heads, H their
-width, U pages, and Q and W rows in two axes.
+width, U pages.
 """
 
 from typing import Any, NamedTuple
@@ -31,7 +28,7 @@ from mint_jax.models.attention import (
     unsplit,
 )
 from mint_jax.models.config import Indexer, ModelConfig
-from mint_jax.models.rope import rotate, rotate_pairs
+from mint_jax.models.layers import rotate, rotate_pairs
 from mint_jax.params import ParamSpec
 from pallas_kernels.paged import last_run, read, run_pages, seen_in_run
 
@@ -40,18 +37,12 @@ KEY_NORM_EPS = 1e-6
 Chosen = tuple[jax.Array, ...] | None
 
 
-class IndexerPosition(NamedTuple):
-    """Position of a layer among its stack's indexers; with a leading layer axis before the scan."""
+class Layer(NamedTuple):
+    """One layer's place among the indexers of its stack."""
 
+    stack: Any  # `[L_full, ...]`; None if no layer of the stack has one
     nth: Any  # int32, index of its indexer
     full: Any  # bool, the layer has an indexer; None if all layers of the stack have one
-
-
-class Layer(NamedTuple):
-    """The indexers of a stack of layers, ``[L_full, ...]`` or None, and one layer's position."""
-
-    stack: Any
-    position: IndexerPosition
 
 
 def specs(cfg: ModelConfig, kind: str, dtype: Any) -> dict[str, Any]:
@@ -79,13 +70,13 @@ def _full(cfg: ModelConfig, kind: str) -> list[bool]:
     return [cfg.indexer.full[layer] for layer in cfg.layers_of(kind)]
 
 
-def positions(cfg: ModelConfig, kind: str) -> IndexerPosition | None:
+def positions(cfg: ModelConfig, kind: str) -> tuple[Any, Any] | None:
     """Returns the positions of the layers of one kind, to be scanned; None without indexers."""
     if cfg.indexer is None:
         return None
     full = np.array(_full(cfg, kind))
     nth = np.maximum(np.cumsum(full) - 1, 0).astype(np.int32)
-    return IndexerPosition(nth, None if full.all() else full)
+    return nth, None if full.all() else full
 
 
 def undecided(B: int, T: int, view: paged.View | None, cfg: ModelConfig) -> Chosen:
@@ -119,25 +110,21 @@ def select(
 
     def weights() -> Any:
         return jax.tree.map(
-            lambda w: jax.lax.dynamic_index_in_dim(w, layer.position.nth, keepdims=False), stack
+            lambda w: jax.lax.dynamic_index_in_dim(w, layer.nth, keepdims=False), stack
         )
-
-    def keys() -> jax.Array:
-        return _keys(h_BTD, weights(), ctx, ix, cfg)
-
-    def no_keys() -> jax.Array:
-        return jnp.zeros((*h_BTD.shape[:2], ix.width), h_BTD.dtype)
 
     def where_full(decide: Any, otherwise: Any) -> Any:
         # Which layers have an indexer is data of the scan. With a condition the other layers pay
         # nothing; with a select every layer would score all keys.
         if stack is None:
             return otherwise()
-        full = layer.position.full
-        return decide() if full is None else jax.lax.cond(full, decide, otherwise)
+        return decide() if layer.full is None else jax.lax.cond(layer.full, decide, otherwise)
 
     with jax.named_scope("indexer"):
-        k_BTH = where_full(keys, no_keys)
+        k_BTH = where_full(
+            lambda: _keys(h_BTD, weights(), ctx, ix, cfg),
+            lambda: jnp.zeros((*h_BTD.shape[:2], ix.width), h_BTD.dtype),
+        )
         if cache is not None:
             index = paged.record(cache.pool["index"], k_BTH, cache, None)
             cache = cache._replace(pool=cache.pool | {"index": index})
@@ -164,9 +151,7 @@ def _keys(h_BTD, p, ctx: Context, ix: Indexer, cfg: ModelConfig) -> jax.Array:
     return _with_position(k[:, :, None], ctx, ix, cfg)[:, :, 0]
 
 
-def _queries(
-    h_BTD, q_latent_BTC, p, ctx: Context, ix: Indexer, cfg: ModelConfig
-) -> tuple[jax.Array, jax.Array]:
+def _queries(h_BTD, q_latent_BTC, p, ctx, ix, cfg):
     """Returns queries ``[B, T, I, H]`` and float32 weights ``[B, T, I]``, constants included."""
     B, T, _ = h_BTD.shape
     q = _product("BTC,CF->BTF", q_latent_BTC, p["q"])
@@ -191,22 +176,21 @@ def _with_position(x_BTIH: jax.Array, ctx: Context, ix: Indexer, cfg: ModelConfi
     return jnp.concatenate([rotation(rotated, ctx.cos, ctx.sin), rest], axis=-1)
 
 
-def _scores(q_QWTIH: jax.Array, w_QWTI: jax.Array, k_QSH: jax.Array) -> jax.Array:
-    """Returns ``sum_i w_i relu(q_i . k)``, ``[Q, W, T, S]`` float32, by groups of heads."""
-    (*rows, heads), S = w_QWTI.shape, k_QSH.shape[1]
-    n = slice_count(heads, 4 * w_QWTI.size * S // sharding.parts_here(len(w_QWTI), "batch"))
+def _scores(q_BTIH: jax.Array, w_BTI: jax.Array, k_BSH: jax.Array) -> jax.Array:
+    """Returns ``sum_i w_i relu(q_i . k)``, ``[B, T, S]`` float32, by groups of heads."""
+    (B, T, heads), S = w_BTI.shape, k_BSH.shape[1]
+    n = slice_count(heads, 4 * w_BTI.size * S // sharding.parts_here(B, "batch"))
 
-    def group(q, w):
-        s = jnp.einsum("QWTIH,QSH->QWTIS", q, k_QSH, preferred_element_type=jnp.float32)
+    def add(sums, group):
+        q, w = group
+        s = jnp.einsum("BTIH,BSH->BTIS", q, k_BSH, preferred_element_type=jnp.float32)
         s = jax.nn.relu(s)
-        return jnp.einsum("QWTIS,QWTI->QWTS", s, w, preferred_element_type=jnp.float32)
+        return sums + jnp.einsum("BTIS,BTI->BTS", s, w, preferred_element_type=jnp.float32), None
 
+    zeros = jnp.zeros((B, T, S), jnp.float32)
     if n == 1:
-        return group(q_QWTIH, w_QWTI)
-    groups = split(q_QWTIH, n, 3), split(w_QWTI, n, 3)
-    return jax.lax.scan(
-        lambda sums, qw: (sums + group(*qw), None), jnp.zeros((*rows, S), jnp.float32), groups
-    )[0]
+        return add(zeros, (q_BTIH, w_BTI))[0]
+    return jax.lax.scan(add, zeros, (split(q_BTIH, n, 2), split(w_BTI, n, 2)))[0]
 
 
 def _best(parts: list[jax.Array], topk: int) -> tuple[jax.Array, ...]:
@@ -225,7 +209,7 @@ def _choose_packed(q_BTIH, w_BTI, k_BSH, segments: Segments, topk: int) -> jax.A
 
     def one(slices):
         q, w, own, parent, start = slices
-        s = _scores(q[:, None], w[:, None], k_BSH)[:, 0]
+        s = _scores(q, w, k_BSH)
         visible = segment_mask(own, parent, segments.own, start)
         return _best([jnp.where(visible, s, -jnp.inf)], topk)[0]
 
@@ -245,15 +229,13 @@ def _choose_cached(q_BTIH, w_BTI, k_BTH, cache: paged.Cache, topk: int) -> Chose
         def fill(run, scores):
             run_B = jnp.full((B,), run, jnp.int32)
             k_BSH = read(pool, layer, run_pages(view.table, run_B), k_BTH.shape[-1])
-            s = _scores(q_BTIH[:, None], w_BTI[:, None], k_BSH)[:, 0]
+            s = _scores(q_BTIH, w_BTI, k_BSH)
             s = jnp.where(seen_in_run(view.prefix, view.own, run_B)[:, None], s, -jnp.inf)
             return jax.lax.dynamic_update_slice_in_dim(scores, s, run * paged.RUN, 2)
 
         nothing = jnp.full((B, T, view.capacity), -jnp.inf, jnp.float32)
         past = jax.lax.fori_loop(0, jnp.max(last_run(view.prefix, view.own)), fill, nothing)
-        own = jnp.where(
-            causal(T)[None], _scores(q_BTIH[:, None], w_BTI[:, None], k_BTH)[:, 0], -jnp.inf
-        )
+        own = jnp.where(causal(T)[None], _scores(q_BTIH, w_BTI, k_BTH), -jnp.inf)
         return _best([past, own], topk)
 
     rows, _ = sharding.cache_axes(None)

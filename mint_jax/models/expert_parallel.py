@@ -1,13 +1,11 @@
-"""Routed experts over a mesh: tokens are sent to the experts; experts and their adapters never
-move.
+"""Routed experts over a mesh: tokens are sent to the experts, which never move, nor their adapters.
 
-Few tokens (decoding) are all-gathered and the results summed; many (training, prefill) are
-exchanged all-to-all. A round has capacity for somewhat more tokens than equally loaded experts
-need; further tokens go in further rounds, so none is dropped.
+Few tokens (decoding) are all-gathered and the results summed; many are exchanged all-to-all. A
+round has capacity for somewhat more tokens than equally loaded experts need; further tokens go in
+further rounds, so none is dropped.
 
 Axes: B rows, T tokens, D model width, X experts of a token, N tokens of a device, M token-expert
-pairs, W devices of an exchange, C capacity of a block between two of them, K keys: blocks, or
-devices and blocks.
+pairs, W devices of an exchange, C capacity of a block between two, K keys: (devices and) blocks.
 """
 
 import dataclasses
@@ -288,9 +286,7 @@ class Exchange:
         return Visits(*(self.enter(x, -1 if x is v.ids else 0) for x in v))
 
     def _send(self, v: Visits, plan: Plan, r: jax.Array) -> Any:
-        """Returns pairs, tokens and reality of a round, and what came: x, local expert, block,
-        weight.
-        """
+        """Returns pairs, tokens and reality of a round, and the rows that came here."""
         pair, real, expert = plan.round(r)
         token = pair // v.ids.shape[1]
         weight = jnp.where(real, v.weights.reshape(-1)[pair], 0.0)

@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from mint_jax.lora.view import AdapterView
 from mint_jax.models import packed_lora
 from mint_jax.models.config import Kernels
-from mint_jax.models.mlp import swiglu
+from mint_jax.models.layers import swiglu
 from mint_jax.models.packed_lora import Adapters, Groups
 from mint_jax.params import ParamSpec
 
@@ -112,9 +112,7 @@ def _rows_of(x_ND: jax.Array, order_M: jax.Array, inverse_M: jax.Array, each: in
     return x_ND[order_M // each]
 
 
-def _rows_backward(
-    each: int, inverse_M: jax.Array, g_MD: jax.Array
-) -> tuple[jax.Array, None, None]:
+def _rows_backward(each, inverse_M, g_MD):
     rows = g_MD[inverse_M].reshape(-1, each, g_MD.shape[1])
     return jnp.sum(rows, axis=1, dtype=jnp.float32).astype(g_MD.dtype), None, None
 
@@ -132,14 +130,7 @@ _put_back.defvjp(
 )
 
 
-def _project(
-    x_MD: jax.Array,
-    p: Any,
-    lora: AdapterView | None,
-    names: tuple[str, ...],
-    order: Order,
-    kernels: Kernels,
-) -> list[jax.Array]:
+def _project(x_MD, p, lora, names, order, kernels):
     adapters, first = [], 0
     lora = AdapterView(()) if lora is None else lora
     for bucket, blocks in zip(lora.buckets, lora.blocks):

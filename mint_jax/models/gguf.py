@@ -41,9 +41,7 @@ _SPECIAL_TOKEN = 3  # gguf token_type of control tokens
 
 
 def convert(file: str | Path, directory: str | Path) -> Path:
-    """Writes ``config.json``, ``model.safetensors`` (float32), ``model.blocks`` and the tokenizer
-    of a GGUF file, atomically. Raises ``UserError`` for an unsupported file.
-    """
+    """Writes a GGUF file as a checkpoint directory, atomically; ``UserError`` if unsupported."""
     import gguf
     from gguf.quants import dequantize
 

@@ -207,9 +207,7 @@ class Checkpoint:
             ) from None
 
     def tensor(self, name: str) -> Any:
-        """Returns a lazy slice with ``get_shape()``; raises ``UserError`` if there is no such
-        tensor.
-        """
+        """Returns a lazy slice with ``get_shape()``; raises ``UserError`` if there is none."""
         if name not in self.files:
             near = [n for n in self.files if n.split(".")[-2:] == name.split(".")[-2:]][:2]
             hint = f" (it has {', '.join(near)})" if near else ""
@@ -221,7 +219,6 @@ class Checkpoint:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """Returns the file of each tensor name, from an index."""
     try:
         found = json.loads(index.read_text())["weight_map"]
         if not found or any(not file or Path(file).name != file for file in found.values()):
@@ -257,9 +254,7 @@ def same_values(one: Any, other: Any) -> bool:
 
 
 def read_model(directory: str | Path) -> ModelConfig:
-    """Reads the config; a head that differs from the embedding is used even if they are declared as
-    tied, as in transformers.
-    """
+    """Reads the config; a head that differs from a tied embedding is used, as in transformers."""
     cfg = read_config(directory).replace(directory=str(directory))
     if not cfg.tie_embeddings or not any(Path(directory).glob("*.safetensors")):
         return cfg
@@ -511,7 +506,6 @@ def fingerprint(directory: str | Path) -> str:
 
 
 def _spans(directory: Path) -> Iterator[tuple[str, dict[str, Any], tuple[Path, int, int]]]:
-    """Yields name, header and byte range of every tensor."""
     # Format of safetensors: u64 header size, JSON header, data.
     stored_in = Checkpoint(directory).stored
     for path in sorted({directory / file for file in stored_in.values()}):

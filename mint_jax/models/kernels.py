@@ -21,43 +21,38 @@ IMPLEMENTATIONS = {
 }
 
 
+def _kernel(op: str, what: str) -> str:
+    return setting(f"{what}: auto or one of {', '.join(IMPLEMENTATIONS[op])}", "auto")
+
+
 @dataclasses.dataclass(frozen=True)
 class Kernels:
     """Implementation of each op of ``pallas_kernels``. On CPUs Pallas kernels are interpreted."""
 
-    packed_lora: str = setting("adapters of experts: auto, xla, pallas_tpu or pallas_gpu", "auto")
-    grouped_matmul: str = setting("matrices of experts: auto, xla or pallas_gpu", "auto")
-    slot_lora: str = setting(
-        "adapters of other projections in sampling, where each row names a slot: auto, xla, "
-        "pallas_tpu, pallas_gpu or cpu",
-        "auto",
+    packed_lora: str = _kernel("packed_lora", "adapters of experts")
+    grouped_matmul: str = _kernel("grouped_matmul", "matrices of experts")
+    slot_lora: str = _kernel(
+        "slot_lora", "adapters of other projections in sampling, where each row names a slot"
     )
-    packed_attention: str = setting(
-        "attention in training and scoring: auto, xla, pallas_tpu or pallas_gpu; models with an "
-        "indexer use xla",
-        "auto",
+    packed_attention: str = _kernel(
+        "packed_attention", "attention in training and scoring (xla for models with an indexer)"
     )
-    paged_attention: str = setting(
-        "grouped-query attention over the sampler's cache: auto, xla, pallas_tpu, pallas_gpu or "
-        "cpu",
-        "auto",
+    paged_attention: str = _kernel(
+        "paged_attention", "grouped-query attention over the sampler's cache"
     )
-    latent_attention: str = setting(
-        "multi-head latent attention over the sampler's cache: auto, xla, pallas_tpu or "
-        "pallas_gpu; models with an indexer use xla",
-        "auto",
+    latent_attention: str = _kernel(
+        "latent_attention",
+        "multi-head latent attention over the sampler's cache (xla for models with an indexer)",
     )
-    packed_matmul: str = setting(
-        "matrices and adapters of experts in one forward pass: auto, xla (two passes) or "
-        "pallas_tpu; auto means xla where packed_lora or grouped_matmul is named",
-        "auto",
+    packed_matmul: str = _kernel(
+        "packed_matmul",
+        "matrices and adapters of experts in one forward pass (xla is two passes, as is auto where "
+        "packed_lora or grouped_matmul is named)",
     )
-    layer_matmul: str = setting(
-        "frozen projections of the sampler's layers, and the unembedding of few rows: auto, xla, "
-        "pallas_gpu or cpu",
-        "auto",
+    layer_matmul: str = _kernel(
+        "layer_matmul", "frozen projections of the sampler's layers, and few rows' unembedding"
     )
-    draw: str = setting("choice of the next token: auto, xla or cpu", "auto")
+    draw: str = _kernel("draw", "choice of the next token")
 
     def __post_init__(self) -> None:
         for op, names in IMPLEMENTATIONS.items():

@@ -1,5 +1,4 @@
-"""Log-probabilities of given tokens, in slices over positions; used by training, scoring and checks
-of rollouts.
+"""Log-probabilities of given tokens, in slices over positions, for training, scoring and checks.
 
 The unembedding is frozen, so with ``p = softmax(W h / T)`` the gradient of ``log p[y]`` with
 respect to ``h`` is ``(W[y] - p W) / T``. The forward pass of a training step computes ``p W`` while
@@ -9,6 +8,7 @@ Axes: B rows, M target positions of a row, V vocab, D model width, C positions o
 K targets of a position.
 """
 
+import functools
 from typing import Any
 
 import chex
@@ -52,10 +52,11 @@ def target_logprobs(
     chex.assert_rank(targets_BM, {2, 3})
     weights = stored_unembed(params)
     chex.assert_shape(h_BMD, (*targets_BM.shape[:2], stored.table_shape(weights)[1]))
-    if lora is not None and lora.at("unembed").targeted:
-        return _with_adapters(weights, lora, h_BMD, targets_BM, inverse_temperature_BM)
-    table = weights if _in_parts(weights, h_BMD) else stored.table(weights, h_BMD.dtype)
-    return _frozen(h_BMD, jax.lax.stop_gradient(table), targets_BM, inverse_temperature_BM)
+    with jax.named_scope("unembed"):
+        if lora is not None and lora.at("unembed").targeted:
+            return _with_adapters(weights, lora, h_BMD, targets_BM, inverse_temperature_BM)
+        table = weights if _in_parts(weights, h_BMD) else stored.table(weights, h_BMD.dtype)
+        return _frozen(h_BMD, jax.lax.stop_gradient(table), targets_BM, inverse_temperature_BM)
 
 
 def _part_rows(table: jax.Array) -> int:
@@ -83,18 +84,7 @@ def _slice_bytes() -> int:
     return max(SLICE_BYTES, min(GPU_SLICE_BYTES, share))
 
 
-def _sliced(x: jax.Array, n: int, axis: int) -> jax.Array:
-    size = -(-x.shape[axis] // n)
-    pad = [(0, 0)] * x.ndim
-    pad[axis] = (0, n * size - x.shape[axis])
-    return jnp.moveaxis(
-        jnp.pad(x, pad).reshape(*x.shape[:axis], n, size, *x.shape[axis + 1 :]), axis, 0
-    )
-
-
-def _log_softmax_at(
-    z_BCV: jax.Array, y_BC: jax.Array, sharp_BC: jax.Array | None
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _log_softmax_at(z_BCV, y_BC, sharp_BC):
     """Returns ``log softmax(sharp z)[y]``, and ``exp(sharp (z - max z))`` with its sum."""
     z_NV = z_BCV.reshape(-1, z_BCV.shape[-1])
     picked_NK = jnp.take_along_axis(z_NV, y_BC.reshape(len(z_NV), -1), axis=-1)
@@ -114,36 +104,46 @@ def _log_softmax_at(
 @jax.custom_vjp
 def _frozen(h_BMD, table, targets_BM, sharp_BM):
     def one(slice_):
-        h_BCD, y_BC, sharp_BC = slice_
-        if _in_parts(table, h_BCD):
-            return _by_parts(h_BCD, table, y_BC, sharp_BC, with_mean=False)[0]
-        z_BCV = jnp.einsum("BCD,VD->BCV", h_BCD, table, preferred_element_type=jnp.float32)
-        return _log_softmax_at(z_BCV, y_BC, sharp_BC)[0]
+        return _of_slice(slice_, table, with_mean=False)[0]
 
     return _over_slices(one, (h_BMD, targets_BM, sharp_BM), _logits_width(table, h_BMD))
 
 
+def _of_slice(slice_, table, with_mean) -> tuple[jax.Array, Any]:
+    """Returns the log-probabilities of a slice, and ``p W``, the model's mean row of the table."""
+    h_BCD, y_BC, sharp_BC = slice_
+    if _in_parts(table, h_BCD):
+        return _by_parts(h_BCD, table, y_BC, sharp_BC, with_mean)
+    product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    z_BCV = product("BCD,VD->BCV", h_BCD, table)
+    logp_BC, e_NV, total_N1 = _log_softmax_at(z_BCV, y_BC, sharp_BC)
+    if not with_mean:
+        return logp_BC, None
+    mean_ND = product("NV,VD->ND", e_NV.astype(table.dtype), table) / total_N1
+    return logp_BC, mean_ND.reshape(h_BCD.shape)
+
+
 def _logits_width(table, h):
-    """Returns the number of logits of a position that are in memory at once."""
     return _part_rows(table) if _in_parts(table, h) else table.shape[0]
 
 
-def _over_slices(one, inputs, vocab):
+def _over_slices(one, inputs, width):
     """Runs ``one`` over slices of the positions; concatenates the results, ``[B, M, ...]``."""
     B, M = inputs[1].shape[:2]
-    n = _slice_count(B, M, vocab)
-    with jax.named_scope("unembed"):
-        return one(inputs) if n == 1 else _mapped(one, inputs, n)
+    n = _slice_count(B, M, width)
+    if n == 1:
+        return one(inputs)
+    size = -(-M // n)
 
+    def sliced(x):  # [n, B, size, ...], the last one padded
+        x = jnp.pad(x, [(0, 0), (0, n * size - M)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(x.reshape(B, n, size, *x.shape[2:]), 1, 0)
 
-def _mapped(one, inputs, n):
-    B, M = inputs[1].shape[:2]
-    out = jax.lax.map(one, jax.tree.map(lambda x: _sliced(x, n, 1), inputs))
+    out = jax.lax.map(one, jax.tree.map(sliced, inputs))
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(B, -1, *x.shape[3:])[:, :M], out)
 
 
 def _by_parts(h_BCD, table, y_BC, sharp_BC, with_mean) -> tuple[jax.Array, Any]:
-    """Implements ``_log_probs_and_mean`` for a table in parts; the mean is None unless wanted."""
     V, D = stored.table_shape(table)
     rows = _part_rows(table)
     h_ND = h_BCD.reshape(-1, D)
@@ -152,9 +152,7 @@ def _by_parts(h_BCD, table, y_BC, sharp_BC, with_mean) -> tuple[jax.Array, Any]:
     sharp_N1 = jnp.ones((N, 1), jnp.float32) if sharp_BC is None else sharp_BC.reshape(N, 1)
 
     def add(first, part, sums):
-        """Adds the part whose first row is ``first``; sums are relative to the largest logit so
-        far.
-        """
+        """Adds a part, whose first row is ``first``, to sums relative to the largest logit."""
         top_N1, total_N1, picked_NK, mean_ND = sums
         w_VD = stored.table(part, h_ND.dtype)
         z_NV = jnp.einsum("ND,VD->NV", h_ND, w_VD, preferred_element_type=jnp.float32)
@@ -180,36 +178,22 @@ def _by_parts(h_BCD, table, y_BC, sharp_BC, with_mean) -> tuple[jax.Array, Any]:
         jnp.zeros(y_NK.shape, jnp.float32),
         jnp.zeros((N, D), jnp.float32) if with_mean else None,
     )
-    sums = jax.lax.fori_loop(
-        0,
-        whole,
-        lambda i, s: add(i * rows, jax.lax.dynamic_slice_in_dim(table, i * each, each), s),
-        sums,
-    )
+
+    def step(i, sums):
+        return add(i * rows, jax.lax.dynamic_slice_in_dim(table, i * each, each), sums)
+
+    sums = jax.lax.fori_loop(0, whole, step, sums)
     if V % rows:
         sums = add(whole * rows, table[whole * each :], sums)
     top_N1, total_N1, picked_NK, mean_ND = sums
     logp_NK = (picked_NK - top_N1) * sharp_N1 - jnp.log(total_N1)
-    return logp_NK.reshape(y_BC.shape), (
-        None if mean_ND is None else (mean_ND / total_N1).reshape(h_BCD.shape)
-    )
-
-
-def _log_probs_and_mean(h_BCD, table, y_BC, sharp_BC):
-    """Returns the log-probabilities of a slice, and ``p W``, the model's mean row of the table."""
-    if _in_parts(table, h_BCD):
-        return _by_parts(h_BCD, table, y_BC, sharp_BC, with_mean=True)
-    z_BCV = jnp.einsum("BCD,VD->BCV", h_BCD, table, preferred_element_type=jnp.float32)
-    logp_BC, e_NV, total_N1 = _log_softmax_at(z_BCV, y_BC, sharp_BC)
-    mean_ND = jnp.einsum(
-        "NV,VD->ND", e_NV.astype(table.dtype), table, preferred_element_type=jnp.float32
-    )
-    return logp_BC, (mean_ND / total_N1).reshape(h_BCD.shape)
+    mean = None if mean_ND is None else (mean_ND / total_N1).reshape(h_BCD.shape)
+    return logp_NK.reshape(y_BC.shape), mean
 
 
 def _frozen_forward(h_BMD, table, targets, sharp_BM):
     def one(slice_):
-        logp, mean_BCD = _log_probs_and_mean(slice_[0], table, *slice_[1:])
+        logp, mean_BCD = _of_slice(slice_, table, with_mean=True)
         return logp, mean_BCD.astype(h_BMD.dtype)
 
     logp, mean_BMD = _over_slices(one, (h_BMD, targets, sharp_BM), _logits_width(table, h_BMD))
@@ -229,8 +213,7 @@ def _frozen_backward(kept, g):
 
     inputs = mean_BMD, targets_BMK, g_BMK, sharp_BM
     # Slices of the table's rows at the targets.
-    n = _slice_count(B, M, targets_BMK.shape[-1] * D)
-    return (one(inputs) if n == 1 else _mapped(one, inputs, n)), None, None, None
+    return _over_slices(one, inputs, targets_BMK.shape[-1] * D), None, None, None
 
 
 _frozen.defvjp(_frozen_forward, _frozen_backward)
@@ -238,7 +221,6 @@ _frozen.defvjp(_frozen_forward, _frozen_backward)
 
 def _with_adapters(weights, lora, h_BMD, targets_BM, sharp_BM):
     """Handles adapters on the unembedding, which need the logits' own gradient."""
-    n = _slice_count(h_BMD.shape[0], h_BMD.shape[1], stored.table_shape(weights)[0])
     # Unpacked and gathered once, not for every slice.
     table, own = stored.table(weights, h_BMD.dtype), lora.at("unembed")
 
@@ -250,4 +232,4 @@ def _with_adapters(weights, lora, h_BMD, targets_BM, sharp_BM):
         z_BCV = z_BCV if delta is None else z_BCV + delta.astype(jnp.float32)
         return _log_softmax_at(z_BCV, y_BC, sharp_BC)[0]
 
-    return _mapped(one, (h_BMD, targets_BM, sharp_BM), n)
+    return _over_slices(one, (h_BMD, targets_BM, sharp_BM), table.shape[0])

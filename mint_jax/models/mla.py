@@ -1,13 +1,11 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): keys and values of all
 heads from one latent ``c`` of a token, ``W_kv_b c``, plus one rotary key.
 
-Rows without a cache expand the latents. A cache holds only latents and rotary keys: the key half of
-``W_kv_b`` is absorbed into the query and the value half into the output (section 2.1.2), ``q^T (W_k
-c) = (W_k^T q)^T c``. ``dsa.py`` may restrict the keys of either form.
+Rows without a cache expand the latents. A cache holds latents and rotary keys only: ``W_kv_b`` is
+absorbed into query and output (section 2.1.2), ``q^T (W_k c) = (W_k^T q)^T c``.
 
 Axes: B rows, T tokens, S key positions, N heads, C latent, H dimensions of a head's key without
-position (in ``q_BTNH`` with the rotary ones), J rotary dimensions, V of a head's value, P blocks of
-rows with one adapter, R rank, M = T N queries of a row, U pages.
+position, J rotary ones, V of a value, P blocks of rows with one adapter, R rank, M = T N, U pages.
 """
 
 from typing import Any
@@ -21,10 +19,7 @@ from mint_jax.lora.view import AdapterView, Apply
 from mint_jax.models import dsa, paged
 from mint_jax.models.attention import Context, causal, packed_attention, unpack_keys
 from mint_jax.models.config import Latent, ModelConfig, yarn_mscale
-from mint_jax.models.linear import matrix, project, project_each
-from mint_jax.models.norm import rms_norm
-from mint_jax.models.rope import rotate_pairs
-from mint_jax.params import ParamSpec
+from mint_jax.models.layers import matrix, norm, project, project_each, rms_norm, rotate_pairs
 from pallas_kernels import latent_attention as latent_kernels
 from pallas_kernels.partial import join
 
@@ -32,21 +27,19 @@ LATENT_EPS = 1e-6  # of the norms on latents, independent of the residual stream
 
 
 def specs(cfg: ModelConfig, L: int, dtype: Any) -> dict[str, Any]:
-    """Returns the parameters of ``L`` layers; ``q`` replaces ``q_a`` and ``q_b`` without a q
-    latent.
-    """
+    """Returns the parameters of ``L`` layers; ``q``, or ``q_a`` and ``q_b`` with a q latent."""
     D, N, m = cfg.d_model, cfg.num_heads, _latent(cfg)
     width = N * (m.nope + m.rope)
-    attn: dict[str, Any] = {"norm": ParamSpec((L, D), ("layers", "norm"), dtype, "ones")}
+    attn: dict[str, Any] = {"norm": norm(L, D, dtype)}
     if m.q_latent:
         attn["q_a"] = matrix("q_a", L, D, m.q_latent, dtype)
-        attn["q_a_norm"] = ParamSpec((L, m.q_latent), ("layers", "norm"), dtype, "ones")
+        attn["q_a_norm"] = norm(L, m.q_latent, dtype)
         attn["q_b"] = matrix("q_b", L, m.q_latent, width, dtype)
     else:
         attn["q"] = matrix("q", L, D, width, dtype)
     return attn | {
         "kv_a": matrix("kv_a", L, D, m.kv_latent + m.rope, dtype),
-        "kv_a_norm": ParamSpec((L, m.kv_latent), ("layers", "norm"), dtype, "ones"),
+        "kv_a_norm": norm(L, m.kv_latent, dtype),
         "kv_b": matrix("kv_b", L, m.kv_latent, N * (m.nope + m.value), dtype),
         "o": matrix("o", L, N * m.value, D, dtype),
     }
@@ -128,9 +121,7 @@ def _expanded(q_BTNH, q_BTNJ, latent_BTC, rope_BTJ, p, lora, ctx, cfg, chosen):
     return packed_attention(q, k, v_BTNV, ctx.segments, scale(cfg), bits, kernel)
 
 
-def _absorbed(
-    q_BTNH, q_BTNJ, new, cache: paged.Cache, p, lora, cfg: ModelConfig, chosen: dsa.Chosen
-):
+def _absorbed(q_BTNH, q_BTNJ, new, cache, p, lora, cfg, chosen):
     """Attends to cached latents and causally to the new tokens' own; also returns the new pool."""
     m = _latent(cfg)
     w_CNF = p["kv_b"]["w"].reshape(m.kv_latent, cfg.num_heads, m.nope + m.value)

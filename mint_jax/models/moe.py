@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from mint_jax.lora.view import AdapterView
-from mint_jax.models import experts, mlp
+from mint_jax.models import experts
 from mint_jax.models.config import Experts, ModelConfig
 from mint_jax.models.expert_parallel import routed
-from mint_jax.models.linear import AXES, project
+from mint_jax.models.layers import AXES, mlp, mlp_matrices, norm, project
 from mint_jax.params import ParamSpec
 
 
@@ -21,12 +21,12 @@ def specs(cfg: ModelConfig, L: int, dtype: Any) -> dict[str, Any]:
     e, D = cfg.experts, cfg.d_model
     assert e is not None
     out = {
-        "norm": ParamSpec((L, D), ("layers", "norm"), dtype, "ones"),
+        "norm": norm(L, D, dtype),
         "router": router_specs(L, D, e, dtype),
         "experts": experts.specs(L, e.count, D, e.width, dtype),
     }
     if e.shared:
-        out["shared"] = mlp.projections(L, D, e.shared * e.width, dtype)
+        out["shared"] = mlp_matrices(L, D, e.shared * e.width, dtype)
     return out
 
 
@@ -54,9 +54,7 @@ def moe(
     cfg: ModelConfig,
     replay: jax.Array | None = None,
 ) -> tuple[jax.Array, Route]:
-    """Returns the layer's output ``[B, T, D]`` and the route taken; ``replay [B, T, X]`` as in
-    ``route``.
-    """
+    """Returns the layer's output ``[B, T, D]`` and the route taken; ``replay`` as in ``route``."""
     assert cfg.experts is not None
     taken = route(h_BTD, p, lora, cfg.experts, replay)
     with jax.named_scope("experts"):
@@ -64,7 +62,7 @@ def moe(
         out = routed(h_BTD, taken.ids, taken.weights, p["experts"], adapters, cfg.kernels)
     if cfg.experts.shared:
         with jax.named_scope("shared"):
-            out = out + mlp.mlp(h_BTD, p["shared"], None if lora is None else lora.at("shared"))
+            out = out + mlp(h_BTD, p["shared"], None if lora is None else lora.at("shared"))
     return out.astype(h_BTD.dtype), taken
 
 
@@ -118,9 +116,7 @@ def choose(scores_BTE: jax.Array, bias_E: jax.Array | None, experts: Experts) ->
 
 
 def perturb(params: Any, std: float, key: jax.Array) -> Any:
-    """Returns the base with normal noise on its routers' weights, of relative ``std``, to study
-    replay.
-    """
+    """Returns the base with normal noise of relative ``std`` on its routers, to study replay."""
     moe = params["moe"]["moe"]
     w = moe["router"]["w"]
     noisy = w + (std * jnp.std(w) * jax.random.normal(key, w.shape)).astype(w.dtype)

@@ -75,9 +75,7 @@ def local(name: str) -> Path | None:
 
 
 def check(name: str) -> None:
-    """Raises ``UserError`` with the possible names for an invalid one, or for a packaged base whose
-    package is not installed. Uses no network.
-    """
+    """Raises ``UserError`` for an unknown name or a missing package, without the network."""
     if not name:
         raise UserError(
             "base is empty: set --config.base to a checkpoint directory, a hub name or"

@@ -26,7 +26,6 @@ class Outline:
 
     @functools.cached_property
     def specs(self) -> Any:
-        """The stacked ``ParamSpec`` tree."""
         return transformer.abstract(self.cfg)
 
     @functools.cached_property

@@ -1,13 +1,12 @@
-"""The paged KV cache, and attention to it.
+"""The paged KV cache ``[L, U, ..., PAGE, X]``, and attention to it.
 
-The pool is a tree of arrays ``[L, U, ..., PAGE, X]``; a page holds PAGE positions of one row in all
-layers. A row's *table* lists its pages in two parts: the *prefix*, the prompt except its last
-token, shared by all samples of the prompt; and the row's *own* tokens. Each begins with a new *run*
-of RUN positions, the unit of attention's reads, so no context length is a shape. Samples of one
-prompt form *teams*, which read its runs once with all rows' queries in one matmul.
+A row's *table* lists its pages in two parts: the *prefix*, the prompt except its last token, shared
+by all samples of the prompt; and the row's *own* tokens. Each begins with a new *run* of RUN
+positions, the unit of reads, so no context length is a shape. Samples of a prompt form *teams*,
+which read its runs once with all rows' queries in one matmul.
 
-Axes: L layers, U pages, B rows, T new tokens, D table entries, X width, M queries of a row (heads
-and tokens), H kv heads, S positions of a run, Z teams, W rows of a team.
+Axes: L layers, U pages, B rows, T new tokens, D table entries, X width, M queries of a row, H kv
+heads, S positions of a run, Z teams, W rows of a team.
 """
 
 from collections.abc import Callable

@@ -1,12 +1,9 @@
-"""A frozen base in 8 bits: matrices of the layers as int8 or float8 with one scale per output
-channel.
+"""A frozen base in 8 bits: int8 or float8 matrices of the layers with a scale per output channel.
 
 ``w[:, f] ~ q[:, f] * scale[f]`` with ``scale[f] = max |w[:, f]| / top``, rounded to nearest. The
-router, whose choices are discrete, and the expansion of latents, which attention absorbs, are not
-quantised.
+router, whose choices are discrete, and the expansion of latents, which attention absorbs, are kept.
 
-Axes: D in, F out. Source of the scheme: LLM.int8() (arXiv 2208.07339) section 2.1, without its
-outlier path.
+Axes: D in, F out. LLM.int8() (arXiv 2208.07339) section 2.1, without its outlier path.
 """
 
 from typing import Any
@@ -29,9 +26,7 @@ KEPT = ("router", "kv_b")  # projections that stay in the base's dtype
 
 
 def specs(tree: Any, kind: str) -> Any:
-    """Returns the specs of a base with quantised matrices: ``{"w": [..., D, F] 8 bit, "scale":
-    [..., F] float32}``.
-    """
+    """Returns the specs with ``w`` in 8 bits and ``scale [..., F]`` float32 for matrices."""
     if kind not in KINDS:
         raise choice("quantise", kind, ["", *KINDS])
     flat: dict[str, ParamSpec] = {}
@@ -48,9 +43,7 @@ def specs(tree: Any, kind: str) -> Any:
 
 
 def quantise(w: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns 8-bit values of ``w [..., D, F]`` and scales ``[..., F]`` float32, 1 for a zero
-    channel.
-    """
+    """Returns 8-bit values of ``w [..., D, F]`` and scales ``[..., F]``, 1 for a zero channel."""
     dtype, top = KINDS[kind]
     w = np.asarray(w, np.float32)
     scale = np.max(np.abs(w), axis=-2) / np.float32(top)

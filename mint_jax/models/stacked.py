@@ -34,48 +34,30 @@ def products(x: jax.Array, matrices: Sequence[LayerOf]) -> tuple[jax.Array, ...]
     return layer_matmul(x, tuple(w.stack for w in matrices), layer, used, implementation=kernel)
 
 
-class WholeStacks(NamedTuple):
-    """Parameters of a stack of layers that the scan over layers does not slice."""
+def detach(layers: Any, dense: bool, name: str = "", experts: bool = False) -> tuple[Any, Any]:
+    """Splits a stack's parameters into those to scan over and those to keep whole.
 
-    indexers: Any  # of the layers that have one, see `dsa`; None without any
-    experts: Any  # `{"gate": [L, E, D, F], ...}`; None without experts
-    matrices: Any  # dense matrices `{name: {..., "w": [L, D, F]}}`; empty if the scan slices them
-
-
-def detach(layers: Any, dense: bool) -> tuple[Any, WholeStacks]:
-    """Splits a stack's parameters into those to scan over and ``WholeStacks``.
-
-    ``dense``: keep dense matrices whole too, for a sampler on one device; experts always are.
+    Whole are indexers, experts' matrices and, if ``dense``, for a sampler on one device, the other
+    matrices. ``name`` and ``experts`` say where a subtree is.
     """
     # Experts are most of a model's bytes, and slices of all were read and written in every step,
     # visited or not (the 128 of Qwen3-30B-A3B are 1.2 GB a layer). On two cores with six layers of
     # 64 experts of 512 x 384, float32, 4 visited, a step of 1, 8 and 32 rows took 105-138, 143-148
     # and 214-228 ms with slices, and 6.5-8.4, 51-53 and 105-132 without.
-    left, indexers, experts = dict(layers), None, None
-    if "indexer" in layers.get("attn", {}):
-        left["attn"] = dict(layers["attn"])
-        indexers = left["attn"].pop("indexer")
-    if "moe" in layers:
-        of = layers["moe"]["experts"]
-        experts = {name: leaf["w"] for name, leaf in of.items()}
-        rest = {n: {k: x for k, x in leaf.items() if k != "w"} for n, leaf in of.items()}
-        left["moe"] = layers["moe"] | {"experts": rest}
-    left, matrices = _detach_dense(left) if dense else (left, {})
-    return left, WholeStacks(indexers, experts, matrices)
-
-
-def _detach_dense(layers: Any, name: str = "") -> tuple[Any, Any]:
-    left, taken = {}, {}
+    left, whole = {}, {}
     for key, leaf in layers.items():
-        if key == "w" and name not in KEPT and (leaf.ndim == 3 or blocks.is_packed(leaf)):
-            taken[key] = leaf
+        if key == "indexer" or (key == "w" and (experts or (dense and _readable(leaf, name)))):
+            whole[key] = leaf
         elif isinstance(leaf, dict):
-            left[key], below = _detach_dense(leaf, key)
-            if below:
-                taken[key] = below
+            left[key], below = detach(leaf, dense, key, experts or key == "experts")
+            whole |= {key: below} if below else {}
         else:
             left[key] = leaf
-    return left, taken
+    return left, whole
+
+
+def _readable(leaf: jax.Array, name: str) -> bool:
+    return name not in KEPT and (leaf.ndim == 3 or blocks.is_packed(leaf))
 
 
 def side_by_side(layers: Any) -> tuple[Any, Callable[[Any], Any]]:
@@ -98,26 +80,19 @@ def side_by_side(layers: Any) -> tuple[Any, Callable[[Any], Any]]:
 
 def attach(
     layer: Any,
-    whole: WholeStacks,
+    whole: Any,
     number: jax.Array,
     kernel: str = "xla",
     used: jax.Array | None = None,
 ) -> Any:
     """Returns one layer's parameters with dense matrices as ``LayerOf``, and whole experts."""
-    layer = _attach_dense(layer, whole.matrices, LayerOf(None, number, kernel, used))  # type: ignore[arg-type]
-    if whole.experts is None:
-        return layer
-    experts = {
-        name: leaf | {"w": whole.experts[name], "layer": number}
-        for name, leaf in layer["moe"]["experts"].items()
-    }
-    return layer | {"moe": layer["moe"] | {"experts": experts}}
-
-
-def _attach_dense(layer: Any, matrices: Any, of: LayerOf) -> Any:
-    return layer | {
-        key: _attach_dense(layer[key], leaf, of)
-        if isinstance(leaf, dict)
-        else of._replace(stack=leaf)
-        for key, leaf in matrices.items()
-    }
+    out = dict(layer)
+    for key, leaf in whole.items():
+        if key == "w":
+            out[key] = LayerOf(leaf, number, kernel, used)
+        elif key == "experts":
+            own = layer[key]
+            out[key] = {name: own[name] | of | {"layer": number} for name, of in leaf.items()}
+        elif key != "indexer":  # see ``dsa``
+            out[key] = attach(layer[key], leaf, number, kernel, used)
+    return out

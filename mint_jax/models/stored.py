@@ -33,18 +33,10 @@ MATRIX, TABLE = "Q4_1", "Q8_0"  # supported kinds of blocks
 
 
 def save(tensors: Mapping[str, tuple[str, np.ndarray]], fingerprint: str, directory: Path) -> None:
-    """Writes tensors, name -> kind and uint8 ``[F, N * row]``, of the checkpoint with a
-    fingerprint.
-    """
-    about = {
-        "kinds": json.dumps({name: kind for name, (kind, _) in tensors.items()}),
-        "fingerprint": fingerprint,
-    }
-    save_file(
-        {name: np.ascontiguousarray(rows) for name, (_, rows) in tensors.items()},
-        directory / FILE,
-        metadata=about,
-    )
+    """Writes tensors, name -> kind and uint8 ``[F, N * row]``, with their fingerprint."""
+    kinds = json.dumps({name: kind for name, (kind, _) in tensors.items()})
+    arrays = {name: np.ascontiguousarray(rows) for name, (_, rows) in tensors.items()}
+    save_file(arrays, directory / FILE, metadata={"kinds": kinds, "fingerprint": fingerprint})
 
 
 class BlockFile:
@@ -142,11 +134,9 @@ matmul.defvjp(lambda x, w: (matmul(x, w), w), _backward)
 
 def table(w: jax.Array, dtype: Any) -> jax.Array:
     """Returns an embedding table ``[V, D]`` in ``dtype`` or a wider one."""
-    return (
-        unpack(w, transposed=True)
-        if blocks.is_packed(w)
-        else w.astype(jnp.promote_types(w.dtype, dtype))
-    )
+    if blocks.is_packed(w):
+        return unpack(w, transposed=True)
+    return w.astype(jnp.promote_types(w.dtype, dtype))
 
 
 def table_shape(w: jax.Array) -> tuple[int, int]:

@@ -17,12 +17,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mint_jax import sharding
 from mint_jax.lora.view import AdapterView, batch_delta, embedding_delta
-from mint_jax.models import dsa, mla, mlp, moe, paged, quantised, stacked, stored
+from mint_jax.models import dsa, layers, mla, moe, paged, quantised, stacked, stored
 from mint_jax.models.attention import Context, Segments, packed_attention
 from mint_jax.models.config import ModelConfig
-from mint_jax.models.linear import matrix, project, project_each
-from mint_jax.models.norm import rms_norm
-from mint_jax.models.rope import rope_tables, rotate
+from mint_jax.models.layers import matrix, norm, project, project_each, rms_norm, rotate
 from mint_jax.params import ParamSpec
 from mint_jax.sharding import constrain
 from pallas_kernels import dispatch
@@ -64,7 +62,8 @@ def abstract(cfg: ModelConfig, dtype: Any = jnp.float32, quantise: str = "") -> 
         if kind == "moe":
             specs[kind] = {"attn": attn, "moe": moe.specs(cfg, L, dtype)}
         else:
-            specs[kind] = {"attn": attn, "mlp": mlp.specs(L, D, cfg.d_ff, dtype, cfg.mlp_bias)}
+            mlp = layers.mlp_specs(L, D, cfg.d_ff, dtype, cfg.mlp_bias)
+            specs[kind] = {"attn": attn, "mlp": mlp}
     specs["final_norm"] = ParamSpec((D,), ("norm",), dtype, "ones")
     if not cfg.tie_embeddings:
         specs["unembed"] = table
@@ -74,15 +73,14 @@ def abstract(cfg: ModelConfig, dtype: Any = jnp.float32, quantise: str = "") -> 
 def attention_specs(cfg: ModelConfig, L: int, dtype: Any) -> dict[str, Any]:
     D, H, qkv = cfg.d_model, cfg.head_dim, cfg.qkv_bias
     attn: dict[str, Any] = {
-        "norm": ParamSpec((L, D), ("layers", "norm"), dtype, "ones"),
+        "norm": norm(L, D, dtype),
         "q": matrix("q", L, D, cfg.num_heads * H, dtype, qkv),
         "k": matrix("k", L, D, cfg.num_kv_heads * H, dtype, qkv),
         "v": matrix("v", L, D, cfg.num_kv_heads * H, dtype, qkv),
         "o": matrix("o", L, cfg.num_heads * H, D, dtype, cfg.o_bias),
     }
     if cfg.qk_norm:
-        norm = ParamSpec((L, H), ("layers", "norm"), dtype, "ones")
-        attn |= {"q_norm": norm, "k_norm": norm}
+        attn |= {"q_norm": norm(L, H, dtype), "k_norm": norm(L, H, dtype)}
     return attn
 
 
@@ -128,7 +126,7 @@ def cache_specs(
 class DecoderInputs:
     """Inputs of the decoder."""
 
-    tokens_BT: jax.Array  # and positions_BT: int32
+    tokens_BT: jax.Array  # this and positions_BT: int32
     positions_BT: jax.Array
     # of packed rows, without a cache; None makes each row one segment
     segments: Segments | None = None
@@ -157,7 +155,7 @@ def hidden_states(
 
     Returns:
         ``[B, T, D]``; and by layer kind the pool with the current tokens or, with ``keep_routes``,
-            ``"routes"``, int32 ``[L, B, T, X]``, and ``"missed"`` of MoE layers.
+        ``"routes"``, int32 ``[L, B, T, X]``, and ``"missed"`` of MoE layers.
     """
     tokens_BT, positions_BT, segments = inputs.tokens_BT, inputs.positions_BT, inputs.segments
     view, replay = inputs.view, inputs.replay
@@ -167,7 +165,7 @@ def hidden_states(
     if segments is None and view is None:
         zeros = jnp.zeros_like(tokens_BT)
         segments = Segments(zeros, zeros)
-    ctx = Context(*rope_tables(positions_BT, cfg), segments)
+    ctx = Context(*layers.rope_tables(positions_BT, cfg), segments)
     with jax.named_scope("embed"):
         x = embed(params, lora, tokens_BT)
     B, T = tokens_BT.shape
@@ -187,7 +185,8 @@ def hidden_states(
             used = None if view is None else view.used
             p = stacked.attach(p, whole, number, cfg.kernels.layer_matmul, used)
             a = None if adapters is None else adapters.in_layer(number, a)
-            indexer = None if position is None else dsa.Layer(whole.indexers, position)
+            own = whole.get("attn", {}).get("indexer")
+            indexer = None if position is None else dsa.Layer(own, *position)
             cache = None if view is None else paged.Cache(pool, number, view)
             x, chosen, pool, route = _layer(x, chosen, p, a, cache, indexer, routes, ctx, cfg)
             return (x, chosen, pool, None if count is None else count + 1), (
@@ -217,9 +216,7 @@ def hidden_states(
     return x, kept
 
 
-def _layer(
-    x, chosen, p, lora, cache: paged.Cache | None, indexer, replay, ctx: Context, cfg: ModelConfig
-):
+def _layer(x, chosen, p, lora, cache, indexer, replay, ctx, cfg):
     x = constrain(checkpoint_name(x, "residual"), "batch", "tokens", "act_embed")
     with jax.named_scope("attn"):
         h = rms_norm(x, p["attn"]["norm"], cfg.norm_eps)
@@ -238,7 +235,8 @@ def _layer(
                 pool = pool | {"routes": recorded}
             return x + out, chosen, pool, route
     with jax.named_scope("mlp"):
-        out = mlp.mlp(rms_norm(x, p["mlp"]["norm"], cfg.norm_eps), p["mlp"], _below(lora, "mlp"))
+        h = rms_norm(x, p["mlp"]["norm"], cfg.norm_eps)
+        out = layers.mlp(h, p["mlp"], _below(lora, "mlp"))
         return x + out, chosen, pool, None
 
 

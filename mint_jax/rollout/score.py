@@ -14,9 +14,8 @@ import numpy as np
 from mint_jax import multihost, sharding
 from mint_jax.data.buckets import ShapeBook
 from mint_jax.errors import UserError
-from mint_jax.lora.blocks import bind_blocks, plan_blocks
 from mint_jax.lora.tree import Slot, Stacks, check_resident
-from mint_jax.lora.view import AdapterView
+from mint_jax.lora.view import AdapterView, bind_blocks, plan_blocks
 from mint_jax.models.base import Base
 from mint_jax.models.config import ModelConfig
 from mint_jax.models.logprobs import target_logprobs

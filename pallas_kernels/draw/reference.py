@@ -8,9 +8,7 @@ from pallas_kernels.draw.xla import exponential
 
 
 def draw(z: Any, temperature: Any, keys: Any) -> tuple[np.ndarray, ...]:
-    """Returns the log-sum-exp of each row, that of its differences from the largest over the
-    temperature, and the scores ``[R, V]`` whose largest is drawn.
-    """
+    """Returns both log-sums of ``Drawn``, and the scores ``[R, V]`` whose largest is drawn."""
     exact, temperature = np.array(z, np.float64), np.array(temperature, np.float64)[:, None]
     over = np.where(temperature > 0, temperature, 1)
     top = exact.max(-1, keepdims=True)

@@ -42,9 +42,7 @@ def attend(
     how: Any = None,
     interpret: Any = False,
 ) -> Partial:
-    """Implements ``latent_attention`` by ``paged.pallas_tpu`` or ``paged.pallas_gpu``, as one head
-    whose latents are both keys and values.
-    """
+    """Implements ``latent_attention`` by a kernel of ``paged``, as one head of latents."""
     queries, pools = [q_latent[:, None], q_rope[:, None]], [latent[:, :, None], rope[:, :, None]]
     out = kernel.attend(queries, pools, 0, q_latent.shape[2], rows, scale, how, interpret)
     return Partial(*(x[:, 0] for x in out))

@@ -1,13 +1,9 @@
-"""Matrices of a 4- or 8-bit checkpoint: blocks of 32 numbers with a scale, a sixth or a quarter of
-float32's bytes.
+"""Matrices of a 4- or 8-bit checkpoint: blocks of 32 numbers with a scale, as in ggml.
 
-A 4-bit weight is ``q d + m`` with d and m float16, an 8-bit one ``q d``: ggml's ``Q4_1`` and
-``Q8_0``. Products are exact in float32 and the sum is rounded once, so an unpacked weight has the
-bits of the dequantised checkpoint.
-
-A matrix ``[D, F]`` is uint8 ``[F / 64, D / 32, bytes]``: panels of 64 columns, each a row of blocks
-that a thread reads as one stream. A block has d of its 64 columns, and m with 4 bits, then 64 bytes
-for every input, or for every two with 4 bits, the first in the lower half.
+A 4-bit weight is ``q d + m`` with d and m float16 (``Q4_1``), an 8-bit one ``q d`` (``Q8_0``); an
+unpacked weight has the bits of the dequantised checkpoint. A matrix ``[D, F]`` is uint8 ``[F / 64,
+D / 32, bytes]``: d of 64 columns, and m with 4 bits, then 64 bytes for every input, or for every
+two with 4 bits, the first in the lower half.
 
 Axes: L layers, D in, F out, P panels of F, N blocks of D.
 """

@@ -1,12 +1,4 @@
-"""The CPU kernel of ``layer_matmul`` (``native/layer_matmul.cc``), which reads a layer's matrices
-in place from their stacks.
-
-XLA copies the layer out of the stack first: SmolLM2-135M's layers, 425 MB, were read twice and
-written once in every decode step. Sums are float32, so bfloat16 weights halve the bytes and give
-the same results as float32 weights of these values. Matrices in 4-bit blocks
-(``native/block_matmul.cc``) take 3.9 ms for 1 row of SmolLM2-135M's layers where float32 takes
-15.8, 7.2 instead of 18.4 for 8, and 63 instead of 75 for 128 (medians of 15 in turn, two cores).
-"""
+"""The CPU kernel of ``layer_matmul`` (``native/layer_matmul.cc``), which reads stacks in place."""
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +35,11 @@ def require(
     native.require()
 
 
+# XLA copies the layer out of the stack first: SmolLM2-135M's layers, 425 MB, were read twice and
+# written once in every decode step. Sums are float32, so bfloat16 weights halve the bytes and give
+# the same results as float32 weights of these values. Matrices in 4-bit blocks
+# (``native/block_matmul.cc``) take 3.9 ms for 1 row of SmolLM2-135M's layers where float32 takes
+# 15.8, 7.2 instead of 18.4 for 8, and 63 instead of 75 for 128 (medians of 15 in turn, two cores).
 def matmul(
     x: jax.Array,
     stacks: tuple[jax.Array, ...],

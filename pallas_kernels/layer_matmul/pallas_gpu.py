@@ -1,9 +1,5 @@
-"""GPU kernel of ``layer_matmul`` for the few rows of decoding, which reads a layer's matrices in
-place from their stacks. Matrices of the same rows are one launch.
-
-XLA copies a layer out of its stack first: of Qwen3-4B 8 GB are read, written and read again (an
-H100 took 13.2 ms for 64 rows; 8 GB take 2.7). Here a program multiplies all rows by a block of
-columns of a part of the depth; XLA adds the parts in order.
+"""GPU kernel of ``layer_matmul`` for the few rows of decoding, which reads matrices in place.
+Matrices of the same rows are one launch.
 
 Axes: M rows, L layers, D in, F out, S parts of D.
 """
@@ -118,6 +114,9 @@ def _layer_matmul(layer: Any, used: Any, x: Any, *refs: Any, transposed: bool, h
         start += tiles * blocks * how.parts
 
 
+# XLA copies a layer out of its stack first: of Qwen3-4B 8 GB are read, written and read again (an
+# H100 took 13.2 ms for 64 rows; 8 GB take 2.7). Here a program multiplies all rows by a block of
+# columns of a part of the depth; XLA adds the parts in order.
 def matmul(
     x: jax.Array,
     stacks: tuple[jax.Array, ...],

@@ -1,12 +1,11 @@
-"""GPU kernels of attention within packed rows: a program's block of queries iterates over the
-blocks of keys that it may attend to, which are listed in advance.
+"""GPU kernels of attention within packed rows: a block of queries visits the blocks of keys that it
+may attend to, which are listed in advance.
 
-Running maxima and sums as in FlashAttention, arXiv 2205.14135, Algorithm 1. The backward pass is
-two kernels: of queries, which sums over keys, and of keys, which sums over the queries of their
-group (section B.4), so no two programs add to the same place. Widths are split into powers of two.
+Running maxima and sums as in FlashAttention, arXiv 2205.14135, Algorithm 1. One kernel of the
+backward pass sums over keys, the other over the queries of their group (section B.4).
 
 Axes: B rows, K kv heads, G query heads of each, T tokens, H width of queries and keys, V of values,
-Q queries and S keys of a block, I blocks of queries, J blocks of keys.
+Q queries and S keys of a block, I and J blocks of them.
 """
 
 import functools
@@ -94,9 +93,7 @@ def require(q: jax.Array, k: jax.Array, v: jax.Array, *rest: Any) -> None:
 def _visits(
     own: jax.Array, parent: jax.Array, how: Block, of_keys: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the blocks of keys that each block of queries visits, or the reverse, and their
-    number.
-    """
+    """Returns the blocks that each block of queries, or of keys, visits, and their number."""
     T, wider = own.shape[1], max(how.queries, how.keys)
     padding = ((0, 0), (0, -T % wider))
     # Beyond the row a block's ranges are as without the padding.

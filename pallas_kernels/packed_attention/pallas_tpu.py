@@ -1,10 +1,6 @@
-"""TPU kernels of attention within packed rows: blocks of queries against blocks of keys, with
-scores in VMEM only.
+"""TPU kernels of attention within packed rows, with scores in VMEM only.
 
-Blocks above the diagonal or of unrelated segments are skipped, so a row of eight texts costs what
-its texts cost. Running maxima and sums as in FlashAttention, arXiv 2205.14135, Algorithm 1. The
-backward pass is two kernels, for queries and for keys and values (section B.4); the latter computes
-transposed scores, so that per-query numbers are rows.
+Running maxima and sums as in FlashAttention, arXiv 2205.14135, Algorithm 1.
 
 Axes: B rows, K kv heads, G query heads of each, N = K G, T tokens, H width of queries and keys, V
 of values, Q queries and S keys of a block.
@@ -316,6 +312,8 @@ def forward(
     return out[:, :, :T].reshape(B, K, G, T, V), lse[:, :, 0, :T].reshape(B, K, G, T)
 
 
+# One kernel is for queries, one for keys and values (section B.4), whose scores are transposed so
+# that per-query numbers are rows. Blocks above the diagonal or of unrelated segments are skipped.
 def backward(
     q: jax.Array,
     k: jax.Array,

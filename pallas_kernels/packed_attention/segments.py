@@ -19,9 +19,7 @@ def key_of(q: jax.Array, v: jax.Array) -> str:
 
 
 def meeting(own: jax.Array, parent: jax.Array, queries: int, keys: int) -> jax.Array:
-    """Returns ``[B, I, J]`` bool: a query of block i may attend to a key of block j, because their
-    ranges of segments overlap and the pair is not above the diagonal.
-    """
+    """Returns ``[B, I, J]`` bool: a query of block i may attend to a key of block j."""
 
     def ends(x: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
         x = x.reshape(x.shape[0], -1, size)

@@ -1,11 +1,6 @@
 """GPU kernels of packed LoRA: a program has rows of one run only, so no adapter meets another's
 rows.
 
-Tiles begin where runs of rows with the same factor begin. In the forward pass one program computes
-a tile's ``x A^T`` and adds its product with B. In the backward pass a first kernel does the same
-with A and B exchanged and stores ``x A^T`` and ``g B^T``; the others sum a run's outer products
-tile by tile in order, so no two programs add to the same place.
-
 Axes: M rows, T rows of a tile, D in, F out, R rank, K projections of the same rows, W factors, V
 tiles, J runs.
 """
@@ -262,6 +257,9 @@ def _outer(
     )(*of_runs, right, *left, *(jnp.zeros(w.shape, w.dtype) for w in like))
 
 
+# One kernel does as the forward pass with A and B exchanged, and stores ``x A^T`` and ``g B^T``;
+# then others sum a run's outer products tile by tile in order, so sums do not depend on the
+# schedule.
 def backward(
     x: jax.Array,
     a: Sequence[jax.Array],

@@ -1,9 +1,4 @@
-"""TPU kernels of packed LoRA: rows in tiles, with the adapters of a tile side by side in the matrix
-unit.
-
-A tile's runs come in chunks of adapters that fill 128 columns: eight of rank 16. Their factors are
-fetched during the computation of the chunk before. Rows are multiplied by all of a chunk's adapters
-at once, and products with other rows' adapters are zeroed before the next step.
+"""TPU kernels of packed LoRA: rows in tiles, their adapters side by side in the matrix unit.
 
 Axes: M rows, T rows of a tile, D in, F out, R rank, C adapters of a chunk, K projections of the
 same rows, W factors.
@@ -63,6 +58,9 @@ def require_backward(
     )
 
 
+# A tile's runs come in chunks of adapters that fill 128 columns, fetched while the chunk before is
+# computed. Rows are multiplied by all of a chunk's adapters at once, and products with other rows'
+# adapters are zeroed before the next step.
 def _add_kernel(
     meta, local, x, *refs, K: int, C: int, R: int, columns: int, scaled: bool, pairs: bool
 ) -> None:
@@ -161,9 +159,7 @@ def add(
     interpret: Any = False,
     grouping: Callable[[jax.Array, int], Runs] = runs_of,
 ) -> tuple[jax.Array, ...]:
-    """Returns ``onto_k + scale (x a_k^T) b_k`` by each row's factor; ``grouping`` turns a tile's
-    rows into runs.
-    """
+    """Returns ``onto_k + scale (x a_k^T) b_k``; ``grouping`` makes runs of a tile's rows."""
     config = config or tiles.config("packed_lora", x, a, b)
     (M, D), K, pairs = x.shape, len(a), tiles.in_pairs(a)
     R = tiles.held_rank(a)
@@ -292,9 +288,7 @@ def _outer(
 
 
 class _Sends:
-    """Writes finished gradients, of runs that end in this tile, from stages ``[C, R, N]`` to
-    outputs ``[W, R, N]``.
-    """
+    """Writes gradients of runs that end in this tile from stages ``[C, R, N]`` to outputs."""
 
     def __init__(self, meta: Any, pairs: Sequence[tuple[Any, Any]], sem: Any, C: int, T: int):
         self.meta, self.pairs, self.sem, self.C = meta, pairs, sem, C

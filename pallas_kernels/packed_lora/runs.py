@@ -73,9 +73,7 @@ def slots_of(slot_M: jax.Array, tile: int, first: jax.Array | int = 0) -> Runs:
 
 
 def whole_runs(factor_M: jax.Array, W: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns factor, first row and number of rows of each whole run, the most ``[J]`` of W
-    factors.
-    """
+    """Returns factor, first row and size of each whole run, the most ``[J]`` of W factors."""
     M = factor_M.shape[0]
     J, row = min(W, M), jnp.arange(M, dtype=jnp.int32)
     # Numbers beyond the stack mean its last entry, as in XLA.

@@ -59,9 +59,7 @@ def require_room(
     made: int = 0,
     config: Config = Config(),
 ) -> None:
-    """Raises ``NotImplementedError`` if VMEM lacks room for scratch, double-buffered blocks of
-    rows, and temporaries of at least ``made`` rows.
-    """
+    """Raises ``NotImplementedError`` if VMEM lacks room for scratch, blocks and temporaries."""
 
     def nbytes(shape: Sequence[int], dtype: Any) -> int:
         size = jnp.dtype(dtype).itemsize
@@ -207,9 +205,7 @@ class Rows:
 
 
 class Fetch:
-    """Factors of chunks, from stacks ``[W, R, .]`` to buffers ``[2, C, R, .]``, with the next
-    chunk's transfer overlapping the use of this one; chunk 0 is in half ``begin``.
-    """
+    """Factors of chunks from stacks to buffers, the next chunk's while this one is used."""
 
     def __init__(
         self,

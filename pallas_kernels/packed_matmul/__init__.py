@@ -1,10 +1,7 @@
-"""Packed matmul: rows sorted by expert, each times its expert's frozen matrix and its own adapter,
-in one pass.
+"""Packed matmul: rows sorted by expert, each times its expert's frozen matrix and its own adapter.
 
-``y_k[m] = x[m] w_k[e] + (x[m] a_k[f]^T) b_k[f]`` with ``e`` the row's expert and ``f`` its factor,
-for all projections k of the same rows. Equals ``grouped_matmul`` followed by ``packed_lora``, with
-rows read once and results written once. Gradients use the kernels of these two, because a fused
-kernel would recompute inner products that the factors' gradients need, see docs/kernels.md.
+``y_k[m] = x[m] w_k[e] + (x[m] a_k[f]^T) b_k[f]`` with ``e`` the row's expert and ``f`` its factor:
+``grouped_matmul`` and ``packed_lora`` in one pass.
 
 Axes: M rows, E experts, D in, F out, R rank, W factors, K projections of the same rows.
 """
@@ -20,6 +17,8 @@ from pallas_kernels.packed_matmul import pallas_tpu, xla
 
 Stacks = Sequence[jax.Array]
 
+# Gradients use the kernels of ``grouped_matmul`` and ``packed_lora``, because a fused kernel would
+# recompute inner products that they need, see docs/kernels.md.
 MATMUL = (
     Implementation("pallas_tpu", "tpu", pallas_tpu.matmul, pallas_tpu.require),
     Implementation("xla", None, xla.matmul, dispatch.anything),

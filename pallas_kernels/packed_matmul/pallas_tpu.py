@@ -1,9 +1,5 @@
 """TPU kernel of packed matmul: experts' matrices and their rows' adapters in one pass.
 
-A tile of rows visits its experts one after another (``visits``). The matrices of a visit are
-fetched one visit ahead, once for consecutive visits of an expert; the factors of its adapters come
-in chunks that fill 128 columns, as in ``packed_lora``. 8-bit matrices are converted in VMEM.
-
 Axes: M rows, T rows of a tile, E experts, D in, F out, R rank, C adapters of a chunk, K projections
 of the same rows, W factors.
 """
@@ -91,6 +87,9 @@ def _scratch(x: jax.Array, a: Arrays, b: Arrays, how: Config) -> list[Any]:
     ]
 
 
+# A tile of rows visits its experts one after another (``visits``). The matrices of a visit are
+# fetched one visit ahead, once for consecutive visits of an expert; the factors of its adapters
+# come in chunks that fill 128 columns, as in ``packed_lora``. 8-bit matrices are converted in VMEM.
 def _kernel(
     tile_V,
     expert_V,

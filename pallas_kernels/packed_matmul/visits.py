@@ -17,9 +17,7 @@ from pallas_kernels.packed_lora.runs import COUNT, EXTRA, runs_of
 
 
 class Visits(NamedTuple):
-    """Steps of the kernel: the maximum number of visits and one more, which has no rows and no
-    runs.
-    """
+    """Steps of the kernel: the most visits and one more, which has no rows and no runs."""
 
     total: jax.Array  # `[]` int32, number of visits
     # tile, expert: `[V]` int32; a visit without rows has the previous expert, whose matrices are

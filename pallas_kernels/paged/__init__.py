@@ -1,9 +1,7 @@
-"""Layout of rows' tokens in pages, and the XLA loop over them that both attentions to a paged cache
-share.
+"""Layout of rows' tokens in pages, and the XLA loop over them of both attentions to a paged cache.
 
 A pool ``[L, U, ..., PAGE, X]`` has pages of PAGE positions. A row's table lists its pages in two
-parts, the *prefix* and the row's *own* tokens, each of which begins with a new *run* of RUN
-positions.
+parts, the *prefix* and the row's *own* tokens, each of which begins with a new *run* of RUN.
 
 Axes: L layers, U pages, B rows, T new tokens, D table entries, X width, M queries of a row, S
 positions of a run.

@@ -1,9 +1,4 @@
-"""GPU kernel of attention to a paged cache: a program reads a part of one row's pages for a block
-of one head's queries.
-
-A row's runs are divided evenly among several programs, because a GPU has more than a hundred
-processors; XLA joins its parts (Flash-Decoding). The number of parts follows from shapes, and their
-ends from the row, so a row's result depends on the row only.
+"""GPU kernel of attention to a paged cache: a program reads a part of one row's pages.
 
 Axes: L layers, U pages, B rows, D table entries, K kv heads, M queries of one, Q of a program, X
 width in the pool, V of values, S positions of a step, N parts.
@@ -34,6 +29,9 @@ from pallas_kernels.triton import (
     write,
 )
 
+# A row's runs are divided evenly among several programs, because a GPU has more than a hundred
+# processors; XLA joins the parts (Flash-Decoding). Their number follows from shapes, and their ends
+# from the row, so a row's result depends on the row only.
 PROGRAMS = 8 * 132  # eight per processor of an H200
 PARTS_BYTES = 16 << 20  # limit on the parts of all rows, if there are several
 LEAST_RUNS = 4  # minimum runs of a part for a row that fills its table

@@ -1,10 +1,4 @@
-"""TPU kernel of attention to a paged cache: each row iterates over its own pages, fetched in place
-from the pool.
-
-A program of the grid is a row with all its queries. Its tokens come in chunks of a few runs, whose
-pages are copied side by side into one of several VMEM slots while earlier chunks, also of earlier
-rows, are computed. Scores are sums over several pools of keys, and one pool has the values: keys
-and values of heads, or a latent that is both plus a rotary key.
+"""TPU kernel of attention to a paged cache: each row iterates over its own pages, fetched in place.
 
 Axes: L layers, U pages, B rows, D table entries, K kv heads, M queries of one, X width in the pool,
 V of values, S positions of a chunk, N slots.
@@ -298,6 +292,9 @@ def _clean(
         jax.lax.fori_loop(0, S // PAGE, one, None)
 
 
+# A program is a row with all its queries. Its tokens come in chunks of a few runs, whose pages are
+# copied side by side into one of several VMEM slots while earlier chunks are computed. Scores are
+# sums over pools of keys; one pool has the values, perhaps a latent that is both.
 def _kernel(
     layer, prefix, own, first, *refs, value: int, scale: float, keys: int, pools: int, sizes: _Sizes
 ) -> None:

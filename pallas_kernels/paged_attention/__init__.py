@@ -31,9 +31,7 @@ def attend(
     how: Any = None,
     interpret: Any = False,
 ) -> Partial:
-    """Implements ``paged_attention`` by ``paged.pallas_tpu`` or ``paged.pallas_gpu``, whose
-    ``Config`` is ``how``.
-    """
+    """Implements ``paged_attention`` by a kernel of ``paged``."""
     return kernel.attend([q], [k, v], 1, q.shape[3], rows, scale, how, interpret)
 
 

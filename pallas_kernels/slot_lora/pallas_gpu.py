@@ -1,10 +1,4 @@
-"""Slot LoRA on GPUs: two kernels that load and store rows by their numbers, so only these numbers
-are sorted.
-
-Tiles have rows of one slot only, so no result depends on other rows. The order of rows and tiles
-(``Turn``) follows from the slots only; a sampler computes it once for all layers and steps. Inner
-products are computed in parts of the depth, and a row's outputs block by block, each in its own
-program: a decode batch has few tiles and a GPU more than a hundred processors.
+"""Slot LoRA on GPUs: two kernels that load and store rows by their numbers, which alone are sorted.
 
 Axes: M rows, T rows of a tile, D in, F out, R rank, W slots, V tiles, S parts of D.
 """
@@ -28,6 +22,9 @@ FEW = 512  # rows; with more, tiles are twice as large
 PROGRAMS = 512  # about four per processor of an H100
 
 
+# Tiles have rows of one slot only. Inner products are computed in parts of the depth, and a row's
+# outputs block by block, each in its own program: a decode batch has few tiles and a GPU more than
+# a hundred processors.
 class Config(NamedTuple):
     """Block sizes, powers of two of at least 16, and the number of parts."""
 

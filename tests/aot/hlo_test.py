@@ -72,9 +72,11 @@ DATA = """%test (c: (s32[], bf16[4,64,32])) -> pred[] {
     ids=["constant", "data", "noted"],
 )
 def test_collectives_count_as_often_as_their_loop_runs(condition, noted, trips, unknown):
-    cost = hlo.Module(LOOP.replace("CONDITION", condition).replace("NOTED", noted)).cost()
+    text = LOOP.replace("CONDITION", condition).replace("NOTED", noted)
+    cost, step = hlo.Module(text).cost(), hlo.Module(text, steps=True).cost()
     assert cost.unknown_loops == unknown
     assert cost.least == (frozenset(cost.counts) if unknown else frozenset())
+    assert (step.counts, step.unknown_loops, step.least) == (cost.counts, 0, frozenset())
     kinds = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute")
     assert cost.counts == dict.fromkeys(kinds, trips)
     shard = 4 * 64 * 32 * 2
@@ -139,12 +141,3 @@ def test_a_scan_over_sharded_layers(mesh8):
     assert cost.flops == 2 * 2 * L * B * D * F / 8
     assert cost.counts == {"all-reduce": L}
     assert cost.bytes["all-reduce"] == L * (B // 4) * D * 4  # 2 o (n - 1) / n with n = 2
-
-
-def test_collectives_in_a_loop_of_unknown_length_are_minima_but_in_a_step():
-    text = LOOP.replace("CONDITION", DATA).replace("NOTED", "")
-    step = hlo.Module(text, steps=True).cost()
-    once = hlo.Module(text).cost()
-    assert (step.unknown_loops, step.least) == (0, frozenset())
-    assert (once.unknown_loops, once.least) == (1, frozenset(once.counts))
-    assert step.counts == once.counts

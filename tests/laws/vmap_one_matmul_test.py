@@ -19,7 +19,7 @@ from mint_jax import params as params_lib
 from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.models import transformer
-from mint_jax.models.grouped import tile_rows
+from mint_jax.models.packed_lora import tile_rows
 from mint_jax.models.paged import PAGE
 from mint_jax.rollout import device, plans
 from mint_jax.rollout.samples import longest_table

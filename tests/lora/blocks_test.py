@@ -7,8 +7,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mint_jax.lora.blocks import bind_blocks, plan_blocks
 from mint_jax.lora.tree import Slot
+from mint_jax.lora.view import bind_blocks, plan_blocks
 
 # slot 0 is not in use: padding must not name it
 SLOTS = st.none() | st.builds(Slot, st.sampled_from([1, 2, 8]), st.integers(1, 5))

@@ -116,110 +116,69 @@ def test_unpacked_factors_that_peft_fused_come_back_exactly(
 
 
 @pytest.fixture
-def directory(rng, saved):
-    """A sound directory of rank 4 with both parameters, to be spoilt."""
-    return saved("qwen3_moe", target_modules=[], target_parameters=[GATE_UP, DOWN])[0]
+def directory(request, rng, saved, tiny_base, tmp_path):
+    """A sound directory: both parameters at rank 4, or experts one by one at rank 2."""
+    if request.param == "fused":
+        return saved("qwen3_moe", target_modules=[], target_parameters=[GATE_UP, DOWN])[0]
+    base, config = tiny_base("qwen3_moe"), AdapterConfig(2, targets=("gate", "up", "down"))
+    adapter = random_adapter(rng, base, config)
+    write_peft(tmp_path / "out", adapter, config, tables(base)[0])
+    return tmp_path / "out"
 
 
 def cut(tensors, name, experts):
-    """The first experts only."""
+    """Keeps the first experts only."""
     a, b = tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"]
     tensors[f"{name}.lora_A.weight"] = a.reshape(E, 4, -1)[:experts].reshape(experts * 4, -1)
     tensors[f"{name}.lora_B.weight"] = b.reshape(-1, 4, E)[:, :, :experts].reshape(-1, 4 * experts)
 
 
-def without(tensors, *names):
-    for name in names:
-        for factor in "AB":
-            del tensors[f"{name}.lora_{factor}.weight"]
+def without(tensors, name):
+    for factor in "AB":
+        del tensors[f"{name}.lora_{factor}.weight"]
 
 
-SPOILT = {
-    "an expert is missing": (
-        lambda t: cut(t, LAYER0, 7),
-        (
-            r"layers\.0\.mlp\.experts\.down_proj has lora_A \(28, 40\) and lora_B \(48, 28\); 8"
-            r" experts of rank 4, .* need 32 rows and columns"
-        ),
+EXPERT3, EXPERT5 = f"{LAYER0}.3.up_proj", f"{LAYER0}.5.up_proj"
+TWICE = {f"{EXPERT5}.lora_A.weight": np.ones((4, D), np.float32)}
+TWICE |= {f"{EXPERT5}.lora_B.weight": np.ones((F, 4), np.float32)}
+NARROW = {f"{EXPERT3}.lora_A.weight": np.ones((2, 47), np.float32)}
+ABSENT = [GATE_UP, DOWN, "mlp.gate.weight", "layers.9.mlp.experts.down_proj"]
+FUSED_SPOILT = {  # words of the error -> change of the tensors, or fields of the config
+    r"experts\.down_proj has lora_A \(28, 40\) and lora_B \(48, 28\); 8 experts of rank 4": (
+        lambda t: cut(t, LAYER0, 7)
     ),
-    "only gate_up": (
-        lambda t: without(t, LAYER0),
-        r"has gate_up_proj's factors \(base_layer\) but not down_proj's: the file is incomplete",
+    r"has gate_up_proj's factors \(base_layer\) but not down_proj's: the file is incomplete": (
+        lambda t: without(t, LAYER0)
     ),
-    "a layer without gate_up": (
-        lambda t: without(t, f"{LAYER0}.base_layer"),
-        (
-            r"target_parameters names model\.layers\.0\.mlp\.experts\.gate_up_proj, but the file"
-            r" has no factors of moe/moe/experts/gate for it"
-        ),
+    r"target_parameters names model\.layers\.0\.mlp\.experts\.gate_up_proj, but the file has no": (
+        lambda t: without(t, f"{LAYER0}.base_layer")
     ),
-    "fused and unpacked": (
-        lambda t: t.update(
-            {
-                f"{LAYER0}.5.up_proj.lora_A.weight": np.ones((4, D), np.float32),
-                f"{LAYER0}.5.up_proj.lora_B.weight": np.ones((F, 4), np.float32),
-            }
-        ),
-        (
-            r"experts\.5\.up_proj has its own factors and the fused ones of all experts: keep"
-            r" one of the two"
-        ),
+    r"experts\.5\.up_proj has its own factors and the fused ones of all experts: keep one": (
+        lambda t: t.update(TWICE)
+    ),
+    "PEFT before 0.19.1 swapped A and B of experts": {"peft_version": "0.18.1"},
+    r"lora_A \(32, 48\) and lora_B \(80, 32\); 8 experts of rank 2, .* need 16 rows": {"r": 2},
+    r"of which 'layers\.9\.mlp\.experts\.down_proj' is not adaptable": {
+        "target_parameters": ABSENT
+    },
+}
+UNPACKED_SPOILT = {
+    r"experts\.3\.up_proj is missing, but 7 of the 8 experts of its layer are present": (
+        lambda t: without(t, EXPERT3)
+    ),
+    r"up_proj has lora_A \(2, 47\) and lora_B \(40, 2\); this base needs \(2, 48\)": (
+        lambda t: t.update(NARROW)
     ),
 }
+SPOILT = [("fused", *case) for case in FUSED_SPOILT.items()]
+SPOILT += [("unpacked", *case) for case in UNPACKED_SPOILT.items()]
 
 
-@pytest.mark.parametrize(("change", "message"), SPOILT.values(), ids=SPOILT)
-def test_weights_that_do_not_fit_are_refused(change, message, directory, tiny_base):
-    edit_tensors(directory, change)
+@pytest.mark.parametrize(("directory", "message", "change"), SPOILT, indirect=["directory"])
+def test_files_that_do_not_fit_are_refused(directory, message, change, tiny_base):
+    if callable(change):
+        edit_tensors(directory, change)
+    else:
+        edit_config(directory, **change)
     with pytest.raises(UserError, match=message):
         read_peft(directory, *tables(tiny_base("qwen3_moe")))
-
-
-REFUSED_FIELDS = {
-    "version": ({"peft_version": "0.18.1"}, "PEFT before 0.19.1 swapped A and B of experts"),
-    "rank": (
-        {"r": 2},
-        r"lora_A \(32, 48\) and lora_B \(80, 32\); 8 experts of rank 2, .* need 16 rows",
-    ),
-    "a layer that is not there": (
-        {"target_parameters": [GATE_UP, DOWN, "mlp.gate.weight", "layers.9.mlp.experts.down_proj"]},
-        r"of which 'layers\.9\.mlp\.experts\.down_proj' is not adaptable",
-    ),
-}
-
-
-@pytest.mark.parametrize(("fields", "message"), REFUSED_FIELDS.values(), ids=REFUSED_FIELDS)
-def test_configs_that_do_not_fit_are_refused(fields, message, directory, tiny_base):
-    edit_config(directory, **fields)
-    with pytest.raises(UserError, match=message):
-        read_peft(directory, *tables(tiny_base("qwen3_moe")))
-
-
-EXPERT3 = "base_model.model.model.layers.1.mlp.experts.3.up_proj"
-UNPACKED = {
-    "an expert is missing": (
-        lambda t: [t.pop(f"{EXPERT3}.lora_{f}.weight") for f in "AB"],
-        (
-            r"layers\.1\.mlp\.experts\.3\.up_proj is missing, but 7 of the 8 experts of its"
-            r" layer are present: write all of them"
-        ),
-    ),
-    "another width": (
-        lambda t: t.update({f"{EXPERT3}.lora_A.weight": np.ones((2, 47), np.float32)}),
-        (
-            r"experts\.3\.up_proj has lora_A \(2, 47\) and lora_B \(40, 2\); this base needs \(2,"
-            r" 48\) and \(40, 2\)"
-        ),
-    ),
-}
-
-
-@pytest.mark.parametrize(("change", "message"), UNPACKED.values(), ids=UNPACKED)
-def test_unpacked_experts_that_do_not_fit_are_refused(change, message, rng, tiny_base, tmp_path):
-    base, config = tiny_base("qwen3_moe"), AdapterConfig(2, targets=("gate", "up", "down"))
-    names, shapes = tables(base)
-    write_peft(tmp_path / "out", random_adapter(rng, base, config), config, names)
-    assert (tmp_path / "out" / WEIGHTS).is_file()
-    edit_tensors(tmp_path / "out", change)
-    with pytest.raises(UserError, match=message):
-        read_peft(tmp_path / "out", names, shapes)

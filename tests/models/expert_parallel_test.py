@@ -1,8 +1,7 @@
 """Experts over eight devices equal one device, forward and backward, whichever way tokens travel
 and however skewed they are.
 
-Axes: B rows, T tokens, X experts of a token, E experts, D model width, F expert width, P blocks, R
-rank, L layers, S slots.
+Axes: T tokens, E experts.
 """
 
 import jax
@@ -11,15 +10,14 @@ import numpy as np
 import pytest
 
 from mint_jax import sharding
-from mint_jax.lora.view import AdapterView, RankBucket
 from mint_jax.mesh import make_mesh
 from mint_jax.models import expert_parallel
 from tests.marks import first
 from tests.models.experts_test import _assert_close as _assert_equal
 from tests.models.experts_test import _ours as _run
+from tests.models.experts_test import problem
 
-E, X, D, F, T = 16, 3, 12, 10, 7
-ENDS = {"gate": (D, F), "up": (D, F), "down": (F, D)}
+E, T = 16, 7
 MESHES = {
     # adapters are summed over data; tensor holds the same tokens
     "data2-fsdp2-tensor2": {"data": 2, "fsdp": 2, "tensor": 2},
@@ -34,37 +32,15 @@ SOME = [
 WAYS = {"gather": 1 << 30, "all_to_all": 0}  # -> GATHER_TOKENS
 
 
-def _normal(rng, shape, scale=1.0):
-    return jnp.asarray(rng.normal(size=shape, scale=scale), jnp.float32)
-
-
 def _problem(rng, routing="random", rows=2):
     """Two rank buckets and a base block, ``rows`` rows each."""
-    p = {n: {"w": _normal(rng, (E, *ends), ends[0] ** -0.5)} for n, ends in ENDS.items()}
-    counts = {2: 2, 4: 1}
-    buckets = tuple(
-        {n: {f: _normal(rng, (P, E, r, ENDS[n][f == "b"]), 0.4) for f in "ab"} for n in ENDS}
-        for r, P in counts.items()
-    )
-    lora = AdapterView(
-        tuple(map(RankBucket, buckets)), blocks=tuple(counts.values()), base_blocks=1
-    )
-    B = rows * lora.total_blocks
-    ids = np.argsort(rng.random((B, T, E)), axis=-1)[..., :X].astype(np.int32)
-    ids[rng.random(ids.shape) < 0.1] = -1
+    x, ids, *others = problem(rng, {2: 2, 4: 1}, 1, {}, rows, E, T)
     if routing == "one_expert":  # everybody's only visit
         ids[:] = -1
         ids[..., 0] = 5
     elif routing == "one_device":  # where it meets two experts
         ids[:] = np.array([2, 3, -1])
-    return (
-        _normal(rng, (B, T, D)),
-        jnp.asarray(ids),
-        _normal(rng, (B, T, X)),
-        p,
-        lora,
-        _normal(rng, (B, T, D)),
-    )
+    return x, jnp.asarray(ids), *others
 
 
 def _of_stack(p, mesh):

@@ -14,7 +14,7 @@ from mint_jax.lora.view import AdapterView, RankBucket
 from mint_jax.models.expert_parallel import routed
 from tests.marks import first
 
-E, X, D, F, T = 6, 3, 10, 7, 9
+X, D, F = 3, 12, 8
 WIDTHS = {"gate": (D, F), "up": (D, F), "down": (F, D)}
 # blocks of each rank bucket, the base's blocks; two rows a block
 BLOCKS = {
@@ -32,26 +32,32 @@ def _normal(rng, shape, scale=1.0):
     return jnp.asarray(rng.normal(size=shape, scale=scale), jnp.float32)
 
 
-def _problem(rng, name):
-    counts, base = BLOCKS[name]
+def problem(rng, counts, base, left_out, rows=2, E=6, T=9):
+    """x, ids, weights, matrices, adapters and the outputs' gradient; the first bucket leaves out
+    some projections, and every block has ``rows`` rows.
+    """
     p = {n: {"w": _normal(rng, (E, *ends), ends[0] ** -0.5)} for n, ends in WIDTHS.items()}
     buckets = []
     for i, (rank, P) in enumerate(counts.items()):
-        names = [n for n in WIDTHS if i or n not in PARTLY.get(name, ())]
+        ends = {n: of for n, of in WIDTHS.items() if i or n not in left_out}
         buckets.append(
             {
-                n: {f: _normal(rng, (P, E, rank, WIDTHS[n][f == "b"]), 0.4) for f in "ab"}
-                for n in names
+                n: {f: _normal(rng, (P, E, rank, of[f == "b"]), 0.4) for f in "ab"}
+                for n, of in ends.items()
             }
         )
     lora = AdapterView(
         tuple(map(RankBucket, buckets)), blocks=tuple(counts.values()), base_blocks=base
     )
-    B = 2 * lora.total_blocks
+    B = rows * lora.total_blocks
     ids = np.argsort(rng.random((B, T, E)), axis=-1)[..., :X].astype(np.int32)
     ids[rng.random(ids.shape) < 0.2] = -1  # visits nobody
     ids[:, 0] = -1
     return _normal(rng, (B, T, D)), ids, _normal(rng, (B, T, X)), p, lora, _normal(rng, (B, T, D))
+
+
+def _problem(rng, name):
+    return problem(rng, *BLOCKS[name], PARTLY.get(name, ()))
 
 
 def _loop(x_BTD, ids, weights_BTX, p, lora, g_BTD):

@@ -30,22 +30,14 @@ SCALE = 0.4
 
 
 class Layout(NamedTuple):
-    """Where rows' tokens lie: pages in random order, numbered within a row's part of the mesh.
+    """Where rows' tokens lie: pages in random order, numbered within a row's part of the mesh."""
 
-    Attributes:
-        pages: U of each part.
-        table: ``[B, D]``; random numbers where a row has no page, some of them of no page.
-        prefix: ``[B]``.
-        prompt: ``[B]`` which prompt each row has.
-        of_prompt: (part, prompt) -> its pages; a prompt's pages are in every part that has a row of
-            it.
-    """
-
-    pages: int
+    pages: int  # U of each part
     parts: int
-    table: np.ndarray
-    prefix: np.ndarray
-    prompt: np.ndarray
+    table: np.ndarray  # [B, D]; random numbers where a row has no page, some of them of no page
+    prefix: np.ndarray  # [B]
+    prompt: np.ndarray  # [B] which prompt each row has
+    # (part, prompt) -> its pages; a prompt's pages are in every part that has a row of it
     of_prompt: dict[tuple[int, int], np.ndarray]
 
     def part(self, b):
@@ -112,9 +104,8 @@ def lay_out(rng, prompt_B, prefix_Q, room, parts=1, longest=None):
     for b, q in enumerate(prompt_B):
         part = b // (B // parts)
         if (part, q) not in of_prompt:
-            of_prompt[part, int(q)] = np.array(
-                [free[part].pop() for _ in range(-(-prefix_Q[q] // PAGE))], np.int32
-            )
+            taken = [free[part].pop() for _ in range(-(-prefix_Q[q] // PAGE))]
+            of_prompt[part, int(q)] = np.int32(taken)
         pages, begin = of_prompt[part, q], -(-prefix_Q[q] // RUN) * RUN_PAGES
         table[b, : len(pages)] = pages
         table[b, begin : begin + own] = [free[part].pop() for _ in range(own)]
@@ -125,9 +116,8 @@ def left_over(rng, spec):
     """What the pages' last owners left: NaN, infinities and large numbers."""
     if not jnp.issubdtype(spec.dtype, jnp.floating):
         return rng.integers(0, 200, spec.shape).astype(spec.dtype)
-    return rng.choice(
-        np.array([np.nan, np.inf, -np.inf, 1e30, -3.0], np.float32), spec.shape
-    ).astype(spec.dtype)
+    kinds = np.float32([np.nan, np.inf, -np.inf, 1e30, -3.0])
+    return rng.choice(kinds, spec.shape).astype(spec.dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("cfg",))
@@ -140,107 +130,57 @@ def _step(params, stacks, slots, tokens_BT, positions_BT, pool, view, *, cfg):
 
 
 class Continued(NamedTuple):
-    """What ``continued`` found.
-
-    Attributes:
-        first: of each prompt ``[n, V]``, logits of its tokens.
-        rest: ``[B, T, V]``, those of the new ones.
-        pool, layout: the cache behind it.
-    """
-
-    first: list[np.ndarray]
-    rest: np.ndarray
-    pool: dict
+    first: list[np.ndarray]  # of each prompt [n, V], logits of its tokens
+    rest: np.ndarray  # [B, T, V], those of the new ones
+    pool: dict  # the cache behind it
     layout: Layout
 
 
 def continued(
-    rng,
-    params,
-    cfg,
-    prompts,
-    prompt_B,
-    new_BT,
-    stacks=None,
-    slots_Q=None,
-    parts=1,
-    alone=(),
-    routes=False,
+    rng, params, cfg, prompts, prompt_B, new_BT, stacks=None, slots_Q=None, alone=(), routes=False
 ):
-    """Prompts through prefill in two calls or more, then each row's new tokens one by one, those of
-    one prompt in teams.
+    """Runs prompts in two calls or more, then each row's new tokens one by one, in teams.
 
     Args:
-        prompts: tokens of each.
         prompt_B: which prompt each row continues.
         slots_Q: by rank bucket, the slot that each prompt and its rows name.
-        parts: into how many the mesh that is set splits rows and pages.
         alone: rows in no team.
         routes: with experts recorded.
     """
     stacks, slots_Q = stacks or {}, {b: np.asarray(s, np.int32) for b, s in (slots_Q or {}).items()}
     B, T = new_BT.shape
-    layout = lay_out(rng, prompt_B, [len(p) for p in prompts], T, parts)
-    D = layout.table.shape[1]
-    pool = jax.tree.map(
-        functools.partial(left_over, rng),
-        transformer.cache_specs(cfg, layout.pages * parts, routes=routes),
-    )
-    todo = [
-        [
-            (q, i)
-            for (part, q), pages in layout.of_prompt.items()
-            if part == n
-            for i in range(len(pages))
-        ]
-        for n in range(parts)
-    ]
-    C = -(-max(map(len, todo)) // 2)  # blocks of a part in one call
+    layout = lay_out(rng, prompt_B, [len(p) for p in prompts], T)
+    specs = transformer.cache_specs(cfg, layout.pages, routes=routes)
+    pool = jax.tree.map(functools.partial(left_over, rng), specs)
+    todo = [(q, i) for (_, q), pages in layout.of_prompt.items() for i in range(len(pages))]
+    C, D = -(-len(todo) // 2), layout.table.shape[1]  # blocks of one call
     first = [np.zeros((len(p), cfg.vocab_size), np.float32) for p in prompts]
-    while any(todo):
-        tokens = rng.integers(0, cfg.vocab_size, (parts * C, PAGE)).astype(np.int32)
-        start = np.zeros(parts * C, np.int32)
-        page, of = np.full(parts * C, NOWHERE, np.int32), {}
-        table = rng.integers(0, layout.pages, (parts * C, D)).astype(np.int32)
-        for part in range(parts):
-            for c, (q, i) in enumerate(todo[part][:C], part * C):
-                some, pages = prompts[q][i * PAGE : (i + 1) * PAGE], layout.of_prompt[part, q]
-                tokens[c, : len(some)], start[c], page[c], of[c] = some, i * PAGE, pages[i], (q, i)
-                table[c, :i] = pages[:i]
-            todo[part] = todo[part][C:]
-        none = np.zeros(parts * C, np.int32)
-        slots = {
-            b: np.array([s[of[c][0]] if c in of else -1 for c in range(parts * C)], np.int32)
-            for b, s in slots_Q.items()
-        }
+    while todo:
+        tokens = rng.integers(0, cfg.vocab_size, (C, PAGE)).astype(np.int32)
+        (start, none), page = np.zeros((2, C), np.int32), np.full(C, NOWHERE, np.int32)
+        table = rng.integers(0, layout.pages, (C, D)).astype(np.int32)
+        now, todo = todo[:C], todo[C:]
+        for c, (q, i) in enumerate(now):
+            some, pages = prompts[q][i * PAGE : (i + 1) * PAGE], layout.of_prompt[0, q]
+            tokens[c, : len(some)], table[c, :i] = some, pages[:i]
+            start[c], page[c] = i * PAGE, pages[i]
+        named = [q for q, _ in now]
+        slots = {b: np.full(C, -1, np.int32) for b in slots_Q}
+        for b, s in slots_Q.items():
+            slots[b][: len(now)] = s[named]
         positions = start[:, None] + np.arange(PAGE, dtype=np.int32)[None]
-        z, pool = _step(
-            params,
-            stacks,
-            slots,
-            tokens,
-            positions,
-            pool,
-            View(table, start, none, none, page),
-            cfg=cfg,
-        )
-        for c, (q, i) in of.items():
+        view = View(table, start, none, none, page)
+        z, pool = _step(params, stacks, slots, tokens, positions, pool, view, cfg=cfg)
+        for c, (q, i) in enumerate(now):
             first[q][i * PAGE : (i + 1) * PAGE] = np.asarray(z)[c, : len(prompts[q]) - i * PAGE]
     teams = layout.teams(rng, alone)
     slots = {b: s[layout.prompt] for b, s in slots_Q.items()}
     rest = []
     for t in range(T):
         own = np.full(B, t, np.int32)
-        z, pool = _step(
-            params,
-            stacks,
-            slots,
-            new_BT[:, t : t + 1],
-            (layout.prefix + own)[:, None],
-            pool,
-            layout.view(own, teams),
-            cfg=cfg,
-        )
+        at = (layout.prefix + own)[:, None]
+        inputs = new_BT[:, t : t + 1], at, pool, layout.view(own, teams)
+        z, pool = _step(params, stacks, slots, *inputs, cfg=cfg)
         rest.append(np.asarray(z))
     return Continued(first, np.concatenate(rest, axis=1), jax.device_get(pool), layout)
 
@@ -258,20 +198,13 @@ def _normal(rng, *shape):
 
 
 class Case(NamedTuple):
-    """Rows with tokens of theirs in one layer of a pool full of left-overs.
-
-    Attributes:
-        layout, own: where each row's tokens are, and how many of its own.
-        pool: ``k`` and ``v``.
-        keys: of each row ``{"k": [S, K, H], "v": ...}`` in order.
-        q, new: of T new tokens.
-    """
+    """Rows with tokens in one layer of a pool full of left-overs."""
 
     layout: Layout
-    own: np.ndarray
-    pool: dict
-    keys: list
-    q: np.ndarray
+    own: np.ndarray  # [B] number of each row's own tokens
+    pool: dict  # ``k`` and ``v``
+    keys: list  # of each row ``{"k": [S, K, H], "v": ...}`` in order
+    q: np.ndarray  # this and new: of one new token
     new: dict
 
 
@@ -288,19 +221,12 @@ def _case(rng, prompt_B, prefix_Q, own_B, N, K, parts=1):
     prompts = [{name: _normal(rng, n, K, H) for name in "kv"} for n in prefix_Q]
     keys = []
     for b, q in enumerate(layout.prompt):
-        keys.append(
-            {name: np.concatenate([prompts[q][name], _normal(rng, own[b], K, H)]) for name in "kv"}
-        )
+        both = {name: (prompts[q][name], _normal(rng, own[b], K, H)) for name in "kv"}
+        keys.append({name: np.concatenate(parts) for name, parts in both.items()})
         for (page, at), k, v in zip(layout.where(b, own[b]), keys[b]["k"], keys[b]["v"]):
             pool["k"][LAYER, page, :, at], pool["v"][LAYER, page, :, at] = k, v
-    return Case(
-        layout,
-        own,
-        pool,
-        keys,
-        _normal(rng, B, 1, N, H) * 2,
-        {name: _normal(rng, B, K, 1, H) for name in "kv"},
-    )
+    new = {name: _normal(rng, B, K, 1, H) for name in "kv"}
+    return Case(layout, own, pool, keys, _normal(rng, B, 1, N, H) * 2, new)
 
 
 def _softmax(q_TNH, k_SKH, v_SKH):
@@ -327,15 +253,10 @@ TOLERANCE = 2e-5  # float32: sums over up to 600 keys, merged from runs
 
 
 def _random_case(rng, rows, parts, N, K):
-    """Prompts of one to ten rows and of any length, one of them empty; every row has own tokens of
-    any number.
-    """
-    prompts = 4
-    prompt_B = np.concatenate(
-        [rng.permutation(rng.integers(0, prompts, rows // parts)) for _ in range(parts)]
-    )
+    """Prompts of any length, one of them empty; rows with own tokens of any number."""
+    prompt_B = rng.integers(0, 4, rows)
     prompt_B[:2] = 0, 1
-    prefix_Q = [0, *rng.choice(LENGTHS[1:], prompts - 1, replace=False)]
+    prefix_Q = [0, *rng.choice(LENGTHS[1:], 3, replace=False)]
     own_B = rng.choice(LENGTHS, rows)
     own_B[0] = 0  # this row has nothing at all
     return _case(rng, prompt_B, prefix_Q, own_B, N, K, parts)

@@ -29,14 +29,8 @@ def test_what_is_present_counts_and_nothing_else(rng):
             weights += 0 if w in seen else (R * 128 + R * n) * size
         seen.add(w)
     assert cost.packed_lora(x, a, b, onto, factor) == (flops, rows, weights)
-    assert cost.packed_lora(x, a, b, onto, factor, backward=True) == (
-        back_flops,
-        back_rows,
-        2 * weights,
-    )
-    assert cost.packed_lora(x, a, b, onto).weights == W * R * 2 * (128 + 320) * size, (
-        "no more factors than there are"
-    )
-    few = cost.packed_lora(spec(3, 128), a, b, [spec(3, 256), spec(3, 384)])
-    assert few.weights == 3 * R * 2 * (128 + 320) * size, "and no more than rows"
-    assert cost.packed_lora(x, a, b, onto, np.full(M, -1)) == (0, 0, 0)
+    back = cost.packed_lora(x, a, b, onto, factor, backward=True)
+    assert back == (back_flops, back_rows, 2 * weights)
+    most, few = W * R * 2 * (128 + 320) * size, [spec(3, 256), spec(3, 384)]
+    assert cost.packed_lora(x, a, b, onto).weights == most, "no more factors than there are"
+    assert cost.packed_lora(spec(3, 128), a, b, few).weights == most * 3 // W, "nor than rows"

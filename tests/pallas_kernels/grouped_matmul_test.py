@@ -60,20 +60,6 @@ def test_products_are_those_of_float64(rng, case):
     assert not np.array(got, np.float32)[sum(made[0]) :].any(), "rows behind the last group"
 
 
-def test_a_groups_rows_keep_their_bits_wherever_others_end(rng):
-    x, w, _, _ = problem(rng, (0, 0, 0), 80, 40, 50, False, False, "bfloat16", "bfloat16")
-    mine, seen = x[30:60], set()
-    for before, behind in ((30, 20), (3, 0), (0, 50), (17, 1)):
-        rows = jnp.concatenate(
-            [x[:before], mine, x[:behind], jnp.zeros((50 - before - behind, 40), x.dtype)]
-        )
-        got = kernel(rows, w[:3], jnp.array([before, 30, behind], jnp.int32), None, False, SMALL)[
-            before : before + 30
-        ]
-        seen.add(np.array(got).tobytes())
-    assert len(seen) == 1
-
-
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_what_is_not_finite_in_one_group_stays_there(rng, value):
     """In its rows, or in its matrix; rows behind the last group give zeros."""

@@ -24,17 +24,9 @@ def arguments(rng, B, K, G, T, H, V, dtype="float32"):
         return jnp.array(rng.normal(size=shape), dtype)
 
     own = np.sort(rng.integers(0, 6, (B, T)), axis=1).astype(np.int32)
-    parent = np.where(
-        rng.integers(0, 2, (B, 6)) > 0, np.maximum(np.arange(6) - 1, 0), np.arange(6)
-    ).astype(np.int32)
-    return (
-        normal(B, K, G, T, H),
-        normal(B, K, T, H),
-        normal(B, K, T, V),
-        own,
-        np.take_along_axis(parent, own, axis=1),
-        normal(B, K, G, T, V),
-    )
+    before = np.maximum(np.arange(6) - rng.integers(0, 2, (B, 6)), 0).astype(np.int32)
+    q, k, v, g = (normal(B, K, *rest) for rest in ((G, T, H), (T, H), (T, V), (G, T, V)))
+    return q, k, v, own, np.take_along_axis(before, own, axis=1), g
 
 
 def both(q, k, v, own, parent, g, kernel=pallas_tpu, **how):
@@ -57,9 +49,8 @@ FORMS = {
 
 
 def wanted(q, k, v, own, parent, g):
-    return *reference.attention(q, k, v, own, parent, SCALE), *reference.gradients(
-        q, k, v, own, parent, SCALE, g
-    )
+    of = q, k, v, own, parent, SCALE
+    return *reference.attention(*of), *reference.gradients(*of, g)
 
 
 # float32: sums of up to 400 terms in another order. bfloat16: scores' weights and gradients are
@@ -81,12 +72,8 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 def test_values_and_gradients_are_those_of_float64(rng, shape, form):
     args = arguments(rng, *shape)
     for ours, theirs in zip(FORMS[form](*args), wanted(*args), strict=True):
-        np.testing.assert_allclose(
-            np.array(ours, np.float64),
-            theirs,
-            atol=TOLERANCE[shape[-1]] * max(1, np.abs(theirs).max()),
-            rtol=0,
-        )
+        most = TOLERANCE[shape[-1]] * max(1, np.abs(theirs).max())
+        np.testing.assert_allclose(np.array(ours, np.float64), theirs, atol=most, rtol=0)
 
 
 @pytest.mark.parametrize("form", ["pallas_tpu", "pallas_gpu"])
@@ -104,14 +91,8 @@ def test_blocks_of_strangers_are_passed_over_and_their_numbers_never_seen(rng, f
     run = jax.jit(functools.partial(both, interpret=True, **how))
     clean = run(q, k, v, own, parent, g)
     bad = slice(256, 384)
-    spoilt = run(
-        q.at[..., bad, :].set(np.nan),
-        k.at[..., bad, :].set(np.inf),
-        v.at[..., bad, :].set(np.nan),
-        own,
-        parent,
-        g,
-    )
+    values = zip((q, k, v), (np.nan, np.inf, np.nan))
+    spoilt = run(*(x.at[..., bad, :].set(value) for x, value in values), own, parent, g)
     for x, y in zip(clean, spoilt, strict=True):
         axis = x.shape.index(512)
         for kept in (slice(0, 256), slice(384, 512)):
@@ -131,16 +112,12 @@ def test_over_a_mesh_each_device_has_its_rows_and_heads(rng, mesh8, form):
         out, vjp = jax.vjp(lambda *x: packed_attention(*x, segments, SCALE, kernel=kernel), q, k, v)
         return out, *vjp(weights)
 
-    args = (
-        np.moveaxis(np.array(q), 3, 1).reshape(4, 40, 4, 16),
-        np.moveaxis(np.array(k), 2, 1),
-        np.moveaxis(np.array(v), 2, 1),
-    )
-    out, _, dq, dk, dv = wanted(q, k, v, own, parent, g)
-    theirs = (
-        *(np.moveaxis(x, 3, 1).reshape(4, 40, 4, 16) for x in (out, dq)),
-        *(np.moveaxis(x, 2, 1) for x in (dk, dv)),
-    )
+    def in_rows(*all_):
+        """Heads behind positions, and those of queries together."""
+        return [np.moveaxis(np.array(x), -2, 1).reshape(4, 40, -1, 16) for x in all_]
+
+    args, (out, _, *back) = in_rows(q, k, v), wanted(q, k, v, own, parent, g)
+    theirs = in_rows(out, *back)
     with jax.set_mesh(mesh8):
         for ours, want in zip(run(*args, kernel=form), theirs, strict=True):
             np.testing.assert_allclose(ours, want, atol=1e-5 * max(1, np.abs(want).max()), rtol=0)

@@ -178,24 +178,6 @@ def test_over_a_mesh_the_kernel_gives_what_xla_gives(rng, sizes, ends, kernel, B
     assert not np.isfinite(spoilt[slots[16] == 1]).any()
 
 
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-def test_projections_in_one_launch_on_a_gpu_have_the_bits_of_each_alone(rng, dtype):
-    """Of three widths; factors in 16 bits are what the products of 16-bit rows round to anyway."""
-    M, D, R, W, how = 40, 200, 5, 7, GPU.Config(32, 2, 64, 4)
-    x, slot = jnp.array(rng.normal(size=(M, D)), dtype), jnp.array(rng.integers(-1, W, M))
-    widths = 130, 64, 70
-    a = [jnp.array(rng.normal(size=(W, R, D)), jnp.float32) for _ in widths]
-    b = [jnp.array(rng.normal(size=(W, R, F)), jnp.float32) for F in widths]
-    onto = [jnp.array(rng.normal(size=(M, F)), dtype) for F in widths]
-    scale = jnp.array(rng.random(M), jnp.float32)
-    made = GPU.add_each(x, a, b, onto, slot, scale, how=how, interpret=True)
-    for k, one in enumerate(made):
-        for kind in {np.dtype(np.float32), np.dtype(dtype)}:
-            ab = a[k].astype(kind), b[k].astype(kind)
-            alone = GPU.add(x, *ab, onto[k], slot, scale, how=how, interpret=True)
-            np.testing.assert_array_equal(one.astype(jnp.float32), alone.astype(jnp.float32))
-
-
 def test_rows_are_put_in_turn_before_the_layers(rng):
     """For a GPU the sort is made with the names; what a layer does has none."""
     stacks, slots = {4: stack_of(rng, 128, 128, 4)}, {4: np.int32([2, -1, 0, 2])}

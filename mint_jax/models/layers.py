@@ -1,0 +1,187 @@
+"""Parts of decoder layers: projections with adapters, norm, rotary embedding, gated MLP.
+
+Axes: B rows, T tokens, L layers, D model width, F width of the MLP or of a projection, N heads, H
+head dim.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+
+from mint_jax.lora.slot_kernel import Ends
+from mint_jax.lora.view import AdapterView, add_deltas
+from mint_jax.models import quantised, stored
+from mint_jax.models.config import ModelConfig, rope_frequencies
+from mint_jax.models.stacked import LayerOf, products
+from mint_jax.params import ParamSpec
+
+AXES: dict[str, Ends] = {  # logical axes of every projection's in and out dimensions
+    "q": ("embed", "q_heads"),
+    "k": ("embed", "kv_heads"),
+    "v": ("embed", "kv_heads"),
+    "o": ("q_heads", "embed"),
+    "q_a": ("embed", "latent"),
+    "q_b": ("latent", "q_heads"),
+    "kv_a": ("embed", "latent"),
+    "kv_b": ("latent", "q_heads"),
+    "gate": ("embed", "ffw"),
+    "up": ("embed", "ffw"),
+    "down": ("ffw", "embed"),
+    "router": ("embed", None),
+}
+
+
+def matrix(
+    name: str, L: int, d_in: int, d_out: int, dtype: Any, bias: bool = False
+) -> dict[str, ParamSpec]:
+    """Returns the specs of a projection in ``L`` layers: ``w [L, in, out]``, and ``b [L, out]``."""
+    leaf = {"w": ParamSpec((L, d_in, d_out), ("layers", *AXES[name]), dtype)}
+    if bias:
+        leaf["b"] = ParamSpec((L, d_out), ("layers", AXES[name][1]), dtype, "zeros")
+    return leaf
+
+
+def project(
+    x_BTD: jax.Array, params: dict[str, Any], lora: AdapterView | None, name: str
+) -> jax.Array:
+    """Returns ``x W + bias + delta``, ``[B, T, F]``, in one matmul over all rows of all policies.
+
+    ``params[name]`` is ``{"w": [D, F]}`` or a ``stacked.LayerOf``, with an optional ``"b": [F]``,
+    or in the form of ``quantised.py`` or ``stored.py``; ``lora`` has this layer's adapters.
+    """
+    return project_each(x_BTD, params, lora, (name,))[0]
+
+
+def project_each(
+    x_BTD: jax.Array, params: dict[str, Any], lora: AdapterView | None, names: tuple[str, ...]
+) -> list[jax.Array]:
+    """Runs ``project`` for projections of the same rows, in one call if read from stacks."""
+    whole: dict[str, jax.Array] = {}
+    if all(isinstance(params[name]["w"], LayerOf) for name in names):
+        whole = dict(zip(names, products(x_BTD, [params[name]["w"] for name in names])))
+    out = []
+    for name in names:
+        with jax.named_scope(name):
+            leaf = params[name]
+            if whole:
+                y = quantised.scaled(whole[name], leaf)
+            elif stored.narrower(leaf["w"], x_BTD):
+                y = stored.matmul(x_BTD, leaf["w"])
+            else:
+                y = quantised.matmul(x_BTD, leaf)
+            y = y.astype(x_BTD.dtype)
+            if "b" in leaf:
+                y = y + leaf["b"].astype(y.dtype)[None, None]
+            out.append(y)
+    if lora is None:
+        return out
+    return add_deltas(x_BTD, out, [lora.at(name) for name in names], [AXES[name] for name in names])
+
+
+def norm(L: int, D: int, dtype: Any) -> ParamSpec:
+    return ParamSpec((L, D), ("layers", "norm"), dtype, "ones")
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """Returns ``x / rms(x) * scale`` over the last axis, in float32, in the dtype of ``x``.
+
+    Zhang and Sennrich 2019, arXiv 1910.07467.
+    """
+    return _rms_norm(x, scale, eps)
+
+
+# The gradient is written out: the backward pass stores only ``x`` and one scalar per row.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _rms_norm(x, scale, eps):
+    return _norm_forward(x, scale, eps)[0]
+
+
+def _norm_forward(x, scale, eps):
+    x32 = x.astype(jnp.float32)
+    inv = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return (x32 * inv * _wide(scale, x)).astype(x.dtype), (x, inv, scale)
+
+
+def _wide(scale, x):
+    return jnp.expand_dims(scale.astype(jnp.float32), tuple(range(x.ndim - 1)))
+
+
+def _norm_backward(eps, residuals, g):
+    # y = x r s with r = (mean(x^2) + eps)^(-1/2):  dx = r (g s - x r^2 mean(g s x))
+    del eps
+    x, inv, scale = residuals
+    x32, g32 = x.astype(jnp.float32), g.astype(jnp.float32)
+    gs = g32 * _wide(scale, x)
+    dx = inv * (gs - x32 * (inv * inv) * jnp.mean(gs * x32, axis=-1, keepdims=True))
+    dscale = jnp.sum(g32 * x32 * inv, axis=tuple(range(x.ndim - 1)))
+    return dx.astype(x.dtype), dscale.astype(scale.dtype)
+
+
+_rms_norm.defvjp(_norm_forward, _norm_backward)
+
+
+def rope_tables(positions_BT: jax.Array, cfg: ModelConfig) -> tuple[jax.Array, jax.Array]:
+    """Returns cos and sin ``[B, T, rope_dim / 2]`` float32, times the attention factor.
+
+    Rotary embedding (Su et al. 2021, arXiv 2104.09864): dimension i pairs with i + H/2.
+    """
+    inv, factor = rope_frequencies(cfg.rope_dim, cfg.rope_theta, cfg.rope_scaling)
+    angle = positions_BT[..., None].astype(jnp.float32) * np.asarray(inv, np.float32)[None, None]
+    tables = jnp.cos(angle) * factor, jnp.sin(angle) * factor
+    # Otherwise XLA recomputes them inside every layer's fusion.
+    return jax.lax.optimization_barrier(tables)
+
+
+def rotate(x_BTNH: jax.Array, cos_BTH: jax.Array, sin_BTH: jax.Array) -> jax.Array:
+    """Rotates each head; tables are ``[B, T, H / 2]``; returns the dtype of ``x``."""
+    cos, sin = cos_BTH[:, :, None], sin_BTH[:, :, None]
+    first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
+    rotated = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate(rotated, axis=-1).astype(x_BTNH.dtype)
+
+
+def rotate_pairs(x_BTNH: jax.Array, cos_BTH: jax.Array, sin_BTH: jax.Array) -> jax.Array:
+    """Rotates pairs (0, 1), (2, 3), ...; first members come first in the result."""
+    # Queries and keys are reordered alike, which leaves their products unchanged.
+    halves = jnp.concatenate([x_BTNH[..., 0::2], x_BTNH[..., 1::2]], axis=-1)
+    return rotate(halves, cos_BTH, sin_BTH)
+
+
+def mlp_specs(L: int, D: int, F: int, dtype: Any, bias: bool = False) -> dict[str, Any]:
+    """Returns the parameters of ``L`` stacked MLPs of width ``F``, with the norm before them."""
+    return {"norm": norm(L, D, dtype)} | mlp_matrices(L, D, F, dtype, bias)
+
+
+def mlp_matrices(L: int, D: int, F: int, dtype: Any, bias: bool = False) -> dict[str, Any]:
+    """Returns the three matrices only."""
+    return {
+        "gate": matrix("gate", L, D, F, dtype, bias),
+        "up": matrix("up", L, D, F, dtype, bias),
+        "down": matrix("down", L, F, D, dtype, bias),
+    }
+
+
+@jax.custom_vjp
+def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """Returns ``silu(gate) * up``; the backward pass stores only the two arguments."""
+    return jax.nn.silu(gate) * up
+
+
+def _swiglu_backward(residuals, g):
+    gate, up = residuals
+    sigma = jax.nn.sigmoid(gate)
+    return g * up * sigma * (1 + gate * (1 - sigma)), g * gate * sigma
+
+
+swiglu.defvjp(lambda gate, up: (swiglu(gate, up), (gate, up)), _swiglu_backward)
+
+
+def mlp(h_BTD: jax.Array, p: Any, lora: AdapterView | None) -> jax.Array:
+    """Computes ``down(silu(gate h) * up h)`` (Shazeer 2020, arXiv 2002.05202)."""
+    gate, up = project_each(h_BTD, p, lora, ("gate", "up"))
+    gate, up = checkpoint_name(gate, "mlp_gate"), checkpoint_name(up, "mlp_up")
+    return project(swiglu(gate, up), p, lora, "down")
