@@ -152,11 +152,16 @@ class PolicySampler:
         """Samples the held-out prompts with the policies as they are, with seeds of their own."""
         n = self.config.eval.samples
         rows = [(a, p, n, i * n) for a in names for i, p in enumerate(self.members[a].held_out)]
-        progress = metrics.Progress("evaluating", len(rows))
-        return self._sample(rows, False, lambda done, _: progress.update(done, "prompts"))
+        progress, ended = metrics.Progress("evaluating", len(rows)), list[int]()
+
+        def finished(some: dict[int, Any]) -> None:
+            ended.extend(some)
+            progress.update(len(ended), "prompts")
+
+        return self._sample(rows, False, finished)
 
     def _sample(
-        self, rows: Sequence[tuple[str, list[int], int, int]], is_fixed: bool, *progress: Any
+        self, rows: Sequence[tuple[str, list[int], int, int]], is_fixed: bool, *finished: Any
     ) -> dict[str, list[list[Completion]]]:
         """Samples rows of policy, prompt, number of completions and seed, in one engine call."""
         requests, out = [], {name: [] for name, *_ in rows}
@@ -169,7 +174,7 @@ class PolicySampler:
             own = {"prompt": tuple(prompt), "n": n, "seed": seed, "stop_ids": self.stop_ids}
             requests.append(Request(**own, **drawing, **named))
         stacks = self._resident.stacks if is_fixed else self.trainer.stacks
-        results = self.engine.generate(requests, stacks, *progress) if requests else []
+        results = self.engine.generate(requests, stacks, *finished)
         for (name, *_), completions in zip(rows, results):
             out[name].append(completions)
         return out

@@ -125,17 +125,14 @@ class Engine:
         self,
         requests: Sequence[Request],
         stacks: Stacks | None = None,
-        progress: Callable[[int, int], None] | None = None,
         finished: Callable[[dict[int, list[Completion]]], Any] | None = None,
     ) -> list[list[Completion]]:
         """Samples every request; returns ``n`` completions for each, in the order of the requests.
 
         Args:
             stacks: resident adapters, by bucket rank; while the engine serves, the loop's are used.
-            progress: called with (requests done, requests) as requests end; in processes other than
-                0, once at the end.
-            finished: called with the completions of requests that ended, keyed by their indices;
-                timed as ``progress``.
+            finished: called with the completions of requests as they end, keyed by their indices;
+                in processes other than 0, once at the end.
 
         Raises:
             UserError: see ``check``; all requests are checked before the first runs. While the
@@ -148,14 +145,12 @@ class Engine:
         for request in requests:
             self.check(request, stacks)
         if self._thread is not None:
-            return self._wait_for(requests, progress, finished)
+            return self._wait_for(requests, finished)
         if not multihost.is_main():
             with self._driving(stacks):
                 found = self.calls.follow()
             if found and finished is not None:
                 finished(dict(enumerate(found)))
-            if found and progress is not None:
-                progress(len(found), len(found))
             return found
         with self._driving(stacks, answered=True):
             self.active.call += 1
@@ -174,8 +169,6 @@ class Engine:
                         del left[i]
                     if ended and finished is not None:
                         finished(ended)
-                    if ended and progress is not None:
-                        progress(len(jobs) - len(left), len(jobs))
             finally:
                 self.active.clear(jobs)
             found = [job.stream.result() for job in jobs]
@@ -184,9 +177,7 @@ class Engine:
                 self.calls.release()
         return found
 
-    def _wait_for(
-        self, requests: Sequence[Request], progress: Any, finished: Any
-    ) -> list[list[Completion]]:
+    def _wait_for(self, requests: Sequence[Request], finished: Any) -> list[list[Completion]]:
         """Runs ``generate`` through the serving loop."""
         streams: list[Stream] = []
         found: list[list[Completion]] = []
@@ -197,8 +188,6 @@ class Engine:
                 found.append(stream.result())
                 if finished is not None:
                     finished({i: found[i]})
-                if progress is not None:
-                    progress(i + 1, len(streams))
         except BaseException:
             for stream in streams:
                 stream.cancel()

@@ -151,7 +151,7 @@ def test_bad_requests_are_refused_before_any_runs(tiny_base, bad, message):
     with pytest.raises(UserError, match=message):
         Engine(tiny_base()).generate(
             [Request((1, 2, 3, 4), max_tokens=NEW), Request(**({"prompt": (1,)} | bad))],
-            progress=lambda *p: seen.append(p),
+            finished=seen.append,
         )
     assert not seen
 
