@@ -69,7 +69,7 @@ class Sampler(_Row):
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
     """A model's weights under a name, made by a ``request``. ``details`` has config, base and the
-    user's metadata; it ``expires`` in seconds since 1970, or never.
+    user's metadata; ``expires`` is in seconds since 1970, None for never.
     """
 
     model: str
@@ -123,7 +123,6 @@ class Book:
         return self._page(Session, "tenant = ?", (tenant,), limit, offset)
 
     def update_session(self, session: Session, **details: Any) -> None:
-        """Adds to a session's details."""
         query = "UPDATE sessions SET details = json_patch(details, ?) WHERE id = ?"
         self._write(query, json.dumps(details), session.id)
 
@@ -162,7 +161,6 @@ class Book:
         return self._one(Model, "model", tenant, id)
 
     def owner(self, model: str) -> str:
-        """Returns the tenant that owns a model."""
         if (tenant := self._owners.get(model)) is None:
             rows = self.database.read("SELECT tenant FROM models WHERE id = ?", model)
             if not rows:
@@ -179,13 +177,11 @@ class Book:
         return not self.database.read(query, model)
 
     def living(self, tenant: str) -> list[Model]:
-        """Returns a tenant's models that have not ended."""
         return self._page(Model, "tenant = ? AND ended IS NULL", (tenant,))
 
     def models(
         self, tenant: str, limit: int, offset: int, project: str | None = None
     ) -> list[Model]:
-        """Returns models of one project's sessions, or of all."""
         return self._page(Model, _IN_PROJECT, (tenant, project, project), limit, offset)
 
     def models_of(self, tenant: str, session: str) -> list[str]:
@@ -260,14 +256,11 @@ class Book:
     def checkpoints(
         self, tenant: str, model: str | None = None, limit: int | None = None, offset: int = 0
     ) -> list[Checkpoint]:
-        """Returns checkpoints of one model, or of all."""
         where = f"tenant = ? AND {_LIVE} AND (? IS NULL OR model = ?)"
         return self._page(Checkpoint, where, (tenant, self.clock(), model, model), limit, offset)
 
     def checkpoint_totals(self, tenant: str, session: str | None = None) -> tuple[int, int]:
-        """Returns the number and the bytes, each content once, of a session's checkpoints or of
-        all.
-        """
+        """Returns the number and the bytes, each content once, of checkpoints."""
         models = "SELECT id FROM models WHERE session = ?2"
         where = "tenant = ?1 AND (expires IS NULL OR expires > ?3)"
         found = f"FROM checkpoints WHERE {where} AND (?2 IS NULL OR model IN ({models}))"
@@ -306,7 +299,6 @@ class Book:
         return [tuple(row) for row in self.database.read(query)]
 
     def reclaimed(self, digest: str, policy: str) -> None:
-        """Records that bytes are deleted."""
         self._write("DELETE FROM reclaim WHERE digest = ? AND policy = ?", digest, policy)
 
     # internals

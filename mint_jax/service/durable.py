@@ -125,9 +125,8 @@ class Durable:
 
     A restart loads each policy's snapshot and runs the requests after it again, in the same order.
     The state is then the same except for the order of float32 sums, because a request may share its
-    step with other requests than before. A loaded checkpoint may be deleted, so its file is kept
-    under ``loads`` until a snapshot includes it. While the disk refuses writes, new requests are
-    refused and accepted ones continue.
+    step with others than before. A loaded checkpoint may be deleted, so its file is kept under
+    ``loads`` until a snapshot includes it.
 
     Args:
         live: the policies; only ``slice`` touches them.

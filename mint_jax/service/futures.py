@@ -278,12 +278,12 @@ class Futures:
         written.add_done_callback(ended)
 
     def __contains__(self, id: str) -> bool:
-        """Returns whether a request is known: not settled, and of a model that is not forgotten."""
+        """Returns whether a request is neither settled nor of a forgotten model."""
         return id in self._ids
 
     def place(self, model: str) -> int:
-        """Returns the place that goes with the model's state after its last finished request, once
-        everything up to it is on the disk. Raises ``DatabaseFailed``: the disk refuses.
+        """Returns the place of the model's state after its last finished request, once everything
+        up to it is on the disk. Raises ``DatabaseFailed``.
         """
         with self._lock:
             running = self._models[model].running if model in self._models else ()

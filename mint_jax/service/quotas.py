@@ -91,8 +91,7 @@ class Quotas:
     def begin(self, key: Hashable, tenant: str, tokens: int) -> bool:
         """Counts tokens as in flight, once for a key: (model, number) of a training request, else
         anything but a tuple. A request that all others of its model wait for is always accepted.
-        Raises ``Busy``: others have to end first; ``OverQuota``: more than the tenant may ever
-        have.
+        Raises ``Busy``, and ``OverQuota`` for more than the tenant may ever have.
         """
         most = self.of(tenant).tokens
         if most is not None and tokens > most:

@@ -141,17 +141,13 @@ class ServerDatabase:
         """Queues a change; its future returns the result of ``apply`` once that is synced.
 
         Changes apply in the order of the calls. One that raises changes nothing, and its future has
-        the error.
+        the error. Raises ``Overloaded``: the queue is full; ``DatabaseFailed``: the disk refuses,
+        or the database is closed.
 
         Args:
             nbytes: size that counts against the queue's limit.
-            keep: it records something that has happened: a disk that refuses delays the change,
-                which fails otherwise.
+            keep: it records something that has happened: a disk that refuses only delays it.
             lazy: the change waits up to ``LAZY_S`` for another one's transaction.
-
-        Raises:
-            Overloaded: the queue is full.
-            DatabaseFailed: the disk refuses, or the database is closed.
         """
         change = _Change(apply, nbytes, keep)
         with self._lock:
