@@ -103,18 +103,12 @@ class AdapterBatch(ResidentAdapters):
 
 class Pool:
     """Named adapters of a job; see the module. A context that stops its loads and releases the
-    source's protection.
+    source's protection. Raises ``UserError`` for an unknown name, or an adapter of another base.
 
     Args:
         names: adapter of each row; None or empty is the bare base. Each is resolved once.
         slots: maximum device slots of each rank bucket.
         say: prints a line for the user.
-
-    Attributes:
-        digests: by name.
-
-    Raises:
-        UserError: an unknown name, or an adapter of another base.
     """
 
     def __init__(
@@ -161,9 +155,7 @@ class Pool:
 
     def run(self, call: Callable[[AdapterBatch], Sequence[Result]]) -> list[Result]:
         """Returns every row's result in input order; ``call`` returns the results of one batch.
-
-        Raises:
-            UserError: a payload that is damaged or does not fit.
+        Raises ``UserError`` for a payload that is damaged or does not fit.
         """
         if len(self._plan) > 1:
             self._say(
@@ -187,14 +179,9 @@ class Pool:
     def hold(
         self, names: Iterable[str | None], following: Iterable[str] = ()
     ) -> Iterator[ResidentAdapters]:
-        """Keeps adapters in slots until the block ends; the names must be among the pool's.
-
-        Args:
-            following: digests to fetch meanwhile.
-
-        Raises:
-            UserError: a payload that is damaged or does not fit, or more adapters of a rank bucket
-                than slots.
+        """Keeps adapters in slots until the block ends, and fetches the digests in ``following``
+        meanwhile. The names must be among the pool's. Raises ``UserError`` for a payload that is
+        damaged or does not fit, or more adapters of a rank bucket than slots.
         """
         wanted = [name for name in dict.fromkeys(names) if name]
         if self._whole or not wanted:

@@ -140,10 +140,7 @@ class Residency:
 
     def wait_for(self, digests: Sequence[str], tenant: str = "default") -> list[AdapterLease]:
         """Returns leases on several revisions and commits meanwhile, for jobs with nothing else to
-        run on the device.
-
-        Raises:
-            QueueFull, UserError: of the first that fails; all leases are released then.
+        run on the device. Raises the error of the first that fails; all leases are released then.
         """
         futures: list[Future[AdapterLease]] = []
         try:

@@ -26,11 +26,10 @@ def blocks_plan(
     buckets: Iterable[int],
     scored: bool = False,
 ) -> PrefillPlan:
-    """Returns the plan of a prefill.
+    """Returns the plan of a prefill of ``count`` blocks over all parts.
 
     Args:
         todo: blocks of each part, as (prompt, block number).
-        count: blocks of the program, over all parts.
         table: entries of a table.
         scored: the plan asks for scores of these blocks' positions.
     """
@@ -65,11 +64,8 @@ def rows_plan(
     vocab: int,
     buckets: Iterable[int],
 ) -> tuple[DecodePlan, list[int]]:
-    """Returns the plan of a decode dispatch, and the row of each sample.
-
-    Args:
-        running: samples, and the number of own tokens that each may reach.
-        rows: rows of the program, over all parts.
+    """Returns the plan of a decode dispatch of ``rows`` rows over all parts, and the row of each
+    sample. ``running`` has the samples, and the number of own tokens that each may reach.
     """
     samples: list[SampleState | None] = [None] * rows
     until, limit = np.zeros(rows, np.int32), np.zeros(rows, np.int32)

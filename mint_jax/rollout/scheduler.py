@@ -54,13 +54,9 @@ class Scheduler:
         steps: int,
         loaded: Callable[[SampleState], bool] = lambda s: True,
     ) -> None:
-        """Starts sequences while there are rows and pages: preempted ones first, then the oldest
-        waiting.
-
-        Args:
-            restore: writes a preempted sequence's contents into its new pages.
-            steps: tokens that a sequence needs pages for at once.
-            loaded: True if a waiting sequence's adapter is resident; other sequences are skipped.
+        """Starts sequences while there are rows, and pages for ``steps`` tokens: preempted ones
+        first, whose contents ``restore`` writes into their new pages, then the oldest waiting ones
+        whose adapter is ``loaded``.
         """
         for sequence in sorted(self.swapped, key=lambda s: s.order):
             if not self._place(sequence, sequence.own + 1):
@@ -154,12 +150,8 @@ class Scheduler:
         loaded: Callable[[SampleState], bool] = lambda s: True,
     ) -> list[list[tuple[CachedPrompt, int]]]:
         """Returns up to ``count`` blocks of each part to write next, as (prompt, block number), and
-        marks them as ready.
-
-        Args:
-            scored: return blocks with scored positions whose predecessors are all written, instead
-                of the others.
-            loaded: as in ``admit``.
+        marks them as ready. With ``scored``: blocks with scored positions whose predecessors are
+        all written, instead of the others.
         """
         out: list[list[tuple[CachedPrompt, int]]] = [[] for _ in self.pages]
         for prompt in dict.fromkeys(s.prompt for s in self.running):

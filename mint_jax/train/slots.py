@@ -262,11 +262,9 @@ class Slots:
             self._write(member, state)
 
     def load(self, names: Sequence[str]) -> dict[str, Slot]:
-        """Loads policies into slots and returns the slots.
-
-        Raises:
-            StateLost: a state cannot be read from its file; the others are unchanged.
-            UserError: more policies of a rank than slots.
+        """Loads policies into slots and returns the slots. Raises ``StateLost`` if a state cannot
+        be read from its file (the others are unchanged), and ``UserError`` for more policies of a
+        rank than slots.
         """
         wanted = {name: self._known(name) for name in names}
         for bucket, count in self.capacity.items():

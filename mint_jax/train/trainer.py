@@ -175,9 +175,7 @@ class Trainer(Slots):
 
         Missing reference logprobs are computed here if a policy's loss needs them. Sampled
         sequences without ``first_logp`` get theirs, against which later updates are measured.
-
-        Args:
-            shapes: padded sizes to use, if results must not depend on earlier calls.
+        ``shapes`` are padded sizes to use, if results must not depend on earlier calls.
         """
         book = self.shapes if shapes is None else shapes
         configs = {p.name: p for p in self._configs(list(groups))}
@@ -241,11 +239,8 @@ class Trainer(Slots):
     ) -> tuple[BlockShape, list[DatumBlock]]:
         """Returns the shape of the next step and its blocks, always with some of the first request:
         the shape with the most tokens a second among those whose measured time is at most
-        ``bound_s``, or else the fastest.
-
-        Raises:
-            UserError: the first has no data left, or no shape is long and wide enough (it was not
-                checked).
+        ``bound_s``, or else the fastest. Raises ``UserError`` if the first has no data left, or no
+        shape fits (it was not checked).
         """
         first = works[0]
         if not first.left:
