@@ -39,13 +39,9 @@ def modules_of(adapter: Any) -> int:
 
 
 class Admission:
-    """The checks of one base and its slots.
-
-    Args:
-        base, base_specs: the base's fingerprint and ``ParamSpec`` tree.
-        projections: paths of the projections that each rank bucket's slots contain.
-        finite: digests of revisions that a catalog found finite on import; they are not checked for
-            NaN again.
+    """The checks of one base and its slots, which have room for the ``projections`` of each rank
+    bucket. Digests in ``finite`` were found finite by a catalog on import, and are not checked for
+    NaN again.
     """
 
     def __init__(

@@ -61,12 +61,9 @@ class ColdLoad:
 
 
 class ColdLoads:
-    """Unfinished loads and their worker threads.
-
-    Args:
-        work: loads one revision; it must not raise. ``finish`` must follow, there or later.
-        depth: maximum number of unfinished loads.
-        niceness: Linux niceness of the threads, so that decoding has priority.
+    """At most ``depth`` unfinished loads and their worker threads. ``work`` loads one revision and
+    must not raise; ``finish`` must follow, there or later. On Linux the threads have this niceness,
+    so that decoding has priority.
     """
 
     def __init__(

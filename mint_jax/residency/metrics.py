@@ -9,14 +9,11 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 
 
 
 class Metrics:
-    """Counters, gauges and histograms of one residency.
+    """Counters, gauges and histograms of one residency; without a ``registry`` they are local.
 
     A request counts as a hit or miss of tier ``device``, a load as one of tier ``host``. Reasons of
-    refusals are ``queue_full``, ``prefetch_dropped`` and ``failed``; sources of a load are
-    ``storage`` and ``host``.
-
-    Args:
-        registry: registry of the metrics; None registers them nowhere.
+    refusals are ``queue_full``, ``prefetch_dropped`` and ``failed``; sources of a load ``storage``
+    and ``host``.
     """
 
     def __init__(self, registry: CollectorRegistry | None = None):

@@ -259,12 +259,8 @@ def open_residency(
     mesh: Mesh | None = None,
     depth: int = 256,
 ) -> Residency:
-    """Opens residency for given revisions, by digest.
-
-    Args:
-        base: fingerprint of the base.
-        slots: maximum slots of each rank bucket; there are no more than revisions.
-        host_bytes, depth: see ``Residency``.
+    """Opens residency for given revisions, by digest, with at most ``slots`` slots of each rank
+    bucket. ``base`` is the fingerprint of the base.
     """
     configs = [known.config for known in revisions.values()]
     counts = Counter(config.bucket for config in configs)

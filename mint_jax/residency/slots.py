@@ -46,7 +46,6 @@ class DeviceSlots:
     """Stacks of slots, and writes into them.
 
     Args:
-        base_specs: the base's ``ParamSpec`` tree.
         counts: slots of each rank bucket.
         targets: union of the adapters' targets.
         dtype: dtype of the stacks; adapters in another are converted on the device.

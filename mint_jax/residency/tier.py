@@ -41,12 +41,9 @@ class Copy:
 
 
 class Tier:
-    """The copies of one tier by digest. All methods may be called from any thread.
-
-    Args:
-        capacity: limit on the sizes of all copies, those that are being loaded included.
-        half_life_s: seconds after which a use counts half.
-        on_evict: called with each evicted digest, under the lock.
+    """The copies of one tier by digest, those that are being loaded included; their sizes are at
+    most ``capacity``. All methods may be called from any thread. ``on_evict`` is called with each
+    evicted digest, under the lock. A use counts half after ``half_life_s`` seconds.
     """
 
     def __init__(

@@ -68,17 +68,14 @@ class DeviceCalls:
 
     Args:
         rows: maximum number of rows that decode together, over all parts.
-        nbytes: maximum bytes of the cache over all devices; None uses ``CACHE_BYTES`` or
-            ``CACHE_SHARE``.
+        nbytes: maximum bytes of the cache over all devices, at least two pages of each part; None
+            uses ``CACHE_BYTES`` or ``CACHE_SHARE``.
         settings: sizes of the engine, which must be equal in all processes.
 
     Attributes:
         pool: the pages on the devices; None before ``make``.
         pages, most: allocated and maximum pages of each part.
         stacks: adapter stacks of the current call.
-
-    Raises:
-        UserError: ``nbytes`` hold fewer than two pages of each part.
     """
 
     def __init__(
@@ -278,10 +275,7 @@ class DeviceCalls:
 
     def follow(self) -> list[list[Completion]]:
         """Repeats the calls of process 0 until its call ends; returns the completions, if sent.
-
-        Raises:
-            UserError, RuntimeError: the call failed in process 0, that process died, or it runs
-                another engine.
+        Raises if the call failed in process 0, that process died, or it runs another engine.
         """
         found: list[list[Completion]] = []
         while True:

@@ -23,14 +23,9 @@ class Root:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Block:
-    """A page of a prompt.
-
-    Attributes:
-        parent: the previous block, or the root.
-        tokens: only the last block of a prompt may have fewer than a page, and it is not indexed.
-        users: number of prompts that hold it.
-        ready: True once it is written, or a call that writes it is enqueued.
-        indexed: other prompts can find it.
+    """A page of a prompt, for ``users`` prompts. Only the last block of a prompt may have fewer
+    tokens than a page; other prompts can find those that are ``indexed``. ``ready``: it is written,
+    or a call that writes it is enqueued. ``parent`` is the previous block, or the root.
     """
 
     parent: "Block | Root"

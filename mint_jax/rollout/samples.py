@@ -12,14 +12,10 @@ from mint_jax.rollout.stream import Piece
 
 @dataclasses.dataclass(eq=False)
 class CachedPrompt:
-    """A request's prompt except its last token, cached while samples of the request run.
-
-    Attributes:
-        key: tenant and version of the weights that read it.
-        part: mesh part of its pages.
-        blocks: its blocks, while ``users`` is positive or it is prefilled ahead.
-        reused: tokens that were cached when it was first opened.
-        routes, scores: of its tokens, if requested; scores by block number.
+    """A request's prompt except its last token, cached while samples of the request run: in the
+    ``blocks`` of a mesh ``part``, for the tenant and version of ``key``. ``reused`` tokens were
+    cached when it was first opened. ``routes`` and ``scores``, by block number, are of its tokens,
+    if requested.
     """
 
     request: Request

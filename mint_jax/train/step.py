@@ -104,9 +104,8 @@ def forward_backward(
     logprobs ``[P, B, M]`` and metrics ``[P]``.
 
     Args:
-        batch: P policies in the order of ``slots``.
-        slots: slot of each policy. Gradients of a repeated slot add up; those of an out-of-range
-            slot, which is padding, are dropped.
+        slots: slot of each of the batch's policies, in order. Gradients of a repeated slot add up;
+            those of an out-of-range slot, which is padding, are dropped.
         remat: a key of ``transformer.REMAT``.
         custom: registered losses that ``coefs`` selects.
     """
@@ -167,14 +166,11 @@ def optim_step(
 ) -> tuple[State, dict[str, jax.Array]]:
     """Updates policies from their gradient sums and clears these; other slots are untouched. A
     policy whose gradient is not finite keeps its adapter and moments, and its ``skipped`` count
-    increases.
+    increases. ``slots`` are distinct, followed by out-of-range slots of padding; ``hyper`` has
+    ``[n]`` each.
 
     Returns the state, and metrics ``[P]`` in the order of ``slots``: ``grad_norm`` (before
     clipping), ``learning_rate``, ``skipped``; padding has zeros.
-
-    Args:
-        slots: distinct slots, followed by out-of-range slots of padding.
-        hyper: hyperparameters of these slots, ``[n]`` each.
     """
     new, rows = dict(state), []
     for b in sorted(slots):
