@@ -1,14 +1,10 @@
 """Time that many adapters add to a decoding step, from one adapter to a thousand.
 
-The rows of a batch name their adapters in turn. A step is timed in turn with a step of the bare
-base with the same number of rows; ``overhead`` is the extra time over the base's. In ``overhead_1``
-all rows name one adapter of the larger rank; in ``overhead_64`` and ``overhead_1024`` every row has
-its own adapter of the smaller rank. ``bytes_share`` is the bytes of the adapters over the base's:
-the least cost where memory bandwidth is the limit.
-
-``errors`` counts rows whose tokens or log-probabilities differ in any bit from the same adapter and
-token decoded alone by the same program. ``unchanged`` counts rows whose adapter has no effect.
-Only ``checked`` rows are compared, since each takes the time of a batch.
+A step is timed in turn with a step of the bare base with as many rows; ``overhead`` is the extra
+time over the base's. ``overhead_1``: all rows name one adapter of the larger rank. ``overhead_64``,
+``overhead_1024``: each row has an adapter of the smaller rank. ``bytes_share``: bytes of the
+adapters over the base's. ``errors``: of ``checked`` rows, those that differ in any bit from the
+same adapter decoded alone. ``unchanged``: rows whose adapter has no effect.
 """
 
 from collections.abc import Callable, Sequence

@@ -12,12 +12,7 @@ T = TypeVar("T")
 
 
 def alone(function: Callable[..., T], *arguments: object) -> T:
-    """Returns the result of a function in a fresh process.
-
-    Raises:
-        BrokenProcessPool: the process died; a ``multiprocessing.Pool`` would wait without end.
-        Whatever the function raises.
-    """
+    """Returns the result of a function in a fresh process."""
     with concurrent.futures.ProcessPoolExecutor(
         1, mp_context=multiprocessing.get_context("spawn")
     ) as pool:

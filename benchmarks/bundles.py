@@ -61,11 +61,7 @@ class Part:
 
 
 def parse(dump: str) -> Part:
-    """Parses a ``final_bundles`` file.
-
-    Raises:
-        UserError: it has no schedule, or branches of an unknown form.
-    """
+    """Parses a ``final_bundles`` file."""
     lines, regions, blocks = [], {}, []
     for text in dump.splitlines():
         if found := _BUNDLE.match(text):

@@ -104,11 +104,7 @@ def open_catalog(folder: Path, database: str | None = None, actor: str = "traine
 
 
 def fill(folder: Path, plan: Plan, database: str | None = None) -> dict[str, Any]:
-    """Makes a catalog; returns what it took and what lies on the disk afterwards.
-
-    Raises:
-        UserError: the disk has too little free space.
-    """
+    """Makes a catalog; returns what it took and what lies on the disk afterwards."""
     free = shutil.disk_usage(folder).free
     if free < plan.entries * ROOM:
         need = f"{plan.entries} entries need {plan.entries * ROOM / 1e9:.0f} GB of disk"

@@ -1,15 +1,10 @@
 """A catalog of 10^3 to 10^6 revisions: its making, names, cold loads and memory.
 
-Each size is filled (``catalog_fill``) in one process and measured in another, whose resident memory
-is then that of a reader. Each request is timed alone:
-
-- ``resolve``: ``policy@latest`` for names of each kind of ``traffic``, and ``policy@number`` for
-  uniform revisions.
-- ``load``: from name to device slot through ``Residency`` with a small host cache and few slots, by
-  the tier that had the bytes: storage (cold), host or device. ``load`` has Zipf names, ``loads``
-  all kinds. ``disk``: cold loads after packs and database were dropped from the page cache.
-- ``promote``: moves of one alias after another by a revision.
-- ``errors``: requests that raised or returned another revision. Whole batches are read back too.
+Each size is filled in one process and measured in another. ``resolve``: ``policy@latest`` for names
+of each kind of ``traffic``, and ``policy@number``. ``load``: from a Zipf name to a device slot
+through a small ``Residency``, by the tier that had the bytes; ``loads`` has all kinds of traffic,
+``disk`` cold loads after files left the page cache. ``promote``: moves of one alias by a revision.
+``errors``: requests that raised or returned another revision.
 """
 
 import contextlib
@@ -58,11 +53,7 @@ _RESOLVE = ("p50_ms", "p99_ms")
 def resolves(
     catalog: Catalog, what: str, names: Iterable[tuple[str, int]], count: int
 ) -> dict[str, Any]:
-    """Resolves names one after the other.
-
-    Args:
-        names: each with its revision number.
-    """
+    """Resolves names, each with its revision number, one after the other."""
     seconds, errors = np.empty(count), 0
     progress = Progress(what, count)
     for k, (name, number) in enumerate(names):
@@ -276,9 +267,6 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
 def _server(database: str) -> Iterator[tuple[str | None, Path | None]]:
     """The URL of an empty database and the folder of its files; None for SQLite, which lies in the
     catalog's folder.
-
-    Raises:
-        UserError: another name, or PostgreSQL does not start.
     """
     if database not in DATABASES:
         raise choice("database", database, DATABASES)

@@ -1,10 +1,8 @@
 """Simultaneous requests for cold adapters: distinct ones, and one adapter for all.
 
-All requests start together on a ``Residency`` opened as jobs open it; the slots hold all adapters,
-and the files are in the page cache. A loader that locks the whole load serves them one by one, so
-that the k-th waits for k loads. ``distinct`` and ``identical`` have, by number of requests, seconds
-to the first, median and last slot; ``over_one`` is the last over a single request's time. Identical
-requests also count the reads of storage.
+A loader that locks the whole load serves them one by one. ``distinct`` and ``identical`` have, by
+number of requests, seconds to the first, median and last slot; ``over_one`` is the last over a
+single request's time. Files are in the page cache.
 """
 
 import time

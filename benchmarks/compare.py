@@ -43,11 +43,7 @@ class Line(NamedTuple):
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Loads a report.
-
-    Raises:
-        UserError: the file is missing, or is not a JSON object.
-    """
+    """Loads a report."""
     file = next((path / name for name in FILES if (path / name).is_file()), path)
     try:
         report = stamp.load(file)
@@ -62,11 +58,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Line]:
-    """Returns the figures that both reports have.
-
-    Raises:
-        UserError: there are none.
-    """
+    """Returns the figures that both reports have."""
     second = dict(figures_of(b))
     lines = [Line(name, found, second[name]) for name, found in figures_of(a) if name in second]
     if not lines:

@@ -1,15 +1,9 @@
 """Concurrent GRPO over one base: sequential, overlapped and batched schedules with equal work.
 
-Every timed call starts from one training state and runs the same steps with the same seeds, and the
-number of sampled tokens is compared. Rewards take microseconds; ``reward_s`` adds the latency of a
-remote verifier in a second series (``ratio_P_waiting``), which overlapping hides. ``busy`` is the
-share of time in which the devices work.
-
-The batched schedule's peak memory is higher by the work in flight: with 8 policies on SmolLM2 a
-cache of 48 pages (71 MB, against 24 MB), and 76 MB of temporaries in the training step. On a CPU
-the process shows this only because temporaries are freed before the next program allocates
-(``host.run_in_the_calling_thread``) and a rollout's memory is returned
-(``host.give_back_freed_memory``).
+Every timed call starts from one training state and runs the same steps with the same seeds.
+``reward_s`` adds the latency of a remote verifier in a second series (``ratio_P_waiting``), which
+overlapping hides. ``busy`` is the share of time in which the devices work. The batched schedule's
+peak memory is higher by the work in flight.
 """
 
 import time

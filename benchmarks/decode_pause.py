@@ -1,10 +1,8 @@
 """Slowdown of decoding while a cold adapter loads.
 
-``decode_pause_p99`` is the 99th percentile of a decode step of a small model during a cold load,
-over that without one. Windows of steps alternate: quiet, loading, quiet. A loading window starts
-with the request and ends with the step that writes the last piece; ``decode_loads`` counts the
-loads inside such windows. ``decode_noise_p99`` compares the two quiet windows. Residency is opened
-as jobs open it.
+``decode_pause_p99``: 99th percentile of a decode step during a cold load, over that without one.
+Windows of steps alternate: quiet, loading, quiet. ``decode_loads`` counts the loads that began and
+ended inside their windows; ``decode_noise_p99`` compares the two quiet windows.
 """
 
 import time
@@ -37,11 +35,7 @@ class _Decoder:
         self._plan = jax.device_put(self._steps.plan([None] * pause.rows, {}, PROMPT))
 
     def steps(self, most: int, between: Callable[[], bool]) -> list[float]:
-        """Returns seconds of each step, ``between`` included, which returns True after the last.
-
-        Args:
-            most: maximum number of steps.
-        """
+        """Returns seconds of each step, ``between`` included, which returns True after the last."""
         out: list[float] = []
         last = False
         while len(out) < most and not last:
@@ -53,12 +47,7 @@ class _Decoder:
 
 
 class _ColdLoad:
-    """One cold load, from the request at a window's first step to its last piece: what happens
-    between steps.
-
-    Attributes:
-        ended: seconds since the request; None until its slot is written.
-    """
+    """One cold load, in pieces between steps; ``ended`` is seconds since the request."""
 
     def __init__(self, residency: Residency, digest: str):
         self.residency, self.digest = residency, digest
@@ -76,11 +65,7 @@ class _ColdLoad:
 
 
 def decode_pause(config: Any, files: Files) -> dict[str, Any]:
-    """Decode steps with and without a cold load behind them, in windows that take turns.
-
-    Raises:
-        RuntimeError: a load did not end inside its window.
-    """
+    """Decode steps with and without a cold load behind them, in windows that take turns."""
     pause = config.pause
     decoder = _Decoder(pause, config.seed)
     residency = residency_of(files.store, files.specs, 2)

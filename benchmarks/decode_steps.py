@@ -25,13 +25,8 @@ from mint_jax.rollout.samples import CachedPrompt, SampleState, longest_table
 
 
 class Steps:
-    """Rows with pages of their own on one device; each has a token of its own to begin with, and
-    draws greedily.
-
-    Args:
-        rows: of the program.
-        room: positions that every row has pages for.
-        seed: of the tokens.
+    """Rows with pages of their own on one device, which draw greedily; ``room`` is positions of a
+    row.
     """
 
     def __init__(self, base: Base, rows: int, room: int, seed: int):
@@ -52,8 +47,7 @@ class Steps:
 
         Args:
             slots: of each row; None is the bare base.
-            cached: positions that stand before each row's token; what they hold is whatever was
-                written there, at first zeros.
+            cached: positions before each row's token.
             alone: the only row that decodes; None for all of them.
         """
         live: list[tuple[SampleState, int]] = []

@@ -1,10 +1,8 @@
 """Decoding rows of many adapters in one batch, against vLLM on the same CPU.
 
-Both sides have the same checkpoint, adapters and prompts. Rows name adapters in turn, the last row
-the bare base; prompts are cached before the clock starts. ``ratio_R`` is our tokens a second with R
-rows over vLLM's in float32, which is our arithmetic; ``ratio_R_bfloat16`` is over vLLM in bfloat16,
-whose weights have half the bytes. ``same_tokens_R`` is the share of equal greedy tokens in float32.
-vLLM runs with its users' options, compiled, with as many sequences and adapters as there are.
+Both sides have the same checkpoint, adapters and cached prompts. ``ratio_R``: our tokens a second
+with R rows over vLLM's in float32, our arithmetic; ``ratio_R_bfloat16``: over vLLM in bfloat16,
+whose weights have half the bytes. ``same_tokens_R``: share of equal greedy tokens in float32.
 """
 
 import json
@@ -32,15 +30,8 @@ from mint_jax.rollout.request import Request
 
 
 class Elsewhere:
-    """A peer in an interpreter of its own environment, by lines of JSON.
-
-    Args:
-        program: answers each line of its input with one, after a first one with its ``version``,
-            and ends with its input.
-        log: file for its stderr.
-
-    Raises:
-        RuntimeError: it ended; with its last words.
+    """A peer in an interpreter of its own environment: ``program`` answers lines of JSON with lines
+    of JSON, after a first one with its ``version``; ``log`` gets its stderr.
     """
 
     def __init__(self, python: str, program: str, argument: str, log: Path):
@@ -83,12 +74,7 @@ class Elsewhere:
 
 
 def run(config: Any, workdir: Path) -> dict[str, Any]:
-    """Runs the bench; where no interpreter is named ours alone, with ``"vllm": None``.
-
-    Raises:
-        UserError: the interpreter that is named is not there.
-        RuntimeError: vLLM did not start, or ended.
-    """
+    """Runs the bench; where no interpreter is named ours alone, with ``"vllm": None``."""
     if config.python and not Path(config.python).is_file():
         raise UserError(
             f"python is {config.python!r}, which is not there: name the interpreter of an"

@@ -1,19 +1,11 @@
-"""The sampling engine against torch and transformers, against itself without its parts, and against
-memory bandwidth.
+"""The sampling engine against torch and transformers, against itself, and against memory bandwidth.
 
-- ``ratio_decode_R``: greedy tokens a second of R cached rows over those of transformers on the same
-  checkpoint with its fastest options. Where the base keeps its checkpoint's blocks,
-  ``ratio_decode_R_in_full`` is the same with our base in float32.
-- ``ratio_prefill``: prompt tokens a second to the first new token.
-- ``ratio_continuous``: tokens a second on ragged lengths over a lockstep loop: requests sorted by
-  prompt length run in groups, and a group ends with its slowest row.
-  ``ratio_continuous_idle_rows_free``: over the same loop when ended rows cost nothing.
-  ``static_rows_busy``: share of the loops' rows and steps that sample a token. Requests end only at
-  ``max_tokens``, by which the engine sorts them; earlier stops would tell it less.
-- ``ratio_prefix``: one request of n samples over n requests of other prompts of the same length.
-  Every call has its own tenant, so that no prompt is reused.
-- ``bandwidth_share``: bytes that a step must read (weights once, and each row's cache) over its
-  time, as a share of the measured memory bandwidth.
+``ratio_decode_R``: greedy tokens a second of R cached rows over those of transformers; ``in_full``
+is the same with our base in float32. ``ratio_prefill``: prompt tokens a second to the first new
+token. ``ratio_continuous``: tokens a second on ragged lengths over a lockstep loop over groups of
+equal prompts, ``idle_rows_free`` where its ended rows cost nothing; ``static_rows_busy`` is the
+share of its rows and steps that sample. ``ratio_prefix``: one request of n samples over n requests.
+``bandwidth_share``: bytes that a step must read over its time, of the measured bandwidth.
 """
 
 import dataclasses
@@ -57,15 +49,8 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
 
 
 class Bandwidth:
-    """A side of ``timing.in_turn``: bytes per second that the machine can read or
-    copy meanwhile.
-
-    Three ways are tried, the fastest one is used: a sum, a product with two columns, whose weights
-    are read as a decoding step reads its own, and a copy, whose bytes count twice.
-
-    Attributes:
-        way: which was the fastest.
-        nbytes: that one call moves.
+    """A side of ``timing.in_turn``: bytes per second that the machine reads or copies meanwhile, by
+    the fastest of a sum, a product with two columns, and a copy, whose bytes count twice.
     """
 
     def __init__(self, nbytes: int):

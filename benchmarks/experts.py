@@ -1,7 +1,5 @@
 """Gate and up of routed experts, for ``gpu``: the base's grouped products alone, and with adapters.
-
-Each side repeats its products in a loop inside one program, and every pass needs the one before. A
-call from the host is therefore no part of the times.
+Each side repeats its products in one program, so that no call from the host is in the times.
 
 Axes: M rows (a token and one of its experts), D in, F out, R rank, E experts, P adapters, G groups
 (expert, adapter).
@@ -25,10 +23,8 @@ class Cell:
     """Rows routed at random, factors of all (expert, adapter), and the base's matrices.
 
     Attributes:
-        rows: M.
-        nbytes, flops: of the matrices that the base reads, and of its products, in one pass.
-        floor: least bytes of base and adapters over the base's, with the adapters' product on its
-            own or inside the base's (``pallas_kernels.cost``).
+        nbytes, flops: of one pass of the base.
+        floor: least bytes of base and adapters over the base's (``pallas_kernels.cost``).
     """
 
     def __init__(self, size: Any, cell: Any, dtype: Any, seed: int):

@@ -28,12 +28,9 @@ from mint_jax.harness.start import say
 
 
 class Run(NamedTuple):
-    """One report, ``folder/name.json``; ``minutes`` to ``empty_cache`` as in ``Grid``.
-
-    Attributes:
-        config: path below ``configs``; a size follows a colon.
-        pictures: (file in the workdir, name among the reports).
-        committed: False for a run that only prepares another one.
+    """One report, ``folder/name.json``; ``minutes`` to ``empty_cache`` as in ``Grid``. ``config``
+    is below ``configs``, ``pictures`` pairs a file in the workdir with its name among the reports,
+    and a run that is not ``committed`` only prepares another one.
     """
 
     name: str
@@ -133,11 +130,7 @@ def publish(run: Run, workdir: Path, command: str) -> None:
 
 
 def publish_sweep(report: Path, folder: Path) -> None:
-    """Replaces the published report, page and pictures of a sweep.
-
-    Raises:
-        UserError: a point failed, or the points have several commits or uncommitted changes.
-    """
+    """Replaces the published report, page and pictures of a sweep."""
     whole = stamp.load(report)
     if whole["failed"]:
         raise UserError(
@@ -158,11 +151,7 @@ def publish_sweep(report: Path, folder: Path) -> None:
 
 
 def run_sweeps(names: Sequence[str], workdir: Path) -> None:
-    """Runs sweeps at size cpu, each from where it stopped, and publishes them.
-
-    Raises:
-        UserError: a sweep cannot be published.
-    """
+    """Runs sweeps at size cpu, each from where it stopped, and publishes them."""
     for name in names:
         folder = workdir / name
         launch.run(launch.load(f"{stamp.ROOT}/configs/sweeps/{name}.py:cpu"), folder)
@@ -171,12 +160,7 @@ def run_sweeps(names: Sequence[str], workdir: Path) -> None:
 
 
 def run_all(runs: Sequence[Run], workdir: Path) -> None:
-    """Measures and publishes reports, with progress.
-
-    Raises:
-        UserError: the code has uncommitted changes, so that no commit describes it; or runs failed,
-            after the others were published.
-    """
+    """Measures and publishes reports, with progress."""
     if stamp.code()["dirty"]:
         raise UserError(
             "the code has uncommitted changes: commit them first, for every report names its commit"

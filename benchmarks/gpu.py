@@ -1,14 +1,10 @@
 """One GPU against its own limits: training, decoding, prefill, handoff and experts, in one command.
 
-Parts run in the order of ``config.parts``. Every measurement is a row, printed and appended to
-``WORKDIR/gpu.jsonl`` as soon as it is there. ``config.limits`` has two numbers of seconds for each
-part: it is skipped where less than the first is left of ``config.seconds``, and measures no further
-row after the second. Skipped parts and failures are rows too.
-
-Shares compare with what the same card does in the same run (``floors``): reading memory, and a
-chain of products of the model's own shapes. ``first_s`` is a first call, compilation included;
-``profile`` lists the kernels of one call. ``peers`` runs transformers and PEFT on random weights of
-the same shape, in a process of its own.
+Every measurement is a row, printed and appended to ``WORKDIR/gpu.jsonl``. ``config.limits`` has two
+numbers of seconds for each part: it is skipped where less than the first is left, and measures no
+further row after the second. Shares compare with ``floors`` of the same card: reading memory, and
+products of the model's shapes. ``first_s`` is a first call with its compilation; ``peers`` runs
+transformers and PEFT on random weights of the same shape.
 """
 
 import functools
@@ -96,12 +92,7 @@ def _timed(call: Callable[[], Any], n: int) -> tuple[float, list[float]]:
 
 
 class _Bench:
-    """The parts. Each yields rows.
-
-    Attributes:
-        bandwidth, rate: bytes and floating-point operations a second, measured by ``floors``.
-        engine: of ``decode`` and ``prefill``.
-    """
+    """The parts, which yield rows. ``bandwidth`` and ``rate`` are bytes and operations a second."""
 
     def __init__(self, config: Any, file: Path, deadline: float):
         self.config, self.file, self.deadline = config, file, deadline

@@ -1,13 +1,10 @@
 """From an optimizer step to the next sampled token, by four paths.
 
-``merged_disk``: merge, write a checkpoint, sync, read it back, sample. ``merged_memory``: merge on
-the device, sample. ``adapter_disk``: export a revision, sync, read and verify it, write it to a
-slot, sample. ``adapter_memory``: copy the training slot to a sampling slot, sample. All programs
-are compiled before the clock starts. A handoff ends when the weights can be sampled.
-
-``handoff_ratio`` compares the handoffs of ``merged_disk`` and ``adapter_memory``, ``step_ratio``
-the handoff and 64 tokens. ``ratios`` compare ``merged_disk`` with every path; ``steps`` has seconds
-and ratios for each number of tokens.
+``merged_disk``: merge, write a checkpoint, sync, read it back. ``merged_memory``: merge on the
+device. ``adapter_disk``: export a revision, sync, read and verify it, write it to a slot.
+``adapter_memory``: copy the training slot to a sampling slot. ``handoff_ratio`` compares
+``merged_disk`` with ``adapter_memory``, ``step_ratio`` the handoff and 64 tokens, ``ratios``
+``merged_disk`` with every path.
 """
 
 import contextlib
@@ -49,9 +46,6 @@ POLICY = "policy"
 def merged(params: Any, stack: AdapterStack, slot: jax.Array) -> Any:
     """A second copy of the base with one slot's deltas added, ``W + scale A^T B`` (``unembed`` and
     ``embed`` left alone).
-
-    Raises:
-        UserError: weights that are held in fewer bits than products have.
     """
     if any(w.ndim > 1 and w.dtype != params["final_norm"].dtype for w in jax.tree.leaves(params)):
         raise UserError(

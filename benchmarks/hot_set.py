@@ -1,9 +1,7 @@
-"""Hit rates of a tier of residency, next to LRU and to the optimum.
+"""Hit rates of a tier of residency, next to LRU and to the optimum, each a mean over ``n`` traces.
 
-The product's own tier runs with a clock that advances ``request_s`` per request, and nothing is
-loaded: a hit rate depends on the order of requests alone. ``optimal`` evicts the entry whose next
-use is last (Belady 1966, "A study of replacement algorithms for a virtual-storage computer"); no
-policy can beat it. All entries have equal size. A figure is the mean over ``n`` traces.
+Nothing is loaded: a hit rate depends on the order of requests alone. ``optimal`` evicts the entry
+whose next use is last (Belady 1966); no policy can beat it. All entries have equal size.
 """
 
 import heapq

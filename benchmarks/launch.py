@@ -32,22 +32,14 @@ def program_of(config: str) -> tuple[str, ...]:
 
 
 def settings_of(config: Config) -> type | None:
-    """Returns the settings class of a benchmark; None where its config file declares them.
-
-    Raises:
-        UserError: no such benchmark.
-    """
+    """Returns the settings class of a benchmark; None where its config file declares them."""
     if config.get("bench") not in (*BENCHES, "sweep"):
         raise choice("bench", config.get("bench"), (*BENCHES, "sweep"))
     return getattr(importlib.import_module(f"benchmarks.{config.bench}"), "Settings", None)
 
 
 def load(name: str, changes: Sequence[tuple[str, str]] = ()) -> Config:
-    """Reads the config ``FILE`` or ``FILE:ARGUMENT``, changed and checked.
-
-    Raises:
-        UserError: an unknown setting, or a value of another type.
-    """
+    """Reads the config ``FILE`` or ``FILE:ARGUMENT``, changed and checked."""
     file, _, argument = name.partition(":")
     config = launch.read_config(Path(file).expanduser(), argument or None)
     declared, tree = settings_of(config), config.to_dict()

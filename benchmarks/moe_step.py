@@ -1,11 +1,8 @@
 """Time that adapters add to a layer of routed experts, forward and backward.
 
-``forward_backward_overhead`` is the time with P policies over the bare base's, less 1.
-``ratio_ragged`` is the time of the same adapters by ``jax.lax.ragged_dot`` over groups of (expert,
-slot) over ours, both with our base products, at the smaller ``config.ragged`` sizes: on CPUs
-``ragged_dot`` multiplies every row by every group.
-``decode_ratio_sliced`` is a decoding step whose experts are inputs of the scan over layers, which
-copies them, over ours. Attention is left out: it is equal on all sides.
+``forward_backward_overhead``: the time with P policies over the bare base's, less 1.
+``ratio_ragged``: the same adapters by ``jax.lax.ragged_dot`` over ours. ``decode_ratio_sliced``: a
+decoding step whose experts are inputs of the scan over layers, over ours.
 
 Axes: N tokens, M rows (a token and one of its experts), E experts, X experts of a token, D model
 width, F expert width, L layers, P policies, R rank, G groups.

@@ -1,20 +1,11 @@
 """From file to device slot: one packed object against the same adapter as PEFT's tensors.
 
-All sides read the same values from files in the page cache and end when the slot is written.
-``packed`` goes from a catalog through ``Residency``, opened as jobs open it; it also verifies the
-digest and checks the layout, which no other side does. The ratios over it:
-
-- ``ratio_packed``: one array per module, as PEFT and vLLM keep them: safetensors ``load_file`` of
-  37,248 tensors, one device array each, stacked on the device and written to the slot.
-- ``ratio_stacked_on_host``: the same file stacked by numpy on the host; 14 stacks become arrays.
-- ``ratio_672``: a file with stacked experts: one tensor per layer, projection and factor.
-- ``ratio_peft_load_adapter``: PEFT's ``load_adapter`` of a small dense adapter into a torch model.
-
-``cold_over_1`` is ``distinct`` simultaneous cold loads over one. The files are in memory, so cores
-are the limit: ``cold_over_1_floor`` is 16 loads on all cores over one load on one core, from CPU
-times; ``cold_over_1_cpu`` is the same where one load uses all cores. ``host_bytes_ratio`` is the
-growth of resident memory over the bytes that the host cache counts. ``decode_pause_p99`` is
-described in ``decode_pause``.
+All sides read the same values from the page cache; ``packed`` also verifies its digest. Over it:
+``ratio_packed``, one array per module of 37,248 tensors, stacked on the device;
+``ratio_stacked_on_host``, stacked by numpy; ``ratio_672``, a file with stacked experts;
+``ratio_peft_load_adapter``, PEFT's ``load_adapter`` of a small dense adapter. ``cold_over_1``:
+``distinct`` simultaneous loads over one; its ``floor`` is 16 loads on all cores over one on one,
+from CPU times. ``host_bytes_ratio``: growth of memory over the bytes that the host cache counts.
 """
 
 import os

@@ -21,11 +21,7 @@ LEASE_S = 86400.0
 
 
 class Store:
-    """Revisions of a catalog in a folder; counts what is read.
-
-    Attributes:
-        found: by digest what the catalog's record says of each.
-    """
+    """Revisions of a catalog in a folder, with their records by digest; counts reads."""
 
     def __init__(self, folder: Path | str):
         self.folder = str(folder)

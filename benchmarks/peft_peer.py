@@ -1,10 +1,7 @@
 """Training and sampling of the same adapters on the same weights by torch, transformers and PEFT.
 
-For each work the peer runs with the options that are fastest here. They are tried one after another
-on the work itself: fused or eager attention, all threads or one, a growing or a static cache for
-sampling, then ``torch.compile`` of the fastest. Compiling may take minutes or fail, so it runs in
-its own process with a time limit, and the report says so if it does not finish. Logits are computed
-only where a loss or a token needs them.
+The peer runs with the options that are fastest here, tried on the work itself: attention, threads,
+cache, then ``torch.compile`` in a process with a time limit.
 """
 
 import multiprocessing
@@ -24,14 +21,7 @@ CACHES = ("dynamic", "static")
 
 
 class Options(NamedTuple):
-    """Options of the peer.
-
-    Attributes:
-        attention: an entry of ``ATTENTION``.
-        threads: of torch.
-        cache: of keys and values in sampling, an entry of ``CACHES``.
-        compiled: by ``torch.compile``.
-    """
+    """Options of the peer; see ``ATTENTION`` and ``CACHES``."""
 
     attention: str = ATTENTION[0]
     threads: int = THREADS[0]
@@ -55,13 +45,7 @@ class Work(NamedTuple):
 
 
 class PeftPeer:
-    """One base in torch with several LoRA adapters, each with its own AdamW.
-
-    Args:
-        directory: checkpoint of the base.
-        adapters: name -> PEFT directory.
-        learning_rate: of every adapter.
-    """
+    """One base in torch with several LoRA adapters (PEFT directories), each with its own AdamW."""
 
     def __init__(self, directory: Path, adapters: Mapping[str, Path], learning_rate: float):
         import torch
@@ -177,13 +161,9 @@ def search(
 def fastest(
     peer: PeftPeer, made: tuple[Any, ...], works: Mapping[str, Work], compile_s: float
 ) -> tuple[dict[str, Options], dict[str, dict[str, Any]]]:
-    """Returns the fastest options of each work, and what was tried: options -> seconds, or why
-    there is no time.
-
-    Args:
-        peer: to try on; its adapters move.
-        made: arguments that make another such peer.
-        compile_s: limit for compiling all works, in seconds; 0 and ``torch.compile`` is not tried.
+    """Returns the fastest options of each work, and what was tried: options -> seconds, or a
+    reason. ``made`` makes another such peer; ``compile_s`` limits the compilation of all works, 0:
+    none.
     """
     best: dict[str, Options] = {}
     tried: dict[str, dict[str, Any]] = {}

@@ -29,17 +29,8 @@ class PostgresServer:
     PostgreSQL refuses to run as root, who therefore starts it as ``nobody``, from a copy where
     ``nobody`` may not go to the installed one.
 
-    Args:
-        settings: of the server, in addition to the defaults of PostgreSQL.
-        options: of initdb.
-        folder: holds the temporary folder, if others may enter it; the system's by default.
-
     Attributes:
-        port: on 127.0.0.1, any user, no password.
         url: of the database that every cluster has, for ``Catalog.open``.
-
-    Raises:
-        RuntimeError: it is not installed or does not start; with the reason.
     """
 
     def __init__(

@@ -1,9 +1,7 @@
 """Revisions in the catalog's packs against one Orbax checkpoint each, in a folder.
 
-Both stores get the same adapters, and a load ends with the same arrays and schema on the host;
-only ``packs`` also verifies a digest. Export is seconds a revision over ``n`` batches. A cold load
-reopens the store after its files were dropped from the page cache. ``measured`` is how many
-revisions a store held; nothing is extrapolated.
+Only ``packs`` also verifies a digest. A cold load reopens the store after its files left the page
+cache. ``measured`` is the number of revisions in a store.
 """
 
 import json

@@ -1,11 +1,8 @@
 """Bundles that adapters add to a tile of rows in the TPU compiler's static schedule; nothing runs.
 
 libtpu dumps final bundles if an undocumented flag is set while it loads, so each chip's kernels are
-compiled in their own process: ``python -m benchmarks.schedule CHIP FOLDER``.
-
-A tile is one grid iteration in the middle of a call, with finite rows and finite adapters in one
-chunk. The base's product is megablox's grouped matmul with one matrix as its tile, once for each
-projection; backward, with the transposed matrix. ``tile`` and ``visit`` say what counts.
+compiled in their own process. A tile is one grid iteration in the middle of a call, with finite
+rows and adapters in one chunk. The base's product is megablox's grouped matmul.
 
 Axes: M rows, D in, F out, R rank, W factors, E experts.
 """
@@ -56,11 +53,7 @@ _CHANGED = "the kernel or the compiler has changed"
 
 
 def run(config: Any, folder: Path) -> dict[str, Any]:
-    """Compiles for every chip and counts; the compiler's dumps stay in the workdir.
-
-    Raises:
-        UserError: a chip is unknown, or left no schedule.
-    """
+    """Compiles for every chip and counts; the compiler's dumps stay in the workdir."""
     if unknown := [name for name in config.chips if name not in CHIPS]:
         raise choice("chip", unknown[0], CHIPS)
     dumps = folder / "dumps"
@@ -106,11 +99,7 @@ def _compile(folder: Path, chip: str) -> None:
 
 
 def schedules(chip: str, folder: Path) -> dict[str, Part]:
-    """Returns the schedules of all ``KERNELS`` for a chip; their dumps stay in the folder.
-
-    Raises:
-        UserError: the compiler failed, or left no dump.
-    """
+    """Returns the schedules of all ``KERNELS`` for a chip; their dumps stay in the folder."""
     if importlib.util.find_spec("libtpu") is None:
         raise UserError(
             "the TPU compiler is not installed: pip install -e .[tpu-aot] (make setup"
@@ -140,17 +129,12 @@ def schedules(chip: str, folder: Path) -> dict[str, Part]:
 
 
 def tile(kernel: Part, adapters: int) -> Counter[str]:
-    """Counts bundles and instructions of one tile with this number of adapters (irrelevant to the
-    base).
+    """Counts bundles and instructions of one tile with this number of adapters.
 
-    Counted once: the iteration, which moves blocks of rows, and its products, which exist for at
-    most half a chunk of adapters and for more. Once per adapter: the loops that start and await
-    copies of factors and, backward, of gradients. Never: further chunks, the second computation for
-    non-finite values, clearing at a call's first tile, and tiles without an adapter. Conditional
-    instructions count always.
-
-    Raises:
-        UserError: the schedule does not have this form.
+    Counted once: the iteration and its products, which exist for at most half a chunk of adapters
+    and for more. Once per adapter: the loops that start and await copies. Never: further chunks,
+    the second computation for non-finite values, clearing at a call's first tile, tiles without an
+    adapter.
     """
     outer = _grid(kernel)
     once, inner = [outer], _with_products(outer)
@@ -184,14 +168,8 @@ def tile(kernel: Part, adapters: int) -> Counter[str]:
 
 def visit(kernel: Part, adapters: int) -> Counter[str]:
     """Counts bundles and instructions of one packed-matmul visit, a tile and an expert, with this
-    number of adapters.
-
-    Counted once: the iteration, the products with adapters, and one of the two forms of the first.
-    Once per adapter: the loop that awaits their factors and the one that starts the copies of the
-    next visit. Never: what runs only again or for further chunks.
-
-    Raises:
-        UserError: the schedule does not have this form.
+    number of adapters. Once per adapter: the loops that await and start copies of factors. Never:
+    what runs only again or for further chunks.
     """
     once = [_grid(kernel)]
     while not _own_products(once[-1]) and (inner := _with_products(once[-1])):

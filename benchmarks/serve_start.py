@@ -1,10 +1,8 @@
 """The first minutes of ``make serve``, from the command until every program is compiled.
 
-Each start is a fresh process: ``cold`` with an empty cache, then ``warm``. ``listening_s``,
-``token_s``, ``step_s`` and ``ready_s`` are seconds from the command until the port is open, a
-completion has arrived, a forward-backward with an update is done, and ``/ready`` is 200.
-``..._cpu_s`` is the CPU time of the server and of its compilers until then, which other load on the
-machine does not change. Client and server share the machine.
+``cold`` has an empty cache, ``warm`` follows. ``listening_s``, ``token_s``, ``step_s`` and
+``ready_s``: seconds until the port is open, a completion has arrived, an update is done, and
+``/ready`` is 200. ``..._cpu_s``: CPU time of the server and its compilers until then.
 """
 
 import asyncio

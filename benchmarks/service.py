@@ -1,18 +1,10 @@
 """Many tenants train and sample over one base in one process, below HTTP: database, queues, loop.
 
-- ``cpu_ratio_N``: CPU seconds of N tenants' rounds one tenant after another over all at once. A
-  round is a forward-backward and an update.
-- ``flood_p95_ratio``: 95th percentile of a tenant's rounds while another tenant floods the queue,
-  over that alone.
-- ``gap_p50_ms``, ``gap_p90_ms``: wait of decoding rows for a training slice; ``gap_bound_ms`` is
-  the requested limit. ``decode_share``: tokens a second during training over those without.
-- ``rss_a_tenant``: growth of resident memory for each tenant without a slot, over the bytes of its
-  adapter and moments.
-- ``handoff_p50_ms``, ``handoff_p95_ms``: from an update's response until its weights can be
-  sampled: a durable revision and its load into a slot. It is ``first_token_p50_ms`` less
-  ``prefill_p50_ms``, a prompt of 8 tokens with resident weights. ``wrong_revisions``: responses
-  that name another digest.
-- ``errors``: failed requests.
+``cpu_ratio_N``: CPU seconds of N tenants' rounds one after another over all at once.
+``flood_p95_ratio``: a tenant's rounds while another floods the queue, over that alone. ``gap_...``:
+wait of decoding rows for a training slice. ``decode_share``: tokens a second during training over
+those without. ``rss_a_tenant``: growth of memory per tenant without a slot, over the bytes of its
+adapter and moments. ``handoff_...``: from an update's response until its weights can be sampled.
 """
 
 import threading

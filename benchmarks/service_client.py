@@ -24,14 +24,8 @@ POLL_S = 45.0  # the official client's patience with one long poll
 
 
 class Served:
-    """The job ``serve`` in a process of its own; ``listening`` and then ``ready`` wait for it.
-
-    Args:
-        program: the module that runs jobs.
-        config: with its size, as in ``configs/serve.py:ci``.
-        workdir: what it prints on stderr goes to ``<workdir>.log``.
-        options: of its config, by name.
-        environment: variables that differ from this process's.
+    """The job ``serve`` in a process of its own; ``listening`` and then ``ready`` wait for it. Its
+    stderr goes to ``<workdir>.log``.
     """
 
     def __init__(
@@ -88,11 +82,7 @@ class Served:
             self.process.communicate()
 
     def stop(self) -> dict[str, Any]:
-        """SIGTERM; the result that it leaves.
-
-        Raises:
-            RuntimeError: it ended otherwise than it should; with its log's end.
-        """
+        """SIGTERM; the result that it leaves."""
         self.process.send_signal(signal.SIGTERM)
         self.process.communicate(timeout=WAIT_S)
         if self.process.returncode:
@@ -109,13 +99,8 @@ class Expired(Exception):
 
 
 class Client:
-    """Requests to one server, asked again until they are answered.
-
-    Args:
-        url: of the server, which may come and go.
-
-    Attributes:
-        again: how often something was asked again, by why: a status, or ``connection``.
+    """Requests to one server, which may come and go. ``again`` counts retries by status, or
+    ``connection``.
     """
 
     def __init__(self, url: str):
@@ -194,12 +179,7 @@ class Client:
 
 
 class Policy:
-    """A model in training, whose requests are numbered.
-
-    Attributes:
-        id: the model's.
-        sent: the number of its last request.
-    """
+    """A model in training, whose requests are numbered."""
 
     def __init__(self, client: Client, session: str, place: int):
         self.client, self.session, self.place = client, session, place

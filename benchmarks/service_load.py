@@ -1,17 +1,10 @@
 """HTTP clients of one server: more policies than training slots, more revisions than adapter slots.
 
-The first ``policies`` clients train and save one policy each; the others sample random revisions.
-All send heartbeats. The policies first make the revisions, and each revision's greedy tokens are
-recorded. ``..._p50_ms`` and ``..._p99_ms`` go from sending to the result, long polls included; a
-round is a forward-backward and an update, sent together.
-
-``wrong_revisions`` are those of ``checked`` responses that come from another revision. A response
-is scored again under the same path, the revision's greedy tokens are sampled again, and where its
-training state was saved (``checked_in_training``) a policy made from it scores the tokens too.
-``most_error``: largest difference of a log-probability, nats; ``least_distance``: smallest
-difference between the greedy log-probabilities of two revisions, which a mix-up would show.
-``rss_mb_grown``: lowest memory of the last third less that of the second third, less the growth of
-caches (``caches_mb_grown``); the benchmark fails above ``growth_mb``.
+The first ``policies`` clients train and save; the others sample random revisions. Times go from
+sending to the result. ``wrong_revisions``: of ``checked`` responses, those of another revision,
+found by scoring them again. ``most_error``: largest difference of a log-probability, nats;
+``least_distance``: smallest one between two revisions. ``rss_mb_grown``: lowest memory of the last
+third less that of the second, less the growth of caches.
 """
 
 import asyncio
@@ -53,11 +46,8 @@ KINDS = ("round", "save", "sample", "heartbeat")
 
 
 class _Revision(NamedTuple):
-    """A revision that can be sampled, by the path of its weights.
-
-    Attributes:
-        state: path of the training state that was saved with it; empty if none was.
-        tokens, logprobs: drawn greedily after the common prompt when it was new.
+    """A revision that can be sampled, by the path of its weights; ``state`` is the path of the
+    training state that was saved with it, ``tokens`` were drawn greedily after the common prompt.
     """
 
     path: str
@@ -323,13 +313,8 @@ class _Load:
 
 def growth(read: Sequence[tuple[float, int, int]]) -> tuple[int, int]:
     """Bytes by which memory beyond the caches, and the caches, grew from the second third of a load
-    to the last.
-
-    The lowest of each third counts: between two times at which freed memory is given back there is
-    any amount of it.
-
-    Args:
-        read: seconds, resident bytes and bytes of caches.
+    to the last, by the lowest of each third. ``read`` has seconds, resident bytes and bytes of
+    caches.
     """
     end = read[-1][0]
     thirds = [

@@ -31,9 +31,6 @@ class Settings:
 def run(made: Settings, workdir: Path) -> dict[str, Any]:
     """Runs the points that are not done, then writes ``report.json``, ``report.md`` and the
     pictures.
-
-    Raises:
-        UserError: a grid, reference or picture that does not fit the others.
     """
     points = points_of(made)
     lock = WorkdirLock(workdir)
@@ -76,11 +73,7 @@ def _run(made: Settings, points: list[grid.Point], workdir: Path) -> dict[str, A
 
 
 def points_of(made: Settings) -> list[grid.Point]:
-    """The points of a sweep's settings.
-
-    Raises:
-        UserError: see ``run``.
-    """
+    """The points of a sweep's settings."""
     for what, named in (("references", made.references), ("pictures", made.pictures)):
         for name, one in named.items():
             if one.grid not in made.grids:

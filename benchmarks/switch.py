@@ -1,15 +1,10 @@
 """Promotion and rollback under concurrent reads: the time to move an alias, and stale reads.
 
-One thread moves the alias ``serving`` of some policies in a catalog of 10^4 revisions. Threads of
-this process and another process resolve these aliases, in turn with names of the whole catalog.
-Every move and read records its start and end on the monotonic clock that all processes share. The
-same moves run first without readers (``quiet``).
-
-A read is **stale** if it shows a value that the alias had at no time between the last move that
-ended before the read started and the last move that started before the read ended. ``decided``
-counts reads with one valid value.
-
-``postgres`` is the same on a PostgreSQL server on loopback; null without one.
+One thread moves the alias ``serving`` of some policies in a catalog of 10^4 revisions, while
+threads of this process and another process resolve them; the same moves run first without readers
+(``quiet``). A read is stale if it shows a value that the alias had at no time between the last move
+that ended before it started and the last move that started before it ended. ``decided`` counts
+reads with one valid value.
 """
 
 import multiprocessing
@@ -37,12 +32,7 @@ READY_S = 120.0
 
 
 class Move(NamedTuple):
-    """One move of an alias, in nanoseconds of the monotonic clock.
-
-    Attributes:
-        policy: its index.
-        number: the revision that the alias named afterwards.
-    """
+    """One move of a policy's alias to a revision, in nanoseconds of the monotonic clock."""
 
     policy: int
     began: int
@@ -52,12 +42,8 @@ class Move(NamedTuple):
 
 
 def judge(moves: Sequence[Move], reads: np.ndarray, first: int) -> dict[str, int]:
-    """Counts reads that are stale, and decided ones; see the module.
-
-    Args:
-        moves: by one writer, in order.
-        reads: rows of policy, began, ended, number.
-        first: number that every alias named before its first move.
+    """Counts stale and decided reads, rows of policy, began, ended, number. ``first``: the number
+    that every alias named before its first move.
     """
     stale = decided = 0
     for policy in np.unique(reads[:, 0]).tolist():
@@ -172,11 +158,7 @@ def _wait(events: Sequence[Any]) -> None:
 
 
 def measure(config: Any, folder: Path, database: str | None, what: str) -> dict[str, Any]:
-    """Everything on one database.
-
-    Args:
-        database: URL; None for SQLite in the folder.
-    """
+    """Measures all on one database: a URL, or None for SQLite in the folder."""
     plan = Plan(config.entries, config.per_policy, config.batch, config.seed)
     filled = fill(folder, plan, database)
     rng = np.random.default_rng(config.seed)

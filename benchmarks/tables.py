@@ -87,9 +87,6 @@ class Reports:
         """Returns the value at a path of a report.
 
         The interval of a ratio of two figures spans the ends of both.
-
-        Raises:
-            KeyError: the report has no such value, or several rows of a sweep fit.
         """
         if " over " in path:
             other, _, below = path.partition(" over ")[2].rpartition(":")

@@ -1,8 +1,5 @@
-"""Greedy sampling without adapters by torch and transformers on the same checkpoint.
-
-The loop is written out here and prompts are cached before the clock starts, so the overhead of
-``generate`` does not count. It runs with the fastest options for the work: threads, attention, a
-growing or a static cache.
+"""Greedy sampling without adapters by torch and transformers on the same checkpoint, with the
+fastest options for the work and without the overhead of ``generate``.
 """
 
 import time
@@ -24,11 +21,7 @@ def _seconds(call: Callable[[], Any]) -> float:
 
 
 class TorchPeer:
-    """One base in torch, float32.
-
-    Args:
-        directory: checkpoint of the base.
-    """
+    """One base in torch, float32."""
 
     def __init__(self, directory: Path):
         import torch
@@ -59,11 +52,8 @@ class TorchPeer:
             return logits[:, -1].argmax(-1).numpy()
 
     def decoder(self, tokens_BT: np.ndarray, new_tokens: int) -> Callable[[], np.ndarray]:
-        """Reads all but the last token of each prompt into a cache of this instance's options.
-
-        Returns:
-            A call that draws ``[B, new_tokens]`` greedily behind the prompts, and forgets them
-            again.
+        """Reads all but the last token of each prompt into a cache; returns a call that draws ``[B,
+        new_tokens]`` greedily behind the prompts, and forgets them again.
         """
         import torch
         from transformers import DynamicCache, StaticCache
@@ -103,11 +93,8 @@ class TorchPeer:
     def fastest(
         self, make: Callable[[], Callable[[], Any]], caches: tuple[str, ...] = CACHES
     ) -> dict[str, float]:
-        """Takes the options with which a call is the fastest; what was tried, options -> seconds.
-
-        Args:
-            make: makes the call, with the options that are set.
-            caches: kinds of cache that matter to it.
+        """Takes the options with which a call is the fastest; returns options -> seconds.
+        ``caches`` are the kinds of cache that matter to it.
         """
 
         def seconds(options: Options) -> float:

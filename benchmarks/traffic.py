@@ -21,13 +21,9 @@ class Zipf:
 
 
 def draws(kind: str, n: int, count: int, exponent: float, rng: np.random.Generator) -> np.ndarray:
-    """Returns the names of ``count`` requests, ``[count]`` below ``n``.
-
-    ``bursts``: a request is of one of ``SESSIONS`` open sessions, each of a name drawn uniformly,
-    which ends after ``REQUESTS`` and is followed by another name's.
-
-    Raises:
-        UserError: no such kind.
+    """Returns the names of ``count`` requests, ``[count]`` below ``n``. With ``bursts`` a request
+    is of one of ``SESSIONS`` open sessions, each of a name drawn uniformly, which ends after
+    ``REQUESTS``.
     """
     if kind == "uniform":
         return rng.integers(0, n, count)

@@ -1,8 +1,7 @@
 """Training and sampling several adapters at once, against torch, transformers and PEFT.
 
-``ratio_train``: P policies with a GRPO group of one prompt each; our one step against P updates of
-the peer, one after another, since PEFT has no other way. ``ratio_train_distinct``: as many tokens
-in rows that share nothing. ``ratio_sample``: a greedy
+``ratio_train``: one step of P policies with a GRPO group each against P updates of the peer.
+``ratio_train_distinct``: as many tokens in rows that share nothing. ``ratio_sample``: a greedy
 batch whose rows use different adapters.
 """
 

@@ -1,9 +1,7 @@
 """Cost of a further policy in a training step with a fixed number of rows.
 
-Each side is forward, backward and optimizer step on random tokens. ``together``: ``policies``
-policies share the rows. ``one``: one policy has all rows; ``overhead`` is the extra time of
-``together`` over it. ``one_by_one``: a step per policy with its part of the rows, up to
-``one_by_one`` policies; null beyond.
+``together``: all policies share the rows. ``one``: one policy has all rows; ``overhead`` is the
+extra time of ``together`` over it. ``one_by_one``: a step per policy with its part of the rows.
 """
 
 from collections.abc import Callable

@@ -1,14 +1,9 @@
 """Measures tile sizes and writes ``pallas_kernels.tuning``'s tables for the attached accelerator.
 
-For each call (``pallas_kernels.calls``) the search starts from the present sizes and halves or
-doubles one number at a time, while a candidate is faster by the whole interval of its ratio. Sizes
-that do not compile or give other results are skipped and reported. The best is measured against the
-start once more and written only if it is faster by its whole interval; ``ratio`` is start over end.
-Arguments that a program updates in place are copied before each call on both sides, which moves
-ratios of short calls towards 1.
-
-Tables go to ``<workdir>/tuned/<op>/<device>.json`` and, with ``keep``, to the cache where programs
-look for them. A table for all users goes to the op's folder ``tuned``.
+For each call the search starts from the present sizes and halves or doubles one number at a time,
+while a candidate is faster by the whole interval of its ratio; sizes that do not compile or give
+other results are skipped. Tables go to ``<workdir>/tuned/<op>/<device>.json`` and, with ``keep``,
+to the cache where programs look for them.
 """
 
 import functools
@@ -34,14 +29,8 @@ Side = Callable[[], Any]
 
 
 class Found(NamedTuple):
-    """The fastest sizes of one call, under ``key`` of the table.
-
-    Attributes:
-        rule: sizes before the search.
-        best: the same where nothing was surely faster.
-        ratio: of the times of ``rule`` and ``best``; None where they are the same.
-        tried: number of sizes that were measured.
-        refused: other sizes, with the reason.
+    """The fastest sizes of one call, under ``key`` of the table; ``rule`` are those before the
+    search, ``ratio`` that of the times of both, ``refused`` has other sizes with the reason.
     """
 
     key: str
@@ -55,16 +44,8 @@ class Found(NamedTuple):
 def search(
     call: Call, platform: str, args: tuple[Any, ...], n: int, steps: int, least_s: float
 ) -> Found:
-    """Hill-climbing from the sizes that ``call`` has now.
-
-    Args:
-        platform: whose kernel is meant.
-        n: calls of each side, in turn.
-        steps: at most.
-        least_s: seconds of a side; shorter calls are repeated.
-
-    Raises:
-        UserError: the call has no sizes here: XLA's form serves it.
+    """Climbs from the sizes that ``call`` has now, ``steps`` at most; calls shorter than
+    ``least_s`` seconds are repeated.
     """
     with tuning.noted() as notes:
         first = _compiled(call, args)

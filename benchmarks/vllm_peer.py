@@ -20,12 +20,9 @@ QUIET = {
 
 def serve(settings: dict[str, Any]) -> None:
     """Answers batches until stdin ends: ``prompts``, of each the number and PEFT directory of its
-    adapter (0 is the bare base), and how many greedy ``tokens`` are wanted.
-
-    Args:
-        settings: ``directory`` of the checkpoint, ``dtype``, ``context`` and ``rows`` at most,
-            ``adapters`` at once, their ``rank``, ``compile`` (False: eager), ``cache_gb`` of keys
-            and values.
+    adapter (0 is the bare base), and the number of greedy ``tokens``. ``settings`` has
+    ``directory``, ``dtype``, ``context``, ``rows``, ``adapters``, ``rank``, ``compile`` and
+    ``cache_gb``.
     """
     os.environ |= QUIET | {"VLLM_CPU_KVCACHE_SPACE": str(settings["cache_gb"])}
     answers = os.fdopen(os.dup(1), "w")

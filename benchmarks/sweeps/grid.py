@@ -48,12 +48,8 @@ class Grid:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reference:
-    """Figures of the same quantity that others report, ``who`` in ``source``.
-
-    Attributes:
-        grid: of the points that they are compared with.
-        settings: of the measurement, by the names of the grid's.
-        note: differences from ours.
+    """Figures of the same quantity that others report, ``who`` in ``source``; ``settings`` are
+    those of the measurement, ``note`` says how it differs from ours.
     """
 
     who: str
@@ -69,10 +65,7 @@ class Picture:
     """A picture of a grid.
 
     Attributes:
-        grid: whose rows.
         kind: lines (a figure over a setting) or curves (over steps, with bands).
-        x: setting on the horizontal axis of lines.
-        y: figure on the vertical one.
         by: settings that part the rows into lines; all others must be of one value, or are panels.
         panels: setting of which each value has a panel of its own.
         log: axes with a logarithmic scale: x, y or xy.
@@ -88,13 +81,7 @@ class Picture:
 
 
 class Point(NamedTuple):
-    """One combination of a grid's axes.
-
-    Attributes:
-        grid: its name.
-        of: the grid itself.
-        settings: by axis.
-    """
+    """One combination of the axes of the grid ``of``, whose name is ``grid``."""
 
     grid: str
     of: Grid
@@ -122,11 +109,7 @@ class Point(NamedTuple):
 
 
 def points_of(grids: Mapping[str, Grid]) -> list[Point]:
-    """All points, grid by grid.
-
-    Raises:
-        UserError: an axis without values, a name that no axis has, or two points of one name.
-    """
+    """All points, grid by grid."""
     points = []
     for name, grid in grids.items():
         for where, axes in (("axes", grid.axes), ("each", grid.each)):
@@ -154,14 +137,8 @@ def points_of(grids: Mapping[str, Grid]) -> list[Point]:
 
 
 def figure_at(result: Any, path: str, settings: Mapping[str, Any]) -> Any:
-    """Returns the value at a path of a result.
-
-    Args:
-        path: names joined by ``/``; ``name=value`` is the first such entry of a list, and
-            ``{setting}`` a value of the row's.
-
-    Raises:
-        KeyError: nothing does.
+    """Returns the value at a path of a result: names joined by ``/``; ``name=value`` is the first
+    such entry of a list, and ``{setting}`` a value of the row's.
     """
     found, filled = result, _fill(path, settings, "figures")
     for part in filled.split("/"):

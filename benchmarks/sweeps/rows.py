@@ -85,11 +85,7 @@ def band(columns: Sequence[Mapping[int, float]]) -> dict[str, list[float] | int]
 
 
 def _column(path: Path, name: str, column: str) -> dict[int, float]:
-    """A column of a policy's rows, by step.
-
-    Raises:
-        KeyError: there is none.
-    """
+    """A column of a policy's rows, by step."""
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
     found = {row["step"]: row[column] for row in rows if row["name"] == name and column in row}
     if not found:

@@ -1,10 +1,8 @@
 """Runs the points of a sweep one after another, each in its own process, and resumes after a stop.
 
-Its own process gives each point its own memory, devices and compiled programs, and a point that
-dies ends no other. A run's folder below ``WORKDIR/points`` has its log and output. ``record.json``,
-written atomically, has the outcome and the key: arguments, commit and uncommitted changes. A
-finished run of the same key is not repeated; a failed one is, in its folder, where a training job
-finds its checkpoint. Finished runs keep no checkpoint: 58 runs of ``learning`` left 17 GB.
+A run's folder below ``WORKDIR/points`` has its log and output. ``record.json``, written atomically,
+has the outcome and the key: arguments, commit and uncommitted changes. A finished run of the same
+key is not repeated; a failed one is, in its folder, where a training job finds its checkpoint.
 """
 
 import json
@@ -67,14 +65,8 @@ def run_all(
     say: Callable[[str], None],
     program: Callable[[str], Sequence[str]] = program_of,
 ) -> dict[str, Any]:
-    """Runs what is not done.
-
-    Args:
-        program: returns the command of a config, which writes ``result.json``.
-
-    Returns:
-        By name of a run its record: ``state`` (done or failed), ``reason``, ``seconds``, ``key``,
-        ``command``.
+    """Runs what is not done; returns each run's record: ``state`` (done or failed), ``reason``,
+    ``seconds``, ``key``, ``command``. ``program`` returns the command of a config.
     """
     runs, code = runs_of(points), [stamp.code(), stamp.changes()]
     records = {run.name: _record(run, workdir, code) for run in runs}
@@ -164,11 +156,7 @@ def _reason(status: int, log: Path) -> str:
 
 
 def result_of(run: Run, workdir: Path) -> dict[str, Any]:
-    """Returns the result of a run.
-
-    Raises:
-        UserError: it is not JSON any more.
-    """
+    """Returns the result of a run."""
     path = run.folder(workdir) / "result.json"
     try:
         return stamp.load(path)

@@ -19,14 +19,11 @@ Task = str | Environment | Callable[[str, Any], float]
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Evaluation:
-    """Rewards of completions of held-out prompts.
+    """Rewards of completions of held-out prompts, one list for each prompt.
 
     Attributes:
         mean: mean over prompts of each prompt's mean reward.
-        standard_error: standard error of ``mean``, from the spread between prompts; NaN for one
-            prompt.
-        rewards: reward of every completion, one list for each prompt.
-        completions: the completions, in the same order.
+        standard_error: of ``mean``, from the spread between prompts; NaN for one prompt.
     """
 
     mean: float
@@ -41,9 +38,7 @@ class Evaluation:
 
 
 def task_of(task: Any, prompts: Any) -> tuple[Any, list[Example]]:
-    """Returns the task's environment and its held-out examples. A function needs prompts; they
-    replace those of an environment.
-    """
+    """Returns the task's environment and its held-out examples, or these prompts."""
     if isinstance(task, str):
         task = env_lib.make(task)
     if callable(task) and not hasattr(task, "reward"):

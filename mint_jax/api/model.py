@@ -95,9 +95,7 @@ class Policy:
         return self._alone(self.model.train_step, rows)
 
     def forward_backward(self, rows: Rows) -> dict[str, float]:
-        """Adds the gradient of these rows to the policy's gradient sum and returns their metrics.
-        Arguments and errors are those of ``train_step``.
-        """
+        """Adds the gradient of these rows to the policy's gradient sum; as ``train_step``."""
         return self._alone(self.model.forward_backward, rows)
 
     def optim_step(self) -> dict[str, float]:
@@ -122,18 +120,14 @@ class Policy:
         return self.trainer.adapter(self.name)
 
     def sample(self, prompt: Prompt, **settings: Any) -> str:
-        """Returns the text of one completion with the current weights; greedy unless
-        ``temperature`` is set.
-        """
+        """Returns the text of one completion with the current weights."""
         return self.completions([prompt], **settings)[0][0].text or ""
 
     def completions(
         self, prompts: Sequence[Prompt], seed: int | None = None, **settings: Any
     ) -> list[list[Completion]]:
-        """Returns ``n`` completions of each prompt, with tokens and log-probabilities.
-
-        Arguments and errors are those of ``Model.completions``. Without a seed each call draws new
-        tokens, derived from the model's ``seed``, the policy's name and ``draws``.
+        """Returns ``n`` completions of each prompt, as ``Model.completions``. Without a seed each
+        call draws new tokens, derived from the model's ``seed``, the policy's name and ``draws``.
         """
         trainer, model = self.trainer, self.model
         encoded = inputs.encoded(model.base, prompts)
@@ -401,9 +395,7 @@ class Model:
         return self.need_trainer().update(self._groups(rows))
 
     def forward_backward(self, rows: Mapping[str | Policy, Rows]) -> dict[str, dict[str, float]]:
-        """Adds the gradients of several policies' rows to their gradient sums; see
-        ``Policy.forward_backward``.
-        """
+        """Adds the gradients of several policies' rows to their gradient sums."""
         totals = self.need_trainer().forward_backward(self._groups(rows))
         return {name: summarise(each) for name, each in totals.items()}
 
@@ -413,9 +405,7 @@ class Model:
         return self.need_trainer().optim_step(list(inputs.by_policy(given, self.policies)))
 
     def gradients(self, rows: Mapping[str | Policy, Rows]) -> dict[str, Any]:
-        """Returns the gradients of several policies' rows, from one pass; see
-        ``Policy.gradients``.
-        """
+        """Returns the gradients of several policies' rows, from one pass."""
         return self.need_trainer().gradients(self._groups(rows))
 
     def _groups(self, rows: Any) -> dict[str, Any]:
@@ -430,9 +420,7 @@ class Model:
         }
 
     def sample(self, prompt: Prompt, revision: Stored | None = None, **settings: Any) -> str:
-        """Returns the text of one completion of the base or of a stored revision; settings as in
-        ``completions``.
-        """
+        """Returns the text of one completion of the base or of a stored revision."""
         return self.completions([prompt], revision, **settings)[0][0].text or ""
 
     def completions(

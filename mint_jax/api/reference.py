@@ -24,7 +24,7 @@ SECTIONS = {
     "Below": ("Catalog", "Trainer", "Engine", "Scorer", "Example", "ListEnvironment", "UserError"),
 }
 # public to the other modules of the API only
-INTERNAL = {"join", "need_open", "need_trainer", "requests", "generate", "write_peft"}
+INTERNAL = {"need_open", "need_trainer", "requests", "generate", "write_peft"}
 
 
 def page(old: str) -> str:

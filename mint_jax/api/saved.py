@@ -43,9 +43,7 @@ def save(file: str | Path, trainer: Trainer, name: str, fingerprint: str, draws:
 
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """Contents of a state file: a policy's config and training state, the adapter that KL terms and
-    DPO compare with (None: the base or the start), ``Policy.draws``, and padded shapes so far.
-    """
+    """Contents of a state file; ``reference`` is None for the base or the start."""
 
     config: PolicyConfig
     state: HostState
@@ -54,7 +52,7 @@ class Saved:
     shapes: list[tuple[int, ...]]
 
     def restore(self, trainer: Trainer) -> None:
-        """Replaces the training state of the policy, which must have joined ``trainer``."""
+        """Replaces the training state of the policy, which is in ``trainer``."""
         trainer.replace(self.config.name, self.state)
         if self.reference is not None:
             trainer.refer(self.config.name, *self.reference)

@@ -10,13 +10,7 @@ from mint_jax.harness.adapters import JobCatalog
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Stored:
-    """A revision in a catalog, fixed when its name was looked up.
-
-    Attributes:
-        store: the catalog that has it.
-        name: ``policy@number``.
-        digest: digest of its bytes.
-    """
+    """A revision in a catalog, fixed when its name was looked up; ``name`` is ``policy@number``."""
 
     store: JobCatalog
     name: str

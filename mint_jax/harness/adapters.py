@@ -118,14 +118,9 @@ class LoadedAdapter:
 
 
 def read_adapter(name: str | Path, base: Base, catalog: JobCatalog | None = None) -> LoadedAdapter:
-    """Returns an adapter that fits the base.
-
-    Args:
-        name: a PEFT directory, or ``policy``, ``policy@alias``, ``policy@12`` or a digest of
-            ``catalog``.
-
-    Raises:
-        UserError: not found, unreadable, corrupt, or of another base.
+    """Returns an adapter that fits the base, by the name of a PEFT directory, or ``policy``,
+    ``policy@alias``, ``policy@12`` or a digest of ``catalog``. Raises ``UserError`` if it is not
+    found, damaged, or of another base.
     """
     text, revision = str(name), None
     if _is_directory(text):
@@ -167,11 +162,8 @@ def _check_base(schema: Schema, revision: Named, base: Base) -> None:
 
 
 class AdapterSource:
-    """Adapters by name for a ``Pool``; see ``PoolSource``. The catalog's revisions are leased from
-    ``look_up`` until ``release``, whatever becomes of their names.
-
-    Attributes:
-        revisions: the catalog's, by name.
+    """Adapters by name for a ``Pool``; see ``PoolSource``. The catalog's ``revisions`` are leased
+    from ``look_up`` until ``release``, whatever becomes of their names.
     """
 
     unpack = staticmethod(unpack)

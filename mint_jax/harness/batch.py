@@ -63,14 +63,9 @@ def run(
     program_of: Callable[[Base], Program],
     made_from: Mapping[str, Any],
 ) -> tuple[dict[str, Any], list[Row], list[Any], float]:
-    """Runs a program over the rows of ``config.input``.
-
-    Args:
-        made_from: further settings that decide the results, for resuming.
-
-    Returns:
-        the common part of the recipe's result, all output rows, the results computed now, and
-        seconds.
+    """Runs a program over the rows of ``config.input``. ``made_from`` has further settings that
+    decide the results, for resuming. Returns the common part of the recipe's result, all output
+    rows, the results computed now, and seconds.
     """
     workdir.save_config(config, folder)
     places, rows = zip(*numbered_rows(config.input))
@@ -152,15 +147,10 @@ def tokens_of(base: Base, row: Row, where: str) -> list[int]:
 
 
 class Output:
-    """Rows of one run, a context manager. Several processes have the same rows; the first writes.
-
-    Attributes:
-        rows: finished ones, by index in the input.
-
-    Raises:
-        UserError: the folder cannot be written, another process writes there, or the part is not
-            what an interrupted run leaves.
-        Interrupted: leaving the context on Ctrl-C or SIGTERM, with the number of finished rows.
+    """Rows of one run by their index in the input, a context manager. Several processes have the
+    same rows; the first writes. Raises ``UserError`` if the output cannot be written, another
+    process writes it, or the part is not what an interrupted run leaves; an interruption says how
+    many rows are done.
     """
 
     def __init__(self, path: Path, total: int):

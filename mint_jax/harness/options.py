@@ -96,9 +96,6 @@ class PolicySettings:
     seed: Natural | None = setting("unset: from the run's seed and the policy's name", None)
     rollout_revision = ""  # GRPO policies may draw from another revision
 
-    def preflight(self, where: str) -> None:
-        """Checks the environment or the data file; ``where`` is the policy's path in errors."""
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingSettings(CatalogSettings):
@@ -133,7 +130,9 @@ class TrainingSettings(CatalogSettings):
             if where:
                 need_package(name, name, f"{name}={where!r}")
         for name, policy in self.policies.items():
-            policy.preflight(f"policies.{name}")
+            for part in ("env", "data"):
+                if hasattr(policy, part):
+                    getattr(policy, part).preflight(f"policies.{name}.{part}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -143,7 +142,6 @@ class EnvSettings(Open):
     name: str = setting("a name in envs.env.REGISTRY, or module:factory")
 
     def make(self) -> env_lib.Environment:
-        """Returns the environment."""
         return env_lib.make(self.name, **self.extra)
 
     def preflight(self, where: str) -> None:
@@ -156,9 +154,7 @@ class BatchSettings(CatalogSettings):
 
     input: Place = setting("JSONL file to read", "")
     output: Place = setting("JSONL file to write", "")
-    slots: Count = setting(
-        "adapters on the device at once, for each rank bucket; more adapters take turns", 64
-    )
+    slots: Count = setting("adapters of each rank bucket on the device; others take turns", 64)
 
     def preflight(self) -> None:
         super().preflight()

@@ -1,10 +1,9 @@
-"""A training run's side of the catalog: it claims its policies, and one thread writes revisions,
-checkpoints and rollouts while training goes on. Only the first process writes.
+"""A training run's side of the catalog: it claims its policies, and one thread of the first process
+writes revisions, checkpoints and rollouts while training goes on.
 
-``run.json`` in the workdir has the run's id, by which a killed run takes back its own policies at
-once and fences off a process that still writes; other runs of these policies are refused until the
-run has ended. It also has the revisions that policies began with and that rollouts are drawn from:
-a restarted run uses the same ones, even where an alias has moved.
+``run.json`` in the workdir has the run's id, by which a killed run takes back its own policies and
+fences off a process that still writes. It also has the revisions that policies began with and that
+rollouts are drawn from: a restarted run uses the same ones, even where an alias has moved.
 """
 
 import contextlib
@@ -125,8 +124,7 @@ class Claim(NamedTuple):
 
     Attributes:
         start: digest, number and step of the revision that a policy continues; new ones have none.
-        fixed, references: digest or PEFT directory that a policy's rollouts are drawn from, and of
-            the reference of its loss.
+        fixed, references: digest or PEFT directory, by policy.
         writer: None in all processes but the first.
     """
 
@@ -143,16 +141,15 @@ def claim_policies(
     fixed: Mapping[str, str],
     references: Mapping[str, str] = MappingProxyType({}),
 ) -> Claim:
-    """Creates missing policies and opens a session of each; all processes call it.
+    """Creates missing policies and opens a session of each; all processes call it. Raises
+    ``UserError`` if a policy is trained by another run, is retired, or is of another base or
+    adapter config.
 
     Args:
         schemas: by the catalog's names of the policies.
         file: ``run.json`` of the workdir, which this process has locked.
-        fixed, references: names of revisions or PEFT directories, by policy.
-
-    Raises:
-        UserError: a policy is trained by another run, is retired, or is of another base or adapter
-            config; an unknown revision.
+        fixed, references: revisions or PEFT directories that rollouts are drawn from, and that
+            losses compare with.
     """
     writer: CatalogWriter | None = None
 

@@ -38,12 +38,8 @@ class Open:
 
 
 class Kind(NamedTuple):
-    """An annotation, taken apart.
-
-    Attributes:
-        type: a dataclass, ``dict``, ``tuple``, ``Any`` or the type of a single value.
-        item: annotation of the items of a dict or tuple.
-        mark: ``"path"``, the smallest value, or a tuple of choices.
+    """An annotation, taken apart; ``item`` is the annotation of the items of a dict or tuple,
+    ``mark`` is ``"path"``, the smallest value, or a tuple of choices.
     """
 
     type: Any
@@ -72,18 +68,12 @@ class Kind(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """A declared setting; ``default`` is ``UNSET`` where a value must be given."""
-
-    kind: Kind
-    default: Any
-    help: str
-
-
-class Line(NamedTuple):
-    """One setting of ``--help``. ``value`` is ``UNSET`` where one must be given."""
+    """A declared setting; ``value`` is its default or present value, ``UNSET`` where one must be
+    given.
+    """
 
     path: str
-    type: str
+    kind: Kind
     value: Any
     help: str
 
@@ -110,21 +100,19 @@ def declared(cls: Any) -> dict[str, Setting]:
         return {}
     hints = typing.get_type_hints(cls, include_extras=True)
     return {
-        f.name: Setting(kind_of(hints[f.name]), f.default, f.metadata.get("help", ""))
+        f.name: Setting(f.name, kind_of(hints[f.name]), f.default, f.metadata.get("help", ""))
         for f in dataclasses.fields(cls)
         if not (f.name == "extra" and issubclass(cls, Open))  # type: ignore[arg-type]
     }
 
 
 def build(cls: type[T], given: Mapping[str, Any], where: str = "", default: Any = None) -> T:
-    """Returns the dataclass with these values, and defaults for the others.
+    """Returns the dataclass with these values, and defaults for the others. Raises ``UserError`` if
+    a setting is missing, unknown or of another type, or the dataclass refuses it.
 
     Args:
         where: path of the section in error messages, such as ``policies.adder.``.
         default: an instance whose values replace the defaults of the class.
-
-    Raises:
-        UserError: a setting is missing, unknown or of another type, or the dataclass refuses it.
     """
     known, values = declared(cls), {}
     extra = {name: value for name, value in given.items() if name not in known}
@@ -132,7 +120,7 @@ def build(cls: type[T], given: Mapping[str, Any], where: str = "", default: Any 
         values["extra"] = {n: _value(Kind(Any), value, where + n) for n, value in extra.items()}
     elif extra:
         raise _unknown(where, next(iter(extra)), known)
-    for name, (kind, usual, line) in known.items():
+    for name, kind, usual, line in known.values():
         usual = usual if default is None else getattr(default, name)
         if name in given or (usual is UNSET and kind.is_section):
             values[name] = _read(kind, given.get(name, {}), where + name, usual)
@@ -162,10 +150,7 @@ def plain(value: Any) -> Any:
 
 def change(kind: Any, tree: dict[str, Any], path: str, text: str, where: str = "") -> None:
     """Sets one value of a nested dict from the command line's text; ``*`` in place of a policy's
-    name changes all policies.
-
-    Raises:
-        UserError: no such setting, or text that is not of its type.
+    name changes all policies. Refuses an unknown setting, and text that is not of its type.
     """
     kind, (name, _, rest) = kind_of(kind), path.partition(".")
     if name == "*" and rest and dataclasses.is_dataclass(kind.item):
@@ -192,22 +177,23 @@ def change(kind: Any, tree: dict[str, Any], path: str, text: str, where: str = "
 
 def describe(
     kind: Any, tree: Mapping[str, Any], where: str = "", default: Any = None
-) -> Iterator[Line]:
+) -> Iterator[Setting]:
     """Yields every setting with its present value; ``NAME`` stands for a name of one's own."""
     kind = kind_of(kind)
     known = declared(kind.type)
     for name in dict.fromkeys([*known, *tree] or (() if kind.takes_any_name else ("NAME",))):
         child = _child(kind, tree, name, where)
-        _, usual, line = known.get(name, (None, UNSET, ""))
+        _, _, usual, line = known.get(name, (name, child, UNSET, ""))
         value = tree.get(name, usual if default is None else getattr(default, name, UNSET))
         if child.is_section:
             inner = value if isinstance(value, Mapping) else {}
             instance = usual if dataclasses.is_dataclass(usual) else None
             yield from describe(child, inner, f"{where}{name}.", instance)
         else:
-            yield Line(where + name, str(child), value, line)
+            yield Setting(where + name, child, value, line)
     if kind.takes_any_name:
-        yield Line(f"{where}NAME", "value", None, "any further name" if known else "any name")
+        further = "any further name" if known else "any name"
+        yield Setting(f"{where}NAME", Kind(Any), None, further)
 
 
 def _child(kind: Kind, tree: Mapping[str, Any], name: str, where: str) -> Kind:

@@ -93,10 +93,8 @@ def policy_config(name: str, policy: PolicySettings, run_seed: int) -> PolicyCon
 
 @dataclasses.dataclass
 class PolicyData:
-    """Examples of one policy, as its recipe takes them: token ids of prompts, or groups.
-
-    Attributes:
-        per_step: examples of an update.
+    """Examples of one policy, as its recipe takes them: token ids of prompts, or groups;
+    ``per_step`` of them make an update.
     """
 
     config: PolicyConfig

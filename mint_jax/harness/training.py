@@ -41,17 +41,13 @@ ADAPTERS = "adapters"  # item of a checkpoint that restores without the rest
 
 class TrainingRun:
     """One run, a context manager: it holds the workdir, and from ``begin`` the policies, until it
-    ends. All processes make the same calls.
+    ends. Raises ``UserError`` if another process uses the workdir, if that has steps of another
+    config, or if a tracker cannot be used. All processes make the same calls.
 
     Attributes:
         step: updates done, by policy.
         notes: JSON of the recipe, which a resume restores.
-        fixed: digest or PEFT directory that rollouts are drawn from, for policies with
-            ``rollout_revision``.
-
-    Raises:
-        UserError: another process uses the workdir, it has steps of another config, or a tracker
-            cannot be used.
+        fixed: digest or PEFT directory that rollouts are drawn from, by policy.
     """
 
     def __init__(self, config: TrainingSettings, folder: Path):
@@ -82,17 +78,13 @@ class TrainingRun:
         shapes: Mapping[str, ShapeBook],
         sampling: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
     ) -> None:
-        """Claims the policies and restores the newest checkpoint.
+        """Claims the policies and restores the newest checkpoint. Raises ``UserError`` if another
+        run trains a policy, or the catalog has it with another base or adapter config.
 
         Args:
             shapes: padded sizes of each policy's updates, shared by policies that are always
-                updated together. Padding decides the order of sums, so an exact resume restores
-                them too.
+                updated together. Padding decides the order of sums, so a resume restores them too.
             sampling: how a policy's rollouts are drawn; its revisions record it.
-
-        Raises:
-            UserError: another run trains a policy, or the catalog has it with another base or
-                adapter config.
         """
         config, base = self.config, trainer.base
         self.trainer, self.shapes, self._sampling = trainer, shapes, sampling
@@ -154,14 +146,9 @@ class TrainingRun:
 
     def rows(self) -> dict[str, list[dict[str, Any]]]:
         """Returns the recorded metrics of all steps, by policy."""
-
-        def read() -> dict[str, list[dict[str, Any]]]:
-            found: dict[str, list[dict[str, Any]]] = {name: [] for name in self.names}
-            for row in map(json.loads, self._rows.read_text().splitlines()):
-                found[row["name"]].append(row)
-            return found
-
-        return multihost.agree("metrics", read)
+        read = multihost.agree("metrics", lambda: self._rows.read_text().splitlines())
+        rows = list(map(json.loads, read))
+        return {name: [row for row in rows if row["name"] == name] for name in self.names}
 
     def __enter__(self) -> "TrainingRun":
         return self
@@ -321,7 +308,6 @@ class TrainingRun:
         step's update.
 
         Args:
-            step: updates done when they were drawn.
             drawn_by: digest of the revision that drew them, or the policy's version.
             rollouts: returns the object, given that digest; called in the writing thread.
         """
@@ -356,11 +342,9 @@ class TrainingRun:
         detail: str,
         scores: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        """Records one update of some policies: metrics, progress, due exports and checkpoints.
-
-        Args:
-            scores: on held-out data after the update, higher is better. The alias ``best`` moves to
-                a policy's best revision so far.
+        """Records one update of some policies: metrics, progress, due exports and checkpoints. The
+        alias ``best`` moves to a policy's revision with the highest of ``scores``, which are on
+        held-out data.
         """
         for name, row in rows.items():
             self.step[name] = step + 1

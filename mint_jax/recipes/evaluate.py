@@ -1,11 +1,9 @@
 """Rewards of adapters, and of the bare base, on the held-out examples of an environment.
 
 Each adapter is sampled twice with the same seeds: alone, and in one batch with others, as a server
-does. The reward of the first is the adapter's score. It is refused where the second was not drawn
-from the same adapter (see ``compare``), and else recorded in the catalog.
-
-A revision is sampled as in its training, except for settings in ``config.sampling``. The base and
-PEFT directories are sampled as the first revision with recorded settings, or by the defaults.
+does. The reward of the first is its score, which is recorded in the catalog unless the second was
+not drawn from the same adapter (see ``compare``). A revision is sampled as in its training, except
+for ``config.sampling``; the base and PEFT directories as the first revision with recorded settings.
 """
 
 import dataclasses
@@ -41,10 +39,8 @@ SPREAD = 5.0  # 2 exp(-SPREAD ** 2 / 2) = 7e-6
 
 
 def run(config: EvaluateSettings, folder: Path) -> dict[str, Any]:
-    """Evaluates ``config.adapters``; returns the result.
-
-    Raises:
-        UserError: an adapter's scores alone and in one batch disagree; nothing is recorded.
+    """Evaluates ``config.adapters``; returns the result. Raises ``UserError`` if an adapter's
+    scores alone and in one batch disagree; nothing is recorded then.
     """
     workdir.save_config(config, folder)
     environment = config.env.make()
@@ -231,11 +227,9 @@ class Agreement:
     """Comparison of two samplings of the same rows.
 
     Attributes:
-        error, allowed_error: root mean square of the batch's log-probabilities minus the adapter's
-            own, nats, and its bound.
-        worst, allowed_worst: the same of the worst row.
-        isolated, shared: mean rewards alone and in the batch.
-        tolerance: bound of their difference.
+        error, worst: root mean square of the batch's log-probabilities minus the adapter's own,
+            nats, over all tokens and of the worst row.
+        isolated, shared: mean rewards alone and in the batch, which may differ by ``tolerance``.
     """
 
     error: float
@@ -282,18 +276,14 @@ def compare(
     shared_rewards: Sequence[float],
     dtype: str,
 ) -> Agreement:
-    """Compares the same rows sampled alone and in a batch with others.
+    """Compares the same rows sampled alone and in a batch with others, by the sampled
+    log-probabilities minus the adapter's own, one array a row.
 
-    The batch's log-probabilities may differ from the adapter's own by rounding, which is measured
-    on the rows drawn alone: by ``WHOLE`` times as much over all tokens, and by ``WORST`` times in
-    the worst row. Another adapter differs by tenths of a nat; one that changes less than the
-    rounding cannot be distinguished from it. A row's two rewards have the same distribution, so by
-    Hoeffding's bound the sum of their differences exceeds ``SPREAD`` times the root of the sum of
-    their squares in fewer than 1 in 100,000 comparisons.
-
-    Args:
-        alone, shared: sampled log-probabilities minus the adapter's own, one array a row.
-        dtype: of the base.
+    The batch's may differ by rounding, which is measured on the rows drawn alone: by ``WHOLE``
+    times as much over all tokens, and by ``WORST`` times in the worst row. Another adapter differs
+    by tenths of a nat. A row's two rewards have the same distribution, so by Hoeffding's bound the
+    sum of their differences exceeds ``SPREAD`` times the root of the sum of their squares in fewer
+    than 1 in 100,000 comparisons.
     """
     (noise, noisiest), (error, worst) = map(_sizes, (alone, shared))
     difference = np.subtract(isolated_rewards, shared_rewards)

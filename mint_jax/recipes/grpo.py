@@ -11,7 +11,7 @@ Axes: Q prompts, G completions of a prompt.
 import dataclasses
 import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,11 @@ def run(config: GrpoSettings, folder: Path) -> dict[str, Any]:
             after = job.evaluate()
     rows = run.rows()
     if multihost.is_main():
-        report_rewards(job, rows, run.notes["before"], after, folder / "rewards.png")
+        before = run.notes["before"]
+        for name, member in job.members.items():
+            report.completions(name, member.env.held_out, before[name][1], after[name][1], 2)
+        held_out = {name: (before[name][0], after[name][0]) for name in after}
+        report.curves(rows, "reward", folder / "rewards.png", held_out)
     say(f"reward curves: {folder / 'rewards.png'}; revisions: {run.catalog.place}")
     return {
         "job": "grpo",
@@ -192,16 +196,6 @@ def rollout_groups(sampling: GrpoSampling, rollout: Rollout, rewards_QG: np.ndar
     return to_groups(made, rewards_QG, *how)
 
 
-def report_rewards(
-    job: ConcurrentGrpo, rows: Mapping[str, list[dict]], before: HeldOut, after: HeldOut, file: Path
-) -> None:
-    """Prints two completions of each policy before and after training, and draws its rewards."""
-    held_out = {name: (before[name][0], after[name][0]) for name in after}
-    for name, member in job.members.items():
-        report.completions(name, member.env.held_out, before[name][1], after[name][1], 2)
-    report.curves(rows, "reward", file, held_out)
-
-
 def result_row(
     job: ConcurrentGrpo,
     run: TrainingRun,
@@ -218,9 +212,10 @@ def result_row(
         "rank": job.trainer.policies[name].adapter.rank,
         "reward_before": round(run.notes["before"][name][0], 4),
         "reward_after": round(after[0], 4),
-        "gap": round(float(np.mean([row["gap"] for row in rows])), 6),
     }
-    if "out_of_route" in rows[0]:  # share of tokens that the trainer's routers would send elsewhere
-        row["out_of_route"] = round(float(np.mean([row["out_of_route"] for row in rows])), 4)
+    # out_of_route: share of tokens that the trainer's routers would send elsewhere
+    for metric, digits in (("gap", 6), ("out_of_route", 4)):
+        if metric in rows[0]:
+            row[metric] = round(float(np.mean([one[metric] for one in rows])), digits)
     row |= {"adapter_bytes": size, "base_percent": round(100 * size / job.base.full_bytes, 3)}
     return row | {"revision": digest, "number": number}

@@ -34,6 +34,7 @@ from mint_jax.rollout.ranges import check_ranges
 from mint_jax.train import advantages
 from mint_jax.train.config import KINDS, LossConfig
 
+Shapes = tuple[tuple[int, ...], ...]
 SERVICE_PACKAGES = "starlette pydantic jwt uvicorn google.protobuf zstandard pyrage"
 CACHE_GIB = "largest cache of the sampler, GiB; 0: 1 GiB on a CPU, most free memory elsewhere"
 MAX_ROWS = "rows sampled together"
@@ -53,9 +54,7 @@ class GrpoSampling:
     temperature: float = setting("above 0, of the distribution that is sampled", 1.0)
     stop: tuple[str, ...] = setting("strings that end a completion", ())
     baseline: str = setting("group_mean (GRPO), leave_one_out (RLOO) or none", "group_mean")
-    divide_by_std: bool | None = setting(
-        "divide advantages by the rewards' std; unset: as the baseline's paper", None
-    )
+    divide_by_std: bool | None = setting("divide by the rewards' std; unset: as in its paper", None)
     normalisation: str = setting("weight of a token: token, sequence, constant or sum", "token")
     updates: Count = setting("optimizer updates on the same rollouts", 1)
     replay: bool = setting("train through the experts that the sampler used (R3)", True)
@@ -111,9 +110,6 @@ class GrpoPolicy(PolicySettings):
                 " job sft or dpo"
             )
 
-    def preflight(self, where: str) -> None:
-        self.env.preflight(f"{where}.env")
-
 
 @dataclasses.dataclass(frozen=True)
 class HeldOutSettings:
@@ -137,9 +133,7 @@ class GrpoSettings(TrainingSettings):
     eval: HeldOutSettings = setting("evaluation before and after training", HeldOutSettings())
     router_noise: Amount = setting("std of noise on the trainer's router weights; 0: none", 0.0)
     trainer_dtype: str = setting("dtype of a second base for the trainer; empty: one base", "")
-    trainer_quantise: str | None = setting(
-        "int8, float8 or empty (none) for that second base; unset: as the sampler's", None
-    )
+    trainer_quantise: str | None = setting("its 8-bit type, or empty; unset: the sampler's", None)
     policies: dict[str, GrpoPolicy] = setting("policies by name")
 
 
@@ -188,9 +182,6 @@ class SftPolicy(PolicySettings):
                 f"loss.kind is {self.loss.kind!r}, but this job minimises {kind!r}: drop"
                 " loss.kind, or choose another job"
             )
-
-    def preflight(self, where: str) -> None:
-        self.data.preflight(f"{where}.data")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -288,9 +279,7 @@ class ServeSettings(CatalogSettings):
     name: str = setting("clients' name of the base; empty: the setting base", "")
     tokenizer: Place = setting("hub name or folder for Tinker clients; empty: the base's name", "")
     peft_folder: Place = setting("folder that /v1/load_lora_adapter may read; empty: none", "")
-    api_keys: Place = setting(
-        "folder made by python -m mint_jax.service.keys; empty: no keys, on loopback only", ""
-    )
+    api_keys: Place = setting("folder of mint_jax.service.keys; empty: no keys, loopback only", "")
     hosts: tuple[str, ...] = setting("further Host headers that a server without keys takes", ())
     certificate: Place = setting("TLS certificate with its chain; empty: no TLS", "")
     private_key: Place = setting("key of the certificate, where its file has none", "")
@@ -298,15 +287,10 @@ class ServeSettings(CatalogSettings):
     ranks: tuple[int, ...] = setting("powers of two; a policy gets the next larger one", (32,))
     slots: Count = setting("policies in training on the device, for each of ranks", 4)
     adapters: Count = setting("revisions for sampling on the device, for each of ranks", 16)
-    shapes: tuple[tuple[int, ...], ...] = setting(
-        "training steps as blocks, rows, tokens and targets of a position; empty: for the devices",
-        (),
-    )
+    shapes: Shapes = setting("blocks, rows, tokens and targets of each step; empty: by device", ())
     max_rows: Count = setting(MAX_ROWS, 32)
     cache_gib: Amount = setting(CACHE_GIB, 0.0)
-    reuse_decoded: bool = setting(
-        "reuse the cache of sampled tokens in a chat's next turn; rounding may differ", False
-    )
+    reuse_decoded: bool = setting("reuse a chat's sampled tokens; rounding may differ", False)
     host_gib: Amount = setting("host memory for idle policies, and again for adapters, GiB", 4.0)
     gap_s: Amount = setting("seconds that decoding rows wait for a training step at most", 0.5)
     idle_gap_s: Amount = setting("the same while no row decodes", 2.0)
@@ -377,9 +361,7 @@ class ScaleUpSettings(RecipeSettings):
 
     base: str = setting("name of the model in the report")
     dtype: Dtype = setting("type of the base", "bfloat16")
-    topology: str = setting(
-        "pod, such as v5p:2x2x1, or v5p-8 as clouds name it; smallest: the smallest that fits"
-    )
+    topology: str = setting("pod, such as v5p:2x2x1 or v5p-8; smallest: the smallest that fits")
     chip: str = setting("chip whose pods smallest tries", "v5p")
     mesh: MeshSizes = setting("division of the devices", MeshSizes())
     kernels: Kernels = setting("implementation of each kernel", Kernels())

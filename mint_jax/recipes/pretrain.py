@@ -1,8 +1,7 @@
 """Trains a small base of any supported family from random weights on environments' answers, and
 writes a checkpoint directory.
 
-Tests and examples get a sparse model that can do something here: no package has weights of one. All
-parameters train, on one device in float32; the tokenizer has one token per character.
+All parameters train, on one device in float32; the tokenizer has one token per character.
 """
 
 import functools
@@ -31,28 +30,26 @@ from mint_jax.recipes.options import PretrainSettings
 
 END, UNKNOWN = "<end>", "<unknown>"
 ALPHABET = "\n" + "".join(map(chr, range(32, 127)))
+IDS = {token: i for i, token in enumerate([END, UNKNOWN, *ALPHABET])}
 
 
-def write_tokenizer(directory: Path) -> int:
-    """Writes a tokenizer of single ASCII characters; returns the size of its vocabulary."""
+def write_tokenizer(directory: Path) -> None:
+    """Writes a tokenizer of single ASCII characters."""
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
 
-    vocab = {token: i for i, token in enumerate([END, UNKNOWN, *ALPHABET])}
-    tokenizer = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token=UNKNOWN))
+    tokenizer = tokenizers.Tokenizer(models.WordLevel(IDS, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([END])
     tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": END}))
-    return len(vocab)
 
 
 def encode_rows(examples: list[Example]) -> tuple[np.ndarray, np.ndarray]:
     """Returns ids of prompt, space, answer and newline, ``[rows, T]`` padded with ``END``, and a
     mask of the tokens to learn.
     """
-    ids = {token: i for i, token in enumerate([END, UNKNOWN, *ALPHABET])}
     texts = [(example.messages, f" {example.answer}\n") for example in examples]
     for prompt, answer in texts:
         if not isinstance(prompt, str) or not set(prompt + answer) <= set(ALPHABET):
@@ -65,7 +62,7 @@ def encode_rows(examples: list[Example]) -> tuple[np.ndarray, np.ndarray]:
     learn = np.zeros((len(texts), width), np.float32)
     for row, (prompt, answer) in enumerate(texts):
         length = len(prompt) + len(answer)
-        tokens[row, :length] = [ids[str(c)] for c in (*prompt, *answer)]
+        tokens[row, :length] = [IDS[c] for c in f"{prompt}{answer}"]
         learn[row, len(prompt) : length] = 1.0
     return tokens, learn
 
@@ -92,7 +89,7 @@ def run(config: PretrainSettings, folder: Path) -> dict[str, Any]:
     target = folder / "base"
     if target.exists():
         raise UserError(f"{target} exists: remove it, or choose another --workdir")
-    fields = {**config.model, "vocab_size": len(ALPHABET) + 2, "eos_token_id": 0}
+    fields = {**config.model, "vocab_size": len(IDS), "eos_token_id": 0}
     cfg = from_hf(fields)
     environments = [env_lib.make(**dict(section)) for section in config.envs]
     examples = [example for env in environments for example in env.train]

@@ -27,11 +27,11 @@ def usage(cls: type[RecipeSettings], tree: dict[str, Any]) -> str:
     """Lists every setting with its present value, type and help."""
     width = min(120, shutil.get_terminal_size().columns)
     out = [f"\nsettings of job {tree['job']}:"]
-    for path, words, value, line in settings.describe(cls, tree):
+    for path, kind, value, line in settings.describe(cls, tree):
         is_unset = value is None or value is settings.UNSET
         shown = "" if is_unset else value if isinstance(value, str) else repr(value)
         out.append(f"  --config.{path}={shown}")
-        about = f"{words}; {line}" if line else words
+        about = f"{kind}; {line}" if line else str(kind)
         out += textwrap.wrap(about, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(out)
 
@@ -47,9 +47,9 @@ def page() -> str:
     parts = [HEAD]
     for job, cls in OF_JOB.items():
         parts.append(f"## {job}\n\n{summary(job)}\n\n{TABLE}")
-        for path, words, value, line in settings.describe(cls, {}):
+        for path, kind, value, line in settings.describe(cls, {}):
             usual = "(not set)" if value is None else f"`{value!r}`"
-            cells = f"`{path}`", "" if value is settings.UNSET else usual, words, line
+            cells = f"`{path}`", "" if value is settings.UNSET else usual, str(kind), line
             parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(parts) + "\n"
 

@@ -1,8 +1,6 @@
 """Rollouts: prompts of each policy's environment, completions that its adapter draws, and scored
-completions as groups to train on.
-
-An episode is one sampled continuation of a prompt, of one turn or several: the policy's tokens are
-targets, the environment's tokens in between have weight 0.
+episodes as groups to train on. An episode is one sampled continuation of a prompt, of one turn or
+several: the policy's tokens are targets, the environment's in between have weight 0.
 
 Axes: Q prompts, G completions or episodes of a prompt.
 """
@@ -102,11 +100,7 @@ class PolicySampler:
 
     @contextlib.contextmanager
     def sampling_from(self, fixed: dict[str, str], catalog: JobCatalog) -> Iterator[None]:
-        """In this block these policies sample from other adapters, which stay as they are.
-
-        Args:
-            fixed: digest or PEFT directory, by policy.
-        """
+        """In this block these policies sample from other adapters, by digest or PEFT directory."""
         names = list(fixed.values())
         with (
             adapters.pool_of(self.base, names, catalog, max(1, len(names))) as pool,

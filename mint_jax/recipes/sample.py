@@ -1,15 +1,10 @@
 """Completions of given prompts: JSONL in, JSONL out, base and adapters mixed in one batch.
 
-A line is ``{"prompt": "text"}``, ``{"messages": [...]}`` (with ``tools`` and
-``chat_template_kwargs`` of the chat template) or ``{"tokens": [...]}``. It may have an ``id``, an
-``adapter`` (a PEFT directory, or a revision of ``config.catalog``), any setting of
-``config.sampling``, ``logit_bias`` (added to logits by token id, ``{"17": -100}``),
-``target_prompt_logprobs`` and ``prompt_logprobs_last_n``; see ``rollout.request``.
-
-A result is ``{"id", "prompt_tokens", "revision", "completions": [{"tokens", "logprobs", "text",
-"finish"}]}``, in the order of the input; ``revision`` is the adapter's digest, null for the bare
-base. Requested ``top_logprobs`` are lists of [token, log-probability] of a completion; values of
-the prompt's positions have the names of their settings. See ``harness.batch``.
+A line has ``prompt``, ``messages`` or ``tokens``. It may have an ``id``, an ``adapter`` (a PEFT
+directory, or a revision of ``config.catalog``), any setting of ``config.sampling`` and of
+``LineOptions``; see ``rollout.request``. A result is ``{"id", "prompt_tokens", "revision",
+"completions": [{"tokens", "logprobs", "text", "finish"}]}``, in the order of the input;
+``revision`` is the adapter's digest, null for the bare base. See ``harness.batch``.
 """
 
 import dataclasses

@@ -7,7 +7,6 @@ roofline estimate are printed, drawn and saved, and so is the memory of a proces
 and samples.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,46 +33,56 @@ class Question:
     """A config with its model, compiled for one pod after another."""
 
     def __init__(self, config: ScaleUpSettings):
-        self.fallen = dispatch.fallen.copy()  # kernels passed over before
         self.config, self.train, self.rollout = config, config.train, config.rollout
         self.dtype, self.adapter = DTYPES[config.dtype], config.adapter
         self.cfg = from_hf(config.model).replace(kernels=config.kernels)
 
     def plan(self, target: chips.Target) -> Plan:
         """Returns the plan of a pod; raises ``UserError`` if the mesh does not fit it."""
-        config, devices = self.config, list(target.devices)
-        mesh = mesh_lib.make_mesh(vars(config.mesh), devices)
-        return Plan(self.cfg, mesh, self.dtype, self.adapter, config.quantise)
+        mesh = mesh_lib.make_mesh(vars(self.config.mesh), list(target.devices))
+        return Plan(self.cfg, mesh, self.dtype, self.adapter, self.config.quantise)
 
-    def measured(self, plan: Plan, target: chips.Target) -> Iterator[Measured]:
-        """Compiles each program, with a line before and after."""
+    def measured(self, plan: Plan, target: chips.Target, whole: bool) -> tuple[list[Measured], str]:
+        """Compiles the programs; unless ``whole``, stops where the pod is too small. Returns their
+        measurements, and the reason why the pod is too small.
+        """
+        found, margin = [], self.config.margin
+        if not whole and plan.base_bytes > (1 - margin) * target.hbm:
+            return found, (
+                f"does not fit: weights alone are {plan.base_bytes / GIB:.1f} of"
+                f" {target.hbm / GIB:.1f} GiB a device, of which {100 * margin:.0f} % are to stay"
+                " free"
+            )
         for program in plan.programs(self.train, self.rollout):
             say(f"compiling {program.name} for {target.name} ({target.chips} chips)")
             m = measure(program, plan.mesh, target)
+            found.append(m)
             free = f"free HBM {100 * m.free:.1f} %, compiled in {m.compile_s:.0f} s"
-            fits = m.fits(self.config.margin)
-            say(f"{m.program}: fits, {free}" if fits else m.reason(self.config.margin))
-            yield m
+            fits = m.fits(margin)
+            say(f"{m.program}: fits, {free}" if fits else m.reason(margin))
+            if not fits and not whole:
+                return found, m.reason(margin)
+        return found, ""
 
 
 def run(config: ScaleUpSettings, folder: Path) -> dict[str, Any]:
     """Compiles for ``config.topology``, or for larger and larger pods of ``config.chip`` until one
     fits.
     """
-    question, smallest = Question(config), config.topology == "smallest"
-    names = chips.names(config.chip) if smallest else [config.topology]
+    fallen, question = dispatch.fallen.copy(), Question(config)
+    smallest = config.topology == "smallest"
     workdir.save_config(config, folder)
     tried: dict[str, str] = {}
-    for name in names:
+    for name in chips.names(config.chip) if smallest else [config.topology]:
         target = chips.target(name)
         try:
             plan = question.plan(target)
-            measured = _measure(question, plan, target, tried if smallest else None)
+            measured, tried[name] = question.measured(plan, target, whole=not smallest)
         except UserError as error:  # the mesh does not divide the pod, the base or the rows
             if not smallest:
                 raise
             tried[name] = str(error)
-        if name not in tried:
+        if not tried[name]:
             break
         say(f"{name}: {tried[name]}")
     else:
@@ -83,34 +92,14 @@ def run(config: ScaleUpSettings, folder: Path) -> dict[str, Any]:
             f" or another --config.chip. {reasons}"
         )
     result = _result(question, plan, target, measured)
+    platform = "cuda" if target.name.startswith("cuda:") else "tpu"
+    result["kernels_passed_over"] = dispatch.passed_over(fallen, platform)
     if smallest:
-        result["tried"] = tried | {target.name: "fits"}
+        result["tried"] = tried | {name: "fits"}
     _show(config, result, measured, folder)
-    if config.hlo:
-        for m in measured:
-            (folder / f"{m.program}.hlo.txt").write_text(m.text)
+    for m in measured if config.hlo else ():
+        (folder / f"{m.program}.hlo.txt").write_text(m.text)
     return result
-
-
-def _measure(
-    question: Question, plan: Plan, target: chips.Target, tried: dict[str, str] | None
-) -> list[Measured]:
-    """Returns all programs' measurements; with ``tried``, stops where the pod is too small and adds
-    the reason.
-    """
-    measured, margin = [], question.config.margin
-    if tried is not None and plan.base_bytes > (1 - margin) * target.hbm:
-        tried[target.name] = (
-            f"does not fit: weights alone are {plan.base_bytes / GIB:.1f} of"
-            f" {target.hbm / GIB:.1f} GiB a device, of which {100 * margin:.0f} % are to stay free"
-        )
-        return measured
-    for m in question.measured(plan, target):
-        measured.append(m)
-        if tried is not None and not m.fits(margin):
-            tried[target.name] = m.reason(margin)
-            break
-    return measured
 
 
 def _result(
@@ -121,7 +110,6 @@ def _result(
     base = params_lib.count(transformer.abstract(question.cfg))
     one = params_lib.count(lora_tree.adapter_specs(plan.specs, config.adapter))
     adapter = {name: getattr(config.adapter, name) for name in ("rank", "alpha")}
-    platform = "cuda" if target.name.startswith("cuda:") else "tpu"
     return {
         "job": "scale_up",
         "model": config.base,
@@ -140,7 +128,6 @@ def _result(
         "adapters": config.rollout.adapters,
         "fits": int(all(m.fits(config.margin) for m in measured)),
         "colocated": colocated(measured, plan.base_bytes).json(config.margin),
-        "kernels_passed_over": dispatch.passed_over(question.fallen, platform),
     } | {m.program: m.json(config.margin) for m in measured}
 
 
@@ -149,19 +136,17 @@ def _show(
 ) -> None:
     """Prints and draws the result."""
     axes = [f"{axis} {size}" for axis, size in result["mesh"].items() if size > 1]
-    base = (
+    head = (
         f"{config.base}, {result['parameters'] / 1e9:.4g}B parameters,"
-        f" {result['base_bytes_per_device'] / GIB:.3g} GiB a device"
-    )
-    pod = f"{result['topology']}: {result['chips']} chips, {' x '.join(axes) or 'one device'}"
-    adapters = (
+        f" {result['base_bytes_per_device'] / GIB:.3g} GiB a device",
+        f"{result['topology']}: {result['chips']} chips, {' x '.join(axes) or 'one device'}",
         f"{config.train.policies} policies in training, {config.rollout.adapters} adapters in"
         f" sampling, rank {config.adapter.rank} on {', '.join(config.adapter.targets)},"
-        f" {result['adapter_percent_of_base']} % of the base each"
+        f" {result['adapter_percent_of_base']} % of the base each",
     )
     together = colocated(measured, result["base_bytes_per_device"])
     rows = aot_report.rows(measured, together, config.margin)
-    report.table(f"{base}\n{pod}\n{adapters}", aot_report.columns(measured), rows)
+    report.table("\n".join(head), aot_report.columns(measured), rows)
     say(
         "colocated: base, training state, adapters in sampling and caches resident together, and"
         " the largest temporaries of one program\ntimes are lower bounds: datasheet peaks, memory"
@@ -169,8 +154,5 @@ def _show(
         " prompts, decode the last token of every row"
     )
     for one in result["kernels_passed_over"]:
-        say(
-            f"{one['op']}: {one['implementation']} was passed over {one['times']} times:"
-            f" {one['reason']}"
-        )
-    aot_report.picture((base, pod, adapters), measured, folder / "scale_up.png")
+        say("{op}: {implementation} was passed over {times} times: {reason}".format(**one))
+    aot_report.picture(head, measured, folder / "scale_up.png")

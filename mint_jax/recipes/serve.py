@@ -1,10 +1,9 @@
 """Serves one base: many tenants train adapters over it and sample from them, with Tinker's and
 OpenAI's clients.
 
-It prints ``{"listening": true, "url": ...}`` before it loads the base, ``{"ready": true, "url":
-...}`` when everything is compiled, and serves until SIGTERM or Ctrl-C. A request is served as soon
-as its own programs are compiled. Everything acknowledged is in the workdir: the same command
-continues from there.
+It prints ``{"listening": true, "url": ...}`` before it loads the base, and ``{"ready": true, "url":
+...}`` when all is compiled. A request is served as soon as its own programs are compiled.
+Everything acknowledged is in the workdir: the same command continues from there.
 """
 
 import contextlib

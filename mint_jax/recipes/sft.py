@@ -39,11 +39,8 @@ class Task:
 
     Attributes:
         to_group: base, row, its place for errors, ``append_eos`` -> a group with weights 1.
-        from_env: examples of an environment -> rows.
         forms: columns of rows.
-        measure: trainer, data -> held-out metrics by policy.
-        headline: the metric of tables and progress lines.
-        sign: 1 where a higher headline is better, else -1.
+        headline: metric of tables and progress; ``sign`` is 1 where a higher one is better.
     """
 
     to_group: Callable[[Base, Row, str, bool], Group]

@@ -23,16 +23,19 @@ ROWS = [
 
 @pytest.fixture
 def with_peft(hf_dirs, mesh, tmp_path):
-    """A PEFT directory with random factors, made by PEFT, and the base."""
+    """The base, and a PEFT directory with random factors, made by PEFT."""
     config = peft.LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj", "down_proj"])
-    randomise(peft.get_peft_model(oracles.torch_model(hf_dirs("llama")), config)).save_pretrained(
-        tmp_path / "peft"
-    )
+    model = randomise(peft.get_peft_model(oracles.torch_model(hf_dirs("llama")), config))
+    model.save_pretrained(tmp_path / "peft")
     return mint.load(str(hf_dirs("llama")), mesh=mesh), tmp_path / "peft"
 
 
+TOKENS, PREFIX = [5, 9, 33, 70, 12, 41, 8, 2], 3
+MODULES = {"attn/q": "self_attn.q_proj", "mlp/down": "mlp.down_proj"}
+
+
 def torch_gradients(hf_dir, directory, loss_of):
-    """Gradients of a loss of the log-probabilities of ``TOKENS``, by module, in float64."""
+    """Returns a loss of the log-probabilities of ``TOKENS``, and its gradients, in float64."""
     model = peft_model(hf_dir, directory).double()
     for name, x in model.named_parameters():
         x.requires_grad_("lora_" in name)
@@ -40,27 +43,34 @@ def torch_gradients(hf_dir, directory, loss_of):
     logp = torch.log_softmax(model(tokens).logits[0, :-1], -1).gather(-1, tokens[0, 1:, None])[:, 0]
     loss = loss_of(logp)
     loss.backward()
-    return float(loss.detach()), {
-        name: x.grad.numpy() for name, x in model.named_parameters() if "lora_" in name
-    }
+    named = model.named_parameters()
+    return float(loss.detach()), {n: x.grad.numpy() for n, x in named if "lora_" in n}
 
 
-TOKENS, PREFIX = [5, 9, 33, 70, 12, 41, 8, 2], 3
+def assert_close(gradients, expected):
+    assert len(jax.tree.leaves(gradients)) == 4
+    for target, module in MODULES.items():
+        tree = gradients["dense"]
+        for part in target.split("/"):
+            tree = tree[part]
+        for layer in range(3):
+            key = f"base_model.model.model.layers.{layer}.{module}.lora_{{}}.default.weight"
+            for found, factor in ((tree["a"][layer], "A"), (tree["b"][layer].T, "B")):
+                wanted = expected[key.format(factor)]
+                # float32 against float64: an element is a sum of terms as large as the largest
+                atol = 1e-5 * np.abs(wanted).max()
+                np.testing.assert_allclose(found, wanted, rtol=2e-4, atol=atol)
 
 
 @pytest.mark.long
 def test_gradients_start_and_export_agree_with_peft(with_peft, hf_dirs, tmp_path):
     base, directory = with_peft
+    n = len(TOKENS) - PREFIX
+    sequence = mint.TrainSequence(TOKENS[PREFIX:], [1 / n] * n, [0.5] * n)
+    group = mint.Group(TOKENS[:PREFIX], [sequence])
     plain = base.policy("plain", start=directory)
     assert (plain.config.adapter.rank, plain.config.adapter.alpha, plain.steps) == (3, 6.0, 0)
-    n = len(TOKENS) - PREFIX
-    group = mint.Group(
-        TOKENS[:PREFIX], [mint.TrainSequence(TOKENS[PREFIX:], [1 / n] * n, [0.5] * n)]
-    )
-
-    def quadratic(t):
-        return jnp.square(t.logp + t.advantages)
-
+    quadratic = lambda t: jnp.square(t.logp + t.advantages)  # noqa: E731
     own = base.policy("own", start=directory, loss=quadratic)
     oracle = {
         "plain": lambda logp: -logp[PREFIX - 1 :].mean(),
@@ -68,52 +78,37 @@ def test_gradients_start_and_export_agree_with_peft(with_peft, hf_dirs, tmp_path
     }
     found = base.gradients({"plain": [group], own: [group]})
     for name, loss_of in oracle.items():
+        policy = base.policies[name]
         value, expected = torch_gradients(hf_dirs("llama"), directory, loss_of)
-        before = base.policies[name].adapter()
-        metrics = base.policies[name].forward_backward([group])
-        assert metrics["loss"] == pytest.approx(value, rel=1e-5)
-        chex.assert_trees_all_equal(base.policies[name].adapter(), before)
-        for gradients in (found[name], base.policies[name].gradients()):
-            assert len(jax.tree.leaves(gradients)) == 4
-            for target, module in (("attn/q", "self_attn.q_proj"), ("mlp/down", "mlp.down_proj")):
-                tree = gradients["dense"]
-                for part in target.split("/"):
-                    tree = tree[part]
-                for layer in range(3):
-                    key = f"base_model.model.model.layers.{layer}.{module}.lora_{{}}.default.weight"
-                    for found_one, factor in ((tree["a"][layer], "A"), (tree["b"][layer].T, "B")):
-                        wanted = expected[key.format(factor)]
-                        # float32 against float64: an element is a sum of terms as large as the
-                        # largest element
-                        np.testing.assert_allclose(
-                            found_one, wanted, rtol=2e-4, atol=1e-5 * np.abs(wanted).max()
-                        )
+        before = policy.adapter()
+        assert policy.forward_backward([group])["loss"] == pytest.approx(value, rel=1e-5)
+        chex.assert_trees_all_equal(policy.adapter(), before)
+        assert_close(found[name], expected)
+        assert_close(policy.gradients(), expected)
     out = plain.export(tmp_path / "out")
-    again = base.policy("again", start=out)
-    chex.assert_trees_all_equal(again.adapter(), plain.adapter())
-    _, expected = torch_gradients(hf_dirs("llama"), out, oracle["plain"])
-    assert expected, "PEFT loads what export wrote"
+    assert torch_gradients(hf_dirs("llama"), out, oracle["plain"])[1], "PEFT loads the export"
     with mint.open(tmp_path / "catalog", create=True) as store:
         plain.save(store)
-        base.export(store["plain@latest"], tmp_path / "stored")
-        from_store = base.policy("from_store", start=store["plain@latest"])
-    chex.assert_trees_all_equal(from_store.adapter(), plain.adapter())
+        stored = store["plain@latest"]
+        base.export(stored, tmp_path / "stored")
+        started = [base.policy("again", start=out), base.policy("stored", start=stored)]
+    for policy in started:
+        chex.assert_trees_all_equal(policy.adapter(), plain.adapter())
     for file in ("adapter_model.safetensors", "adapter_config.json"):
         assert (tmp_path / "stored" / file).read_bytes() == (out / file).read_bytes()
-    with pytest.raises(mint.UserError, match=r"reference is given, but .* compares with nothing"):
-        base.policy("x", reference=out)
     kl = mint.LossConfig("cross_entropy", kl_kind="k3", kl=1.0)
     near = base.policy("near", 2, targets=["q"], loss=kl, reference=out)
     assert near.config.loss.reference == str(out)
-    own_reference = near.forward_backward([group])["kl"]
-    assert own_reference > 1e-4, "a fresh adapter is not the reference's"
-    assert base.policy("same", start=out, loss=kl).forward_backward([group])["kl"] == pytest.approx(
-        0.0, abs=1e-6
-    )
-    with pytest.raises(mint.UserError, match="rank and start are both given"):
-        base.policy("x", 4, start=out)
-    with pytest.raises(mint.UserError, match="is not empty"):
-        plain.export(out)
+    assert near.forward_backward([group])["kl"] > 1e-4, "its adapter is not the reference"
+    same = base.policy("same", start=out, loss=kl).forward_backward([group])["kl"]
+    assert same == pytest.approx(0.0, abs=1e-6)
+    for call, says in (
+        (lambda: base.policy("x", reference=out), "reference is given, but .* compares with noth"),
+        (lambda: base.policy("x", 4, start=out), "rank and start are both given"),
+        (lambda: plain.export(out), "is not empty"),
+    ):
+        with pytest.raises(mint.UserError, match=says):
+            call()
 
 
 @pytest.mark.long
@@ -167,10 +162,7 @@ def test_a_removed_policy_is_gone_and_its_name_is_free(load):
             use()
     with pytest.raises(mint.UserError, match="policy is 'gone'; choose one of: kept"):
         base.train_step({"gone": ROWS})
-    new = base.policy("gone", 9, targets=["v"])
-    with pytest.raises(mint.UserError, match="removed, and another policy has its name now"):
-        gone.train_step(ROWS)
-    for policy in (kept, new):
-        policy.remove()
+    base.policy("gone", 9, targets=["v"]).remove()
+    kept.remove()
     base.policy("kept", 2, targets=["q"]).train_step(ROWS[:1])
     assert repr(kept) == "Policy('kept', not in training)"

@@ -14,8 +14,6 @@ import pytest
 
 from benchmarks import bases, launch, sweep
 from benchmarks.sweeps import runner
-from mint_jax.errors import UserError
-from mint_jax.harness import settings
 from mint_jax.harness.options import BaseSettings
 from mint_jax.recipes.options import GrpoSettings
 from tests.benchmarks import commands
@@ -90,19 +88,6 @@ def test_the_small_size_runs(name, tmp_path):
     assert all(one["who"] in page for one in report["references"])
     assert report["pictures"]
     assert all((tmp_path / picture).stat().st_size > 5_000 for picture in report["pictures"])
-
-
-def test_a_file_without_a_settings_class_declares_its_settings():
-    tree = {"bench": "x", "n": 3, "rate": 1.0, "sizes": (1, 2), "shape": {"layers": 2}}
-    declared = launch.declaration(tree)
-    settings.change(declared, tree, "shape.layers", "4")
-    settings.change(declared, tree, "sizes", "(3,)")
-    settings.change(declared, tree, "rate", "2")
-    assert (tree["shape"]["layers"], tree["sizes"], tree["rate"]) == (4, (3,), 2.0)
-    with pytest.raises(UserError, match=r"did you mean shape\.layers"):
-        settings.change(declared, tree, "shape.layer", "4")
-    with pytest.raises(UserError, match="n is 'many'; expected a whole number"):
-        settings.change(declared, tree, "n", "many")
 
 
 def test_a_base_is_opened_from_a_config_with_one_setting_changed():

@@ -1,47 +1,9 @@
-"""Bundles of the compiler's static schedule: how a dump is read, and that the counts of real
-kernels are what shapes say.
-"""
+"""Counts of the compiler's static schedule of real kernels are those that shapes imply."""
 
 import pytest
 
-from benchmarks import bundles, launch
+from benchmarks import launch
 from mint_jax.errors import UserError
-
-DUMP = """
-= control target key start
-LB: loop body
-
-     0   :  { %s1 = smov 1 } /* Start region 1 */
-   0x1 LB: > { %s2 = sphi %s1  ;;  %v3 = vld [vmem:[#a]] } /* Start region 2 */
-   0x2   : > { %4 = sbr.rel (%p1) target = $region5 }
-   0x3   : > {} /* behind a branch, before it is taken */
-   0x4   : > { %v5 = vld [vmem:[#b_spill]]  ;;  %6 = vmatmul.bf16 %v5 /* a comment
-over two lines */ }
-   0x5 PF: > { %7 = vst [vmem:[#c]] } /* Start/End empty region 5 */
-   0x6   : > { %8 = sbr.rel (!%p2) target = $region2 }
-   0x7   :  {}
-   0x8 PF:  { %9 = sbr.rel (%p3) target = $region4 }
-   0x9   :  {}
-   0xa   :  { %10 = vst [vmem:[#d]] }
-   0xb PF:  {}
-"""
-
-
-def test_loops_and_branches_of_a_dump():
-    kernel = bundles.parse(DUMP)
-    assert [(part.kind, part.first, part.behind) for part in kernel.walk()] == [
-        ("kernel", 0, 12),
-        ("loop", 1, 8),
-        ("branch", 4, 5),
-        ("branch", 10, 12),  # to a region that is never begun: the exit
-    ]
-    loop, last = kernel.parts
-    assert [len(part.lines) for part in kernel.walk()] == [3, 6, 1, 2]
-    assert loop.has("vmatmul")
-    assert not last.has("vmatmul")
-    ran = kernel.run(lambda part: {"loop": 10, "branch": 1}[part.kind])
-    assert ran == {"bundles": 3 + 10 * 7 + 2, "vmatmul": 10, "vmatpush": 0, "spills": 10}
-    assert kernel.run(lambda part: part.kind == "loop")["vmatmul"] == 0
 
 
 @pytest.mark.long

@@ -4,9 +4,8 @@ import re
 
 import pytest
 
-from benchmarks import figures, sweep, tables, timing
+from benchmarks import tables, timing
 from mint_jax import stamp
-from tests.benchmarks.configs_test import load
 
 REPORTS = sorted(
     path for path in tables.REPORTS.glob("*/*.json") if path.parent in (tables.CPU, tables.PODS)
@@ -76,19 +75,3 @@ def test_every_measured_field_has_an_interval():
         if kind in tables.MEASURED and not name.startswith("sweeps/"):
             assert timing.is_figure(found), f"{name}: {path} has no n and interval"
             assert found["n"] >= 2, f"{name}: {path} was measured once"
-
-
-@pytest.mark.parametrize("name", figures.SWEEPS)
-def test_every_field_of_a_sweep_is_one_row_of_its_config(name):
-    points = [
-        {
-            "grid": point.grid,
-            "rows": [{"settings": row, "figures": point.of.figures} for row in point.rows()],
-        }
-        for point in sweep.points_of(load(name, "cpu"))
-    ]
-    reports = tables.Reports()
-    reports.loaded[f"sweeps/{name}"] = {"sweep": name, "points": points}
-    for report, path, _ in FIELDS:
-        if report == f"sweeps/{name}":
-            assert reports.field(report, path)

@@ -54,7 +54,7 @@ def result_of(hf_dirs, tmp_path):
 
 @pytest.fixture
 def job(result_of, tmp_path):
-    """The same; returns the lines of the output."""
+    """Runs the same; returns the lines of the output."""
 
     def run(name, rows, **settings):
         result_of(name, rows, **settings)
@@ -102,7 +102,7 @@ def test_score_equals_torch_for_mixed_adapters_and_lengths(job, hf_dirs, adapter
     lengths = [1, 9, 3, 40, 2, 17, 9]
     owners = [None, adapters[0], adapters[1], None, adapters[1], adapters[0], None]
     rows = [
-        {"id": f"r{i}", "tokens": rng.integers(0, 97, n).tolist()} | ({"adapter": a} if a else {})
+        {"id": f"r{i}", "tokens": rng.integers(0, 97, n).tolist(), "adapter": a}
         for i, (n, a) in enumerate(zip(lengths, owners))
     ]
     out = job("score", rows, max_tokens=64)
@@ -121,8 +121,7 @@ def test_sample_is_greedy_as_torch_and_reports_logprobs_and_revisions(
     owners = [adapters[1], None, adapters[0], adapters[0]]
     names = [adapters[1], None, adapters[0], "p@latest"]
     rows = [
-        {"tokens": rng.integers(3, 97, n).tolist(), "n": 1 + i % 2}
-        | ({"adapter": name} if name else {})
+        {"tokens": rng.integers(3, 97, n).tolist(), "n": 1 + i % 2, "adapter": name}
         for i, (n, name) in enumerate(zip((4, 11, 6, 2), names))
     ]
     sampling = {"max_tokens": 6, "temperature": 0.0, "seed": 0}

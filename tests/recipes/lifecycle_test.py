@@ -1,6 +1,4 @@
-"""A training's course: interrupted, resumed, finished, started again, and gone on from a revision
-that exists.
-"""
+"""A training that is interrupted, resumed, finished, started again, and continued by another."""
 
 import dataclasses
 import json
@@ -20,8 +18,6 @@ from mint_jax.recipes import sft
 from mint_jax.train.trainer import Trainer
 from tests import configs
 from tests.configs import run_config
-
-ROOT = Path(__file__).parents[2]
 
 
 def tiny(job, *names, **changes):
@@ -59,39 +55,35 @@ def interrupting(monkeypatch):
     return plan
 
 
+@pytest.fixture
+def whole(tmp_path):
+    """Policies of a run that was not interrupted."""
+    return run_config(tiny("sft", "adder", steps=4), tmp_path / "whole")["policies"]
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_step_saves_it_and_says_where_it_goes_on(
-    number, interrupting, tmp_path, capsys
+    number, interrupting, whole, tmp_path, capsys
 ):
-    whole = run_config(tiny("sft", "adder", steps=4), tmp_path / "whole")
     interrupting(3, number)
     handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
-    with pytest.raises(
-        Interrupted,
-        match=(
-            rf"{number.name}; the same command goes on from step 3 of 4, which is saved in"
-            r" .*checkpoints"
-        ),
-    ) as error:
+    says = rf"{number.name}; the same command goes on from step 3 of 4, which is saved in .*points"
+    with pytest.raises(Interrupted, match=says) as error:
         run_config(tiny("sft", "adder", steps=4), tmp_path / "parts")
     assert error.value.number == number
-    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers, (
-        "the handlers are those of before"
-    )
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
     assert len(rows(tmp_path / "parts")) == 3
-    resumed = run_config(tiny("sft", "adder", steps=4), tmp_path / "parts")
-    assert resumed["policies"] == whole["policies"]
+    assert run_config(tiny("sft", "adder", steps=4), tmp_path / "parts")["policies"] == whole
     assert "[sft] 4/4" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("where", ["data", "checkpoint"])
 def test_a_signal_between_two_updates_ends_at_once_and_saves_what_was_learned(
-    where, tmp_path, monkeypatch
+    where, whole, tmp_path, monkeypatch
 ):
-    """In the third step, before its update, and while a checkpoint is being written: the step under
-    way is dropped, nothing else.
+    """In the third step, before its update, and while a checkpoint is being written: the present
+    step is dropped, nothing else.
     """
-    whole = run_config(tiny("sft", "adder", steps=4), tmp_path / "whole")
     owner, method = {"data": (PolicyData, "chosen"), "checkpoint": (Checkpoints, "save")}[where]
     real, calls = getattr(owner, method), []
 
@@ -109,10 +101,7 @@ def test_a_signal_between_two_updates_ends_at_once_and_saves_what_was_learned(
         with pytest.raises(Interrupted, match="SIGTERM; the same command goes on from step 2 of 4"):
             run_config(config, tmp_path / "parts")
     assert len(rows(tmp_path / "parts")) == 2
-    assert (
-        run_config(tiny("sft", "adder", steps=4), tmp_path / "parts")["policies"]
-        == whole["policies"]
-    )
+    assert run_config(tiny("sft", "adder", steps=4), tmp_path / "parts")["policies"] == whole
 
 
 def test_a_finished_run_started_again_keeps_its_result(tmp_path):
@@ -125,27 +114,18 @@ def test_a_finished_run_started_again_keeps_its_result(tmp_path):
 
 @pytest.mark.long
 def test_dpo_goes_on_from_an_sft_revision_and_refers_to_it(tmp_path):
-    """The loss of the first step tells the reference: log 2 where the policy is its own, whatever
-    the base says.
-    """
+    """The loss of the first step is log 2 where the policy is its own reference."""
 
     def run(workdir, steps=4, **loss):
-        config = tiny(
-            "dpo",
-            "adder",
-            steps=steps,
-            catalog=str(tmp_path / "catalog" / workdir.partition("-")[0]),
-        )
+        catalog = str(tmp_path / "catalog" / workdir)
+        if not Path(catalog).exists():
+            run_config(tiny("sft", "adder", steps=4, catalog=catalog), tmp_path / f"{workdir}-sft")
+        config = tiny("dpo", "adder", steps=steps, catalog=catalog)
         with config.unlocked():
             config.policies.adder.loss = loss
         result = run_config(config, tmp_path / workdir)["policies"][0]
         return result, [row["loss"] for row in rows(tmp_path / workdir)]
 
-    for workdir in ("start", "base", "whole"):
-        run_config(
-            tiny("sft", "adder", steps=4, catalog=str(tmp_path / "catalog" / workdir)),
-            tmp_path / f"{workdir}-sft",
-        )
     result, losses = run("start", steps=2)
     # float32: the policy's and the reference's log-probabilities are equal
     assert losses[0] == pytest.approx(math.log(2), abs=1e-5)
@@ -158,7 +138,7 @@ def test_dpo_goes_on_from_an_sft_revision_and_refers_to_it(tmp_path):
     assert abs(losses[0] - math.log(2)) > 1e-3
     assert result["margin_before"] != 0.0
     with pytest.raises(UserError, match="nobody"):
-        run("start-named", reference="nobody@3")
+        run("named", reference="nobody@3")
 
 
 def test_the_best_revision_on_held_out_data_is_kept_under_an_alias(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""More adapters than slots: whole jobs against PEFT, and what turns keep, refuse and give back."""
+"""More adapters than slots: whole jobs against PEFT; leases and damage."""
 
 import contextlib
 from pathlib import Path
@@ -20,14 +20,11 @@ from tests.rollout.score_test import random_adapters
 
 @pytest.fixture
 def stored(rng, tiny_base, tmp_path):
-    """A catalog's folder with one revision ``name@1`` of each random adapter, and of each a PEFT
-    directory.
-    """
+    """Two adapters of each kind, as revisions ``name@1`` and as PEFT directories."""
     base = tiny_base("llama")
     specs = transformer.abstract(base.cfg)
-    adapters = {}
-    for k in range(2):  # ``eight`` and ``tables`` share a bucket
-        adapters |= {f"{name}{k}": one for name, one in random_adapters(rng, base.cfg).items()}
+    kinds = [random_adapters(rng, base.cfg) for _ in range(2)]  # of equal buckets
+    adapters = {f"{name}{k}": one for k, kind in enumerate(kinds) for name, one in kind.items()}
     place = JobCatalog(tmp_path / "catalog", create=True)
     for name, (config, adapter) in adapters.items():
         place.main.export(name, pack(adapter, Schema(base.fingerprint, config)), 1, create=True)
@@ -54,29 +51,29 @@ def test_one_slot_serves_all_and_each_is_itself(stored, hf_dirs, rng, tmp_path):
     rows[-3]["adapter"] = directories[names[1]]  # the same adapter as a PEFT directory
     write_lines(tmp_path / "in.jsonl", rows)
     fields = {"base": str(hf_dirs("llama")), "input": str(tmp_path / "in.jsonl")}
-    fields["catalog"] = place.place
 
     def lines(job, **settings):
         output = tmp_path / f"{job}{settings['slots']}"
-        config = config_of(job, **fields, **settings, output=str(output))
-        assert run_config(config, tmp_path / "work")["adapters"] == len(names) + 1
+        own = {"catalog": place.place, "output": str(output), **settings}
+        assert run_config(config_of(job, **fields, **own), tmp_path / "work")["adapters"] == (
+            len(names) + 1
+        )
         return read_lines(output)
 
+    def expected(owner, tokens):
+        return torch_logprobs(hf_dirs("llama"), directories[owner], tokens)
+
     few, many = lines("score", slots=1), lines("score", slots=64)
-    sampling = {"max_tokens": 4, "temperature": 0.0}
-    sampled = lines("sample", slots=1, sampling=sampling, max_rows=8)
+    sampled = lines("sample", slots=1, sampling={"max_tokens": 4, "temperature": 0.0}, max_rows=8)
     for row, owner, one, two, line in zip(rows, owners, few, many, sampled, strict=True):
         assert one["id"] == two["id"] == row["id"]
-        wanted = torch_logprobs(hf_dirs("llama"), directories[owner], row["tokens"])
-        np.testing.assert_allclose(one["logprobs"][1:], wanted, atol=ATOL)
+        np.testing.assert_allclose(one["logprobs"][1:], expected(owner, row["tokens"]), atol=ATOL)
         # batches of other rows
         np.testing.assert_allclose(one["logprobs"][1:], two["logprobs"][1:], atol=1e-5)
         assert line["revision"] == (None if owner is None else place.main.resolve(owner).digest)
-        [completion] = line["completions"]
-        tokens = row["tokens"] + completion["tokens"]
-        wanted = torch_logprobs(hf_dirs("llama"), directories[owner], tokens)
-        wanted = wanted[len(row["tokens"]) - 1 :]
-        np.testing.assert_allclose(completion["logprobs"], wanted, atol=ATOL)
+        [made] = line["completions"]
+        wanted = expected(owner, row["tokens"] + made["tokens"])[len(row["tokens"]) - 1 :]
+        np.testing.assert_allclose(made["logprobs"], wanted, atol=ATOL)
     assert leases(place) == 0
 
 

@@ -37,12 +37,9 @@ def claimed(catalog, folder, names=("p", "team/q"), schema=SCHEMA, fixed=()):
 
 def export(writer, step, value):
     def write():
-        writer.catalog.export_many(
-            [
-                Export(name, snapshot(value + i).data, step, session, "a test")
-                for i, (name, session) in enumerate(writer.sessions.items())
-            ]
-        )
+        adapters = [snapshot(value + i).data for i in range(len(writer.sessions))]
+        both = zip(writer.sessions.items(), adapters)
+        writer.catalog.export_many([Export(n, data, step, s, "a test") for (n, s), data in both])
 
     writer.put(write)
 
@@ -73,22 +70,25 @@ def test_one_run_at_a_time_writes_a_policy(catalog, tmp_path):
 
 
 def test_a_fixed_revision_is_looked_up_once_and_leased(catalog, tmp_path):
-    source = claimed(catalog, tmp_path / "a").writer
-    export(source, 1, 1.0)
-    source.stop()
-    fixed = {"student": "p@latest"}
-    first = claimed(catalog, tmp_path / "b", names=("student",), fixed=fixed)
+    def teach(step):
+        source = claimed(catalog, tmp_path / "a").writer
+        export(source, step, float(step))
+        source.stop()
+
+    def student():
+        return claimed(catalog, tmp_path / "b", names=("student",), fixed={"student": "p@latest"})
+
+    teach(1)
+    first = student()
     assert first.fixed == {"student": snapshot(1.0).digest}
     catalog.main.keep_last("p", 1)
-    source = claimed(catalog, tmp_path / "a").writer
-    export(source, 2, 2.0)
-    source.stop()
+    teach(2)
     catalog.main.gc(grace_s=0.0)
     catalog.main.load(first.fixed["student"])  # retention gave it up, the lease keeps it
-    again = claimed(catalog, tmp_path / "b", names=("student",), fixed=fixed)
+    again = student()
     assert again.fixed == first.fixed, "the alias moved, the run's source did not"
-    again.writer.stop()
-    first.writer.stop()
+    for claim in (again, first):
+        claim.writer.stop()
 
 
 @pytest.mark.parametrize(

@@ -36,12 +36,7 @@ def config() -> ConfigDict:
 def test_a_tiny_model_on_four_chips(config, tmp_path, capsys):
     config.hlo = True
     result = run_config(config, tmp_path)
-    assert (result["model"], result["topology"], result["chips"], result["fits"]) == (
-        "tiny",
-        "v5e:2x2",
-        4,
-        1,
-    )
+    assert (result["topology"], result["chips"], result["fits"]) == ("v5e:2x2", 4, 1)
     for name in PROGRAMS:
         m = result[name]
         assert (
@@ -79,32 +74,18 @@ def test_adapters_of_experts_are_kernels_on_a_tpu(config, tmp_path):
     """In the whole programs: under the scan over layers, in the shard_map over experts, through
     their gradients.
     """
-    sparse = {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "norm_topk_prob": True,
-    }
-    config.model = ConfigDict(
-        config.model.to_dict()
-        | sparse
-        | {
-            "moe_intermediate_size": 128,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-        }
-    )
+    sparse = {"architectures": ["Qwen3MoeForCausalLM"], "moe_intermediate_size": 128}
+    sparse |= {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}
+    sparse |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
+    config.model = ConfigDict(config.model.to_dict() | sparse)
     config.mesh = ConfigDict({"data": 1, "fsdp": 1, "expert": 4, "tensor": 1})
     config.hlo = True
     made = run_config(config, tmp_path)
     assert (made["fits"], made["kernels_passed_over"]) == (1, [])
     calls = {name: (tmp_path / f"{name}.hlo.txt").read_text().count for name in PROGRAMS}
-    for name, kernels in {
-        "train": ("packed_matmul", "packed_lora_backward"),
-        "prefill": ("packed_matmul", "paged_attention"),
-        "decode": ("packed_matmul", "paged_attention"),
-    }.items():
-        for kernel in kernels:
+    also = {"train": "packed_lora_backward", "prefill": "paged_attention"}
+    for name, other in (also | {"decode": "paged_attention"}).items():
+        for kernel in ("packed_matmul", other):
             assert calls[name](f"%{kernel}.") > 0, (name, kernel)
 
 
@@ -132,28 +113,20 @@ def test_the_smallest_pod_that_holds_all(config, tmp_path, monkeypatch):
         search(None)
 
 
+BATCH = {"mesh.tensor": 1, "mesh.fsdp": 1, "mesh.data": -1, "rollout.prompts": 6}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"topology": "v5e:3x3"}, "topology is 'v5e:3x3'; choose one of: v5e-4, "),
         ({"mesh.fsdp": 3}, "mesh .* needs 6 devices but 4 are here"),
-        (
-            {
-                "mesh.tensor": 1,
-                "mesh.fsdp": 1,
-                "mesh.expert": 1,
-                "mesh.data": -1,
-                "rollout.prompts": 6,
-            },
-            "rollout.prompts is 6 rows",
-        ),
+        (BATCH, "rollout.prompts is 6 rows"),
     ],
-    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+    ids=["topology", "mesh", "rows"],
 )
 def test_mistakes_are_named(config, tmp_path, monkeypatch, changes, message):
-    monkeypatch.setattr(
-        scale_up, "measure", lambda program, mesh, target: Measured(program.name, target.hbm)
-    )
+    monkeypatch.setattr(scale_up, "measure", lambda p, mesh, to: Measured(p.name, to.hbm))
     config.update_from_flattened_dict(changes)
     with pytest.raises(UserError, match=message):
         run_config(config, tmp_path)

@@ -1,12 +1,9 @@
-"""grpo, sft and dpo: tiny jobs from their configs, their schedules, and what they refuse before
-computing.
-"""
+"""grpo, sft and dpo: tiny jobs, their schedules, and refusals before anything is computed."""
 
 import json
 import sys
 import threading
 import types
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -18,8 +15,6 @@ from mint_jax.envs.env import Example, ListEnvironment
 from mint_jax.errors import UserError
 from mint_jax.recipes import rollouts
 from tests.configs import run_config, tiny
-
-CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 def only(config, *names):

@@ -1,9 +1,7 @@
-"""Recipes one after another, as a user runs them, and what they leave on disk."""
+"""Files that recipes leave, as other programs read them."""
 
-import json
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +11,7 @@ from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import unpack
 from mint_jax.data.tokenizer import Tokenizer
 from mint_jax.models import base as base_lib
-from tests.configs import load, run_config, tiny
+from tests.configs import run_config, tiny
 
 PLAIN = """
 import json, sys
@@ -54,35 +52,6 @@ def test_plain_orbax_restores_the_adapters_of_a_checkpoint(tmp_path):
     assert set(wanted) == set(found)
     for path, leaf in wanted.items():
         np.testing.assert_array_equal(found[path], leaf, err_msg=path)
-
-
-@pytest.mark.long
-def test_a_trained_policy_is_sampled_scored_and_evaluated(tmp_path):
-    catalog = f"--config.catalog={tmp_path / 'catalog'}"
-
-    def run(name, *options):
-        return run_config(load(name, catalog, *options), tmp_path / Path(name).stem)
-
-    def rows(*lines):
-        (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        files = (f"--config.input={tmp_path}/in.jsonl", f"--config.output={tmp_path}/out.jsonl")
-        return ("--config.base=tiny-random", *files)
-
-    trained = run("configs/tiny/sft.py", "--config.steps=2")
-    revision = next(p["revision"] for p in trained["policies"] if p["name"] == "adder")
-    with Catalog.open(tmp_path / "catalog") as opened:
-        opened.branch("again", "adder@latest")
-    options = ("--config.sampling.max_tokens=4", "--config.sampling.temperature=0.0")
-    names = ("adder@latest", "again@latest")
-    run("configs/sample.py", *rows(*({"prompt": "1 +", "adapter": n} for n in names)), *options)
-    made = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert [row["revision"] for row in made] == [revision, revision]
-    assert made[0]["completions"] == made[1]["completions"]
-    (tmp_path / "out.jsonl").unlink()
-    scored = run("configs/score.py", *rows({"text": "1 + 2 = 3", "adapter": "again@latest"}))
-    assert scored["sequences"] == 1
-    few = ("--config.examples=2", "--config.samples=1", "--config.adapters.policy=again@latest")
-    assert run("configs/evaluate.py", "--config.base=tiny-random", *few, options[0])
 
 
 @pytest.mark.long
