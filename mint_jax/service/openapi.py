@@ -5,9 +5,10 @@ only: any other mistake fails their future. Their protobuf forms are in ``wire/`
 """
 
 import functools
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pydantic
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
@@ -33,6 +34,31 @@ def _model(name: str, **fields: Any) -> Any:
 
 ERROR = _model("ErrorFields", message=str, type=str, param=str | None, code=str | None)
 FAILURES = (_model("Detail", detail=str), _model("Error", error=ERROR), _model("Ready", status=str))
+Natural = Annotated[int, Field(ge=0)]
+REVISION = {"id": str, "mint_revision": str | None}
+CARD = _model("Model", object=Literal["model"], created=int, owned_by=str, **REVISION)
+CARDS = {"data": list[CARD], "has_more": bool, "first_id": str | None, "last_id": str | None}
+TOKENS = dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), Natural)
+CHOICES: Any = Annotated[list[Schema], Field(min_length=1, description="As in OpenAI's API.")]
+GENERATED = {"created": Natural, "model": str, "choices": CHOICES, "system_fingerprint": str}
+GENERATED |= {"usage": _model("Usage", **TOKENS), **REVISION}
+STATUS = Literal["completed", "incomplete"]
+ITEMS = {"created_at": Natural, "status": STATUS, "model": str, "output": list[Schema]}
+RESPONSE = _model("Response", object=Literal["response"], usage=Schema, **ITEMS, **REVISION)
+FUTURE = _model("Future", request_id=str, model_id=str)
+FUTURES = ("create_model", "unload_model", "forward_backward", "optim_step", "save_weights")
+FUTURES += ("save_weights_for_sampler", "save_weights_external")
+ANSWERS: dict[str, Any] = dict.fromkeys(FUTURES, FUTURE) | {  # name of the handler -> its answer
+    "token": _model("Token", jwt=str),
+    "create_session": _model("Session", session_id=str),
+    "models": _model("Models", object=Literal["list"], **CARDS),
+    "model": CARD,
+    "completions": _model("Completion", object=Literal["text_completion"], **GENERATED),
+    "chats": _model("Chat", object=Literal["chat.completion"], **GENERATED),
+    "responses": RESPONSE,
+    "response": RESPONSE,
+    "delete_response": _model("Deleted", id=str, object=Literal["response"], deleted=Literal[True]),
+}
 
 
 def route(context: int, strict: bool) -> Route:
@@ -50,7 +76,7 @@ def document(context: int, strict: bool) -> Schema:
     endpoints = [one for one in TABLE.endpoints if one.summary]
     bodies = {one.body for one in endpoints if one.body is not None}
     _, schemas = pydantic.json_schema.models_json_schema(
-        [(model, "validation") for model in (*bodies, *FAILURES)],
+        [(model, "validation") for model in (*bodies, *FAILURES, *set(ANSWERS.values()))],
         ref_template=SCHEMAS + "{model}",
     )
     for body in bodies:
@@ -97,8 +123,11 @@ def _operation(one: Endpoint) -> Schema:
         "default": {"$ref": f"#/components/responses/{'Error' if openai else 'Detail'}"},
     }
     if one.status == 200:
-        answers = {JSON: {"schema": {"type": "object"}}}
-        responses["200"]["content"] = {kind: answers.get(kind, {}) for kind in one.kinds}
+        answer = ANSWERS.get(one.call or one.path.rpartition("/")[2])
+        content = (
+            {JSON: {"schema": {"type": "object"}}} if answer is None else _ref(answer.__name__)
+        )
+        responses["200"]["content"] = {kind: content.get(kind, {}) for kind in one.kinds}
     if one.path == "/ready":
         text = "Not now; the status says why."
         responses["503"] = {"description": text, "content": _ref("Ready")}
