@@ -120,14 +120,9 @@ class Checkpoints:
         self, step: int, arrays: Any, extra: Any, items: Mapping[str, Any] | None = None
     ) -> None:
         """Starts saving after waiting for the previous save; returns once the arrays are copied off
-        the devices.
-
-        Args:
-            items: further trees by name, which ``orbax.checkpoint.StandardCheckpointer`` restores
-                from ``step_9/NAME`` in any program.
-
-        Raises:
-            UserError: the disk is full or not writable; earlier checkpoints stay valid.
+        the devices. Raises ``UserError``: the disk is full or not writable; earlier checkpoints
+        stay valid. ``items``: further trees by name, which
+        ``orbax.checkpoint.StandardCheckpointer`` restores from ``step_9/NAME`` in any program.
         """
         self.wait()
         latest = self.latest()
@@ -146,10 +141,8 @@ class Checkpoints:
         self._pending = step
 
     def wait(self) -> None:
-        """Waits until nothing is in flight, then reports the durable step.
-
-        Raises:
-            UserError: the save failed; earlier checkpoints stay valid.
+        """Waits until nothing is in flight, then reports the durable step. Raises ``UserError``:
+        the save failed; earlier checkpoints stay valid.
         """
         try:
             self._manager.wait_until_finished()
@@ -220,13 +213,9 @@ class Checkpoints:
             self._checked.add(step)
 
     def restore(self, arrays: Any, step: int | None = None) -> tuple[int, Any, Any]:
-        """Returns step, arrays and JSON value of a checkpoint, the newest by default.
-
-        Args:
-            arrays: tree of arrays or ``ShapeDtypeStruct`` with the target shapes and shardings.
-
-        Raises:
-            UserError: there is no checkpoint, its shapes differ, or a file is damaged.
+        """Returns step, arrays and JSON value of a checkpoint, the newest by default. Raises
+        ``UserError``: there is no checkpoint, its shapes differ, or a file is damaged. ``arrays``:
+        tree of arrays or ``ShapeDtypeStruct`` with the target shapes and shardings.
         """
         step = self.latest() if step is None else step
         if step is None:

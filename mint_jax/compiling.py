@@ -99,7 +99,9 @@ class Programs:
 
     def _run(self) -> None:
         try:
-            while not self.closed and (program := self._next()) is not None:
+            while not self.closed and self._todo:
+                with self._lock:
+                    program = self._todo.pop(0)
                 self.now = program.name
                 self._compiled(program.name, self.ready, self.total)
                 program.build()
@@ -109,10 +111,6 @@ class Programs:
         except BaseException as error:  # the server polls `failed` and ends
             self.failed = error
             self._changed()
-
-    def _next(self) -> Program | None:
-        with self._lock:
-            return self._todo.pop(0) if self._todo else None
 
 
 def abstract(tree: Any) -> Any:

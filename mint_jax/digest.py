@@ -11,11 +11,9 @@ THREADED = 1 << 20  # bytes above which threads pay off
 
 
 def blake3_of(data: bytes | bytearray | memoryview | np.ndarray, threads: int | None = None) -> str:
-    """Returns 64 hex digits of a contiguous buffer; releases the GIL.
-
-    Args:
-        threads: number of threads for buffers of 1 MiB and more; None is one per core. The helpers
-            have the priority of the process, so a low-priority caller passes 1.
+    """Returns 64 hex digits of a contiguous buffer; releases the GIL. ``threads``: number of
+    threads for buffers of 1 MiB and more; None is one per core. The helpers have the priority of
+    the process, so a low-priority caller passes 1.
     """
     view = data.reshape(-1).view(np.uint8).data if isinstance(data, np.ndarray) else data
     if memoryview(view).nbytes < THREADED or threads == 1:

@@ -35,13 +35,9 @@ class Settings:
 
 
 def check(cls: type, values: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """Returns checked values of a dataclass's fields; a list becomes the expected tuple.
-
-    Args:
-        what: place named in errors.
-
-    Raises:
-        UserError: a name is not a field, or a value has the wrong type.
+    """Returns checked values of a dataclass's fields; a list becomes the expected tuple. Raises
+    ``UserError``: a name is not a field, or a value has the wrong type. ``what``: place named in
+    errors.
     """
     hints = _hints(cls)
     for name in values:

@@ -16,14 +16,8 @@ def _temporary_name(target: Path) -> Path:
 
 def write_file(target: Path, data: str | bytes, *, replace: bool = True) -> None:
     """Writes a file durably and atomically: after a crash either the old or the new contents
-    remain.
-
-    Args:
-        replace: replaces an existing file.
-
-    Raises:
-        FileExistsError: the file exists and ``replace`` is false.
-        OSError: the file cannot be written.
+    remain. Raises ``FileExistsError``: the file exists and ``replace`` is false; ``OSError``: the
+    file cannot be written. ``replace``: replaces an existing file.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = _temporary_name(target)
@@ -65,14 +59,9 @@ def sync_folder(folder: Path) -> None:
 @contextlib.contextmanager
 def new_directory(target: Path, proof: str = "") -> Iterator[Path]:
     """Yields a folder that becomes ``target`` when the block ends; a crash leaves no ``target``. An
-    empty ``target`` is replaced.
-
-    Args:
-        proof: name of a file that every complete ``target`` has. If another process made ``target``
-            meanwhile, that one stays; a ``target`` without this file is replaced.
-
-    Raises:
-        OSError: ``target`` exists.
+    empty ``target`` is replaced. Raises ``OSError``: ``target`` exists. ``proof``: name of a file
+    that every complete ``target`` has. If another process made ``target`` meanwhile, that one
+    stays; a ``target`` without this file is replaced.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = _temporary_name(target)

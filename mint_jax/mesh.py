@@ -19,14 +19,9 @@ AXES = ("data", "fsdp", "expert", "tensor")
 
 
 def make_mesh(sizes: Mapping[str, int] | None = None, devices: Sequence[Any] | None = None) -> Mesh:
-    """Builds a mesh over ``devices`` (all by default).
-
-    Args:
-        sizes: axis -> size; absent axes are 1, and one axis may be -1 (the rest). None puts all
-            devices on ``data``.
-
-    Raises:
-        UserError: an axis is unknown, or the product of the sizes is not the number of devices.
+    """Builds a mesh over ``devices`` (all by default). Raises ``UserError``: an axis is unknown, or
+    the product of the sizes is not the number of devices. ``sizes``: axis -> size; absent axes are
+    1, and one axis may be -1 (the rest). None puts all devices on ``data``.
     """
     devices = list(jax.devices()) if devices is None else devices
     sizes = {"data": -1} if sizes is None else dict(sizes)

@@ -21,16 +21,13 @@ KEPT = 64  # number of last updates that estimate the time left
 
 class MetricsWriter:
     """Appends rows to ``metrics.jsonl`` and their numbers to TensorBoard, in the calling thread.
-
     tensorboardX's ``SummaryWriter`` writes in a thread. If a full disk kills that thread, the
-    eleventh later call blocks.
+    eleventh later call blocks. Raises ``UserError``: a file cannot be written, here or in
+    ``write``.
 
     Args:
         directory: workdir of the run.
         tensorboard: also writes event files under ``tensorboard/``.
-
-    Raises:
-        UserError: a file cannot be written, here or in ``write``.
     """
 
     def __init__(self, directory: str | Path, tensorboard: bool = True):

@@ -50,7 +50,8 @@ def join(
     timeout_s: int = 300,
 ) -> None:
     """Joins the other processes; call it before JAX looks for devices. Does nothing for a single
-    process.
+    process. Raises ``UserError``: variables are missing or wrong, nothing is detected, the
+    coordinator is unreachable, or the number of processes is not ``expected``.
 
     Args:
         environment: source of ``VARIABLES``; all three or none are set.
@@ -58,10 +59,6 @@ def join(
         expected: number of started processes; 0 accepts any number.
         timeout_s: seconds to wait for the others. JAX does not return from that wait: then the
             process prints one line and exits with status 1.
-
-    Raises:
-        UserError: variables are missing or wrong, nothing is detected, the coordinator is
-            unreachable, or the number of processes is not ``expected``.
     """
     settings = _settings(environment)
     if settings is None and not detect:
@@ -108,17 +105,11 @@ def join(
 
 
 def topology() -> str:
-    """Returns every host with its number of devices, as one log line.
-
-    Raises:
-        UserError: in every process; names the first with another number of devices than process 0.
+    """Returns every host with its number of devices, as one log line. Raises ``UserError``: in
+    every process; names the first with another number of devices than process 0.
     """
-    number = next(_meetings)
-    own = json.dumps([platform.node(), jax.local_device_count()])
-    _client().key_value_set(f"mint/host/{number}/{index()}", own)
 
-    def compare() -> str:
-        hosts = [json.loads(_wait_for(f"mint/host/{number}/{i}")) for i in range(count())]
+    def compare(hosts: list[Any]) -> str:
         for i, (name, devices) in enumerate(hosts):
             if devices != hosts[0][1]:
                 raise UserError(
@@ -129,7 +120,7 @@ def topology() -> str:
         placed = ", ".join(f"{i} on {name}" for i, (name, _) in enumerate(hosts))
         return f"{count()} processes with {hosts[0][1]} devices each: {placed}"
 
-    return agree("the hosts", compare)
+    return _together("the hosts", [platform.node(), jax.local_device_count()], compare)
 
 
 def _not_joined(where: str, reason: str) -> str:
@@ -193,12 +184,8 @@ def agree(name: str, make: Callable[[], T]) -> T:
     """Returns ``make()`` of process 0 in every process; the others do not call it. All processes
     must call this in the same order.
 
-    ``make`` returns a JSON value; tuples arrive as lists, floats bit for bit. ``name`` is for
-    errors.
-
-    Raises:
-        the exception of ``make`` on process 0. The others raise the same ``UserError``, or
-            RuntimeError for any other exception.
+    ``make`` returns a JSON value; tuples arrive as lists, floats bit for bit. If it raises, process
+    0 raises the same, the others the same ``UserError``, or RuntimeError for another exception.
     """
     if count() == 1:
         return make()
@@ -273,10 +260,8 @@ def post(message: bytes) -> None:
 
 
 def take() -> bytes:
-    """Waits for the next message of process 0 and returns it.
-
-    Raises:
-        RuntimeError: a process failed, or process 0 is gone.
+    """Waits for the next message of process 0 and returns it. Raises ``RuntimeError``: a process
+    failed, or process 0 is gone.
     """
     number = next(_posts)
     message = _wait_for(f"mint/post/{number // POSTS}/{number}", "_bytes")
@@ -286,34 +271,34 @@ def take() -> bytes:
 
 
 def require_same(what: str, make: Callable[[], Any]) -> None:
-    """Compares a value that every process derives from its own files and options.
-
-    Raises:
-        UserError: in every process; names the first that differs from process 0.
+    """Compares a value that every process derives from its own files and options. Raises
+    ``UserError``: in every process; names the first that differs from process 0.
     """
     if count() == 1:
         return
-    number = next(_meetings)
     digest = hashlib.sha256(json.dumps(make(), sort_keys=True).encode()).hexdigest()
-    if not is_main():
-        _client().key_value_set(f"mint/same/{number}/{index()}", digest)
 
-    def compare() -> None:
-        for other in range(1, count()):
-            if _wait_for(f"mint/same/{number}/{other}") != digest:
+    def compare(digests: list[str]) -> None:
+        for other, found in enumerate(digests):
+            if found != digest:
                 raise UserError(
                     f"{what} of process {other} differs from that of process 0: give every host the"
                     " same command, files and seeds"
                 )
 
-    agree(what, compare)
+    _together(what, digest, compare)
+
+
+def _together(what: str, value: Any, judge: Callable[[list[Any]], T]) -> T:
+    """Returns ``judge`` of all processes' values in every process; process 0 calls it."""
+    key = f"mint/together/{next(_meetings)}"
+    _client().key_value_set(f"{key}/{index()}", json.dumps(value))
+    return agree(what, lambda: judge([json.loads(_wait_for(f"{key}/{i}")) for i in range(count())]))
 
 
 def barrier(name: str) -> None:
-    """Waits until every process is here; all must call it in the same order.
-
-    Raises:
-        JaxRuntimeError: a process did not arrive within ``BARRIER_S`` seconds.
+    """Waits until every process is here; all must call it in the same order. Raises
+    ``JaxRuntimeError``: a process did not arrive within ``BARRIER_S`` seconds.
     """
     if count() > 1:
         _client().wait_at_barrier(f"mint/{name}/{next(_meetings)}", BARRIER_S * 1000)

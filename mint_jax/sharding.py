@@ -42,10 +42,8 @@ RULES: dict[str, Axis] = {
 
 
 def mesh_axes(name: str | None, mesh: Any) -> tuple[str, ...]:
-    """Returns the mesh axes of more than one device that split a logical axis.
-
-    Raises:
-        ValueError: the name is not in ``RULES``.
+    """Returns the mesh axes of more than one device that split a logical axis. Raises
+    ``ValueError``: the name is not in ``RULES``.
     """
     if name is not None and name not in RULES:
         raise ValueError(f"logical axis {name!r} is not in sharding.RULES: add a line there")
@@ -82,10 +80,8 @@ def cache_axes(heads: int | None) -> tuple[str, str | None]:
 
 
 def partition(axes: Sequence[str | None], mesh: Mesh) -> PartitionSpec:
-    """Returns the ``PartitionSpec`` of an array with these logical dimension names.
-
-    Raises:
-        ValueError: two dimensions map to one mesh axis, or a name is not in ``RULES``.
+    """Returns the ``PartitionSpec`` of an array with these logical dimension names. Raises
+    ``ValueError``: two dimensions map to one mesh axis, or a name is not in ``RULES``.
     """
     used: set[str] = set()
     out: list[Axis] = []

@@ -32,14 +32,12 @@ class Tracker(Protocol):
 
 
 class Trackers:
-    """Trackers that a config names.
+    """Trackers that a config names. Raises ``UserError``: a package is missing, or a run cannot be
+    started.
 
     Args:
         workdir: keeps the ids of their runs.
         named: target of each tracker: a W&B project, an MLflow experiment; empty disables it.
-
-    Raises:
-        UserError: a package is missing, or a run cannot be started.
     """
 
     def __init__(self, workdir: str | Path, named: Mapping[str, str], config: Mapping[str, Any]):
@@ -93,10 +91,8 @@ def _first_line(error: Exception) -> str:
 
 
 def check(named: Mapping[str, str]) -> None:
-    """Checks that the trackers can start a run, before anything is loaded or claimed.
-
-    Raises:
-        UserError: a package is missing, W&B has no API key, or MLflow's server does not answer.
+    """Checks that the trackers can start a run, before anything is loaded or claimed. Raises
+    ``UserError``: a package is missing, W&B has no API key, or MLflow's server does not answer.
     """
     for kind, where in named.items():
         if where:

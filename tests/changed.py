@@ -54,19 +54,13 @@ def affected(root: Path, changed: Iterable[str]) -> list[str]:
 
 def changed_since(root: Path, commit: str) -> list[str]:
     """Returns the files that differ from ``commit``, uncommitted and untracked ones included."""
-    commands = (
-        ("git", "diff", "--name-only", commit, "--"),
-        ("git", "ls-files", "--others", "--exclude-standard"),
-    )
-    return sorted(
-        {
-            line
-            for command in commands
-            for line in subprocess.run(
-                command, cwd=root, check=True, capture_output=True, text=True
-            ).stdout.splitlines()
-        }
-    )
+    found: set[str] = set()
+    for command in (f"diff --name-only {commit} --", "ls-files --others --exclude-standard"):
+        done = subprocess.run(
+            ["git", *command.split()], cwd=root, check=True, capture_output=True, text=True
+        )
+        found |= set(done.stdout.splitlines())
+    return sorted(found)
 
 
 def _module(path: Path) -> str:

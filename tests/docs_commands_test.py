@@ -34,6 +34,10 @@ SMALLER = {
 }
 
 
+def environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+
+
 def blocks(page: str, smaller: dict[str, str] = SMALLER) -> list[tuple[str, str]]:
     """(what stands behind the fence, text) of each fenced block, with less to do."""
     text = (ROOT / page).read_text()
@@ -43,21 +47,34 @@ def blocks(page: str, smaller: dict[str, str] = SMALLER) -> list[tuple[str, str]
     return [(found["kind"], found["text"]) for found in BLOCK.finditer(text)]
 
 
+def commands_of(page: str, number: int = 0) -> str:
+    """One fenced block of commands, with the tiny base in place of the packaged one."""
+    text = [text for kind, text in blocks(page, {}) if kind == "bash"][number]
+    for long, short in ({"smollm2-135m-instruct": "tiny-random"} | PYTHON).items():
+        text = text.replace(long, short)
+    return text
+
+
+def bash(text: str, folder: Path, shell: str = "bash") -> str:
+    """What the commands print, all of which succeed."""
+    done = subprocess.run(
+        [shell, "-e"], input=text, cwd=folder, env=environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 0, f"{text}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
 @pytest.mark.long
 def test_an_own_task_from_nothing_to_an_adapter_that_peft_loads(tmp_path):
     (tmp_path / "configs").symlink_to(ROOT / "configs")
-    env = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
     commands = 0
     for kind, text in blocks("docs/own_task.md"):
         if named := re.search(r'title="(.*)"', kind):
             (tmp_path / named[1]).write_text(text)
             continue
         for command in text.splitlines():
-            command += " --config.base=tiny-random" if "mint_jax.launch" in command else ""
-            done = subprocess.run(
-                ["bash", "-ec", command], cwd=tmp_path, env=env, capture_output=True, text=True
-            )
-            assert done.returncode == 0, f"{command}\n{done.stderr[-3000:]}"
+            tiny = " --config.base=tiny-random" if "mint_jax.launch" in command else ""
+            bash(command + tiny, tmp_path)
             commands += 1
     assert commands == 7
     with Catalog.open(tmp_path / "runs/mine") as catalog:
@@ -71,22 +88,12 @@ def test_an_own_task_from_nothing_to_an_adapter_that_peft_loads(tmp_path):
     assert policy["revision"] and not base["revision"]  # noqa: PT018
 
     for rows, config in (("rows.jsonl", "sft"), ("pairs.jsonl", "dpo")):
-        command = [
-            sys.executable,
-            "-m",
-            "mint_jax.launch",
-            f"--config=configs/tiny/{config}.py",
-            f"--workdir={tmp_path / config}",
-        ]
-        settings = [
-            f"--config.policies.*.data.path={rows}",
-            "--config.policies.*.data.env=",
-            "--config.steps=1",
-        ]
-        done = subprocess.run(
-            [*command, *settings], cwd=tmp_path, env=env, capture_output=True, text=True
+        settings = f"--config.policies.*.data.path={rows} --config.policies.*.data.env="
+        bash(
+            f"{sys.executable} -m mint_jax.launch --config=configs/tiny/{config}.py"
+            f" --workdir={config} {settings} --config.steps=1",
+            tmp_path,
         )
-        assert done.returncode == 0, done.stderr[-3000:]
 
     model = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "parity-peft")
     assert sum(name.endswith("lora_A.default.weight") for name, _ in model.named_parameters()) > 0
@@ -94,29 +101,8 @@ def test_an_own_task_from_nothing_to_an_adapter_that_peft_loads(tmp_path):
         assert np.isfinite(oracles.torch_logits(model, np.array([[1, 2, 3]]))).all()
 
 
-def commands_of(page: str, number: int = 0) -> str:
-    """One fenced block of commands, with the tiny base in place of the packaged one."""
-    found = [
-        one["text"] for one in BLOCK.finditer((ROOT / page).read_text()) if one["kind"] == "bash"
-    ]
-    text = found[number]
-    for long, short in ({"smollm2-135m-instruct": "tiny-random"} | PYTHON).items():
-        text = text.replace(long, short)
-    return text
-
-
 # a machine need not have all
 SHELLS = [name for name in ("bash", "dash", "zsh") if shutil.which(name)]
-
-
-def bash(text: str, folder: Path, shell: str = "bash") -> str:
-    """What the commands print, all of which succeed."""
-    env = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [shell, "-e"], input=text, cwd=folder, env=env, capture_output=True, text=True
-    )
-    assert done.returncode == 0, f"{text}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
-    return done.stdout
 
 
 @pytest.mark.long
@@ -136,20 +122,12 @@ def test_the_commands_of_the_readme_and_the_index_on_the_quickstarts_output(tmp_
     for shell in SHELLS:
         folder = tmp_path / shell
         shutil.copytree(made, folder, symlinks=True)
-        bash(
-            commands_of("README.md", 1).replace(
-                "max_tokens=6", "max_tokens=6 --config.base=tiny-random"
-            ),
-            folder,
-            shell,
-        )
+        tiny = ("max_tokens=6", "max_tokens=6 --config.base=tiny-random")
+        bash(commands_of("README.md", 1).replace(*tiny), folder, shell)
         [answer] = (json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines())
         with Catalog.open(folder / "runs/quickstart/catalog") as catalog:
-            assert [entry.action for entry in catalog.audit("adder", alias="serving")] == [
-                "promote",
-                "promote",
-                "rollback",
-            ]
+            moves = [entry.action for entry in catalog.audit("adder", alias="serving")]
+            assert moves == ["promote", "promote", "rollback"]
             assert answer["revision"] == catalog.resolve("adder@2").digest
         assert (folder / "runs/adder-peft/adapter_config.json").is_file()
     listed = commands_of("docs/index.md").replace("make quickstart\n", "")
@@ -184,32 +162,17 @@ def test_the_commands_of_the_catalogs_page(tmp_path, rng):
 @pytest.mark.long
 def test_the_examples_of_the_services_page(tmp_path):
     """The official clients and curl, as they stand there, against the server of a smaller base."""
-    pages = [
-        (kind, text)
-        for kind, text in blocks("docs/service.md", {"smollm2-135m-instruct": "tiny-random"})
-    ]
+    pages = blocks("docs/service.md", {"smollm2-135m-instruct": "tiny-random"})
     server = served(tmp_path / "serve", ranks="(32,)")
     try:
         url = server.ready()
-        env = os.environ | {
-            "PYTHONPATH": str(ROOT),
-            "XLA_FLAGS": "",
-            "JAX_PLATFORMS": "cpu",
-            "TINKER_TELEMETRY": "0",
-        }
-        code = "\n".join(text for kind, text in pages if kind == "python").replace(
-            "http://127.0.0.1:8000", url
-        )
-        done = subprocess.run(
-            [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        assert "grad_norm" in done.stdout
+        code = "\n".join(text for kind, text in pages if kind == "python")
+        (tmp_path / "code.py").write_text(code.replace("http://127.0.0.1:8000", url))
+        out = bash(f"TINKER_TELEMETRY=0 {sys.executable} code.py", tmp_path)
+        assert "grad_norm" in out
         [_, curls] = [text for kind, text in pages if kind == "bash"]
-        out = bash(
-            curls.replace("http://127.0.0.1:8000", url).replace("curl -s", "curl -sf"),
-            tmp_path,
-        )
+        curls = curls.replace("http://127.0.0.1:8000", url).replace("curl -s", "curl -sf")
+        out = bash(curls, tmp_path)
         assert '"text_completion"' in out
         assert "mint_http_requests_total" in out
     finally:
@@ -219,12 +182,7 @@ def test_the_examples_of_the_services_page(tmp_path):
 @pytest.mark.long
 def test_the_commands_of_the_sweeps_page(tmp_path):
     (tmp_path / "configs").symlink_to(ROOT / "configs")
-    text = (ROOT / "docs/sweeps.md").read_text()
-    [commands] = [
-        one["text"].replace("python ", f"{sys.executable} ")
-        for one in BLOCK.finditer(text)
-        if one["kind"] == "bash"
-    ]
+    commands = commands_of("docs/sweeps.md").replace("python ", f"{sys.executable} ")
     out = bash(commands, tmp_path)
     assert "0 of " in out.splitlines()[-1]
     assert (tmp_path / "runs/sweeps/ci/cold_staircase/report.md").is_file()

@@ -10,14 +10,10 @@ import sys
 import pytest
 
 
-def run(code: str, *args) -> list[str]:
-    # what takes a second to compile is kept
-    users = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0", "XLA_FLAGS": ""}
-    done = subprocess.run(
-        [sys.executable, "-c", code, *map(str, args)], capture_output=True, text=True, env=users
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
+def started(code: str, unset: tuple[str, ...], changes: dict) -> subprocess.CompletedProcess:
+    environment = {name: value for name, value in os.environ.items() if name not in unset}
+    command, environment = [sys.executable, "-c", code], environment | changes
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
 GIVEN = """
@@ -37,27 +33,12 @@ print(held, host.rss_bytes(), host.give_back_freed_memory(), host.rss_bytes())
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc_trim is glibc's")
 def test_holes_of_the_heap_are_given_back():
-    held, freed, given, after = run(GIVEN)
+    # what takes a second to compile is kept
+    users = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0", "XLA_FLAGS": ""}
+    held, freed, given, after = started(GIVEN, (), users).stdout.split()
     assert given == "True"
     assert int(freed) > int(held) - (4 << 20), "it was kept"
     assert int(after) < int(held) - (28 << 20)
-
-
-IN_TURN = """
-import sys
-import jax, jax.numpy as jnp
-from mint_jax import host
-if sys.argv[1] == "here":
-    host.run_in_the_calling_thread()
-x = jnp.ones((700, 700))
-print(jax.jit(lambda x: jax.lax.fori_loop(0, 20, lambda _, y: jnp.tanh(y @ x), x))(x).is_ready())
-"""
-
-
-def test_a_program_has_ended_when_its_call_returns():
-    """One of a tenth of a second: in a thread of JAX's own it has not."""
-    assert run(IN_TURN, "here") == ["True"]
-    assert run(IN_TURN, "elsewhere") == ["False"]
 
 
 ASK = """
@@ -81,16 +62,13 @@ ACCELERATORS = (
 )
 @pytest.mark.parametrize("chosen", ["", "cpu"])
 def test_a_tpus_compiler_alone_is_not_asked_for_a_tpu(chosen):
-    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
-    environment |= {"JAX_PLATFORMS": chosen} if chosen else {}
     assert importlib.util.find_spec("libtpu"), "the tests' set-up has it"
-    done = subprocess.run(
-        [sys.executable, "-c", ASK], capture_output=True, text=True, env=environment
-    )
+    done = started(ASK, ("JAX_PLATFORMS",), {"JAX_PLATFORMS": chosen} if chosen else {})
     assert (done.returncode, done.stdout.split()) == (0, ["cpu", "cpu"])
     assert "libtpu" not in done.stderr, "what it says when it looks for a TPU"
 
 
+COUNT = "--xla_force_host_platform_device_count"
 THREADS = """
 from mint_jax import host
 print(host.threads_for_simulated_devices())
@@ -107,12 +85,8 @@ print(names.count("tf_XLAEigen"))
 @pytest.mark.parametrize(
     ("flags", "others", "said"),
     [
-        (
-            "--xla_force_host_platform_device_count=2 --xla_force_host_platform_device_count=24",
-            {},
-            "96",
-        ),
-        ("--xla_force_host_platform_device_count=24", {"PJRT_NPROC": "31"}, "None"),
+        (f"{COUNT}=2 {COUNT}=24", {}, "96"),
+        (f"{COUNT}=24", {"PJRT_NPROC": "31"}, "None"),
         ("", {}, "None"),
     ],
 )
@@ -121,14 +95,7 @@ def test_simulated_devices_have_threads_to_wait_in(flags, others, said):
     stood still with eight threads.
     """
     unset = ("NPROC", "PJRT_NPROC", "JAX_NUM_CPU_DEVICES")
-    environment = (
-        {name: value for name, value in os.environ.items() if name not in unset}
-        | {"XLA_FLAGS": flags}
-        | others
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", THREADS], capture_output=True, text=True, env=environment
-    )
+    done = started(THREADS, unset, {"XLA_FLAGS": flags} | others)
     assert done.returncode == 0, done.stderr
     expected = {"96": "96", "None": others.get("PJRT_NPROC", str(os.cpu_count()))}[said]
     assert done.stdout.split() == [said, expected]

@@ -27,28 +27,15 @@ def test_sizes_become_axes_in_the_fixed_order(sizes, shape):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "words"),
+    ("sizes", "says"),
     [
-        (
-            {"data": 4, "model": 2},
-            ["mesh axis 'model' is unknown", "the axes are data, fsdp, expert, tensor"],
-        ),
-        (
-            {"data": 4},
-            [
-                "'data': 4",
-                "needs 4 devices but 8 are here",
-                "--config.mesh.<axis>",
-                "the product is 8",
-                "to -1",
-            ],
-        ),
-        ({"data": 16, "tensor": -1}, ["but 8 are here", "the product is 8"]),
-        ({"data": -1, "fsdp": -1}, ["'data': -1, 'fsdp': -1", "only one axis may be -1"]),
-        ({"data": 0}, ["'data': 0", "the product is 8"]),
+        ({"data": 4, "model": 2}, "mesh axis 'model' is unknown; the axes are data, fsdp, expert"),
+        ({"data": 4}, r"'data': 4.*needs 4 devices but 8 are here.*the product is 8.* to -1"),
+        ({"data": 16, "tensor": -1}, "but 8 are here.*the product is 8"),
+        ({"data": -1, "fsdp": -1}, "'data': -1, 'fsdp': -1.*only one axis may be -1"),
+        ({"data": 0}, "'data': 0.*the product is 8"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(sizes, words):
-    with pytest.raises(UserError) as error:
+def test_sizes_that_do_not_fit_are_refused(sizes, says):
+    with pytest.raises(UserError, match=says):
         make_mesh(sizes)
-    assert all(word in str(error.value) for word in words), str(error.value)

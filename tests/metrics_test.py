@@ -1,6 +1,5 @@
 """Metric rows and TensorBoard scalars, dropping rows on resume, progress lines."""
 
-import io
 import json
 import re
 import struct
@@ -66,7 +65,7 @@ def test_rows_at_or_after_a_policys_step_are_dropped(rng, tmp_path):
     assert read(path)[-1]["step"] == 3
 
 
-@pytest.mark.parametrize("cut", [1, 2, 10, 30])
+@pytest.mark.parametrize("cut", [1, 10])
 def test_a_last_line_that_a_crash_cut_short_is_dropped(tmp_path, cut):
     path = tmp_path / "metrics.jsonl"
     lines = [json.dumps({"step": i, "name": "a", "loss": 0.125}) + "\n" for i in range(3)]
@@ -74,35 +73,6 @@ def test_a_last_line_that_a_crash_cut_short_is_dropped(tmp_path, cut):
     metrics.truncate_rows(path, {"a": 9})
     whole = 3 if cut == 1 else 2  # only the line end is missing
     assert path.read_text() == "".join(lines[:whole])
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """A clock that only moves when told to: ``clock[0] += seconds``."""
-    now = [1000.0]
-    monkeypatch.setattr(metrics.time, "monotonic", lambda: now[0])
-    return now
-
-
-def test_progress_says_what_is_done_and_how_long_the_rest_takes(clock):
-    out = io.StringIO()
-    progress = metrics.Progress("train", 10, every=2.0, out=out)
-    progress.update(0)
-    clock[0] += 5
-    progress.update(2, "loss 0.5")
-    clock[0] += 1
-    progress.update(3)  # too soon to say again
-    clock[0] += 69
-    progress.update(5, "loss 0.4")
-    clock[0] += 0.5
-    progress.update(10)  # the end is always said
-    assert out.getvalue().splitlines() == [
-        "[train] 0/10 (0:00)",
-        # its programs were compiled on the way: no pace is known yet
-        "[train] 2/10 loss 0.5 (0:05)",
-        "[train] 5/10 loss 0.4 (1:15, 2:52 left)",
-        "[train] 10/10 (1:15)",
-    ]
 
 
 def fill_the_disk(directory):
@@ -126,11 +96,5 @@ def fill_the_disk(directory):
 def test_a_full_disk_is_one_line_and_nothing_hangs(limit, tmp_path):
     told = json.loads(run_limited(limit, 1, "tests.metrics_test", tmp_path))
     assert len(told) == 20
-    assert all(
-        re.match(
-            r"\S*(metrics\.jsonl|tensorboard) cannot be written \(.*\): free or allow the space",
-            one,
-        )
-        for one in told
-    )
-    assert not any("\n" in one for one in told)
+    said = r"\S*(metrics\.jsonl|tensorboard) cannot be written \(.*\): free or allow the space.*"
+    assert all(re.fullmatch(said, one) for one in told)  # one line each

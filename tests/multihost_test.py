@@ -50,40 +50,20 @@ def together(
     test fails.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    shared = {
-        k: v
-        for k, v in os.environ.items()
-        if not k.startswith("MINT_PROCESS") and k != "MINT_COORDINATOR"
-    } | {
-        # the last one counts
-        "XLA_FLAGS": (
-            f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={8 // len(commands)}"
-        ),
-        "TF_CPP_MIN_LOG_LEVEL": "2",  # the partitioner's and gloo's remarks
-        "PYTHONPATH": str(ROOT),
-    }
+    shared = {k: v for k, v in os.environ.items() if k not in multihost.VARIABLES}
+    devices = f"--xla_force_host_platform_device_count={8 // len(commands)}"  # the last one counts
+    shared |= {"XLA_FLAGS": f"{os.environ['XLA_FLAGS']} {devices}", "PYTHONPATH": str(ROOT)}
+    shared["TF_CPP_MIN_LOG_LEVEL"] = "2"  # the partitioner's and gloo's remarks
     address = f"127.0.0.1:{free_port()}"
     running, files = [], []
     for i, command in enumerate(commands):
-        joined = (
-            {
-                "MINT_COORDINATOR": address,
-                "MINT_PROCESSES": str(len(commands)),
-                "MINT_PROCESS": str(i),
-            }
-            if len(commands) > 1
-            else {}
-        )
+        joined = dict(zip(multihost.VARIABLES, (address, str(len(commands)), str(i))))
+        own = shared | (joined if len(commands) > 1 else {}) | environment
         out, err = (folder / f"{name}{i}" for name in ("out", "err"))
+        command = [sys.executable, *command]
         with out.open("w") as stdout, err.open("w") as stderr:
             running.append(
-                subprocess.Popen(
-                    [sys.executable, *command],
-                    stdout=stdout,
-                    stderr=stderr,
-                    env=shared | joined | environment,
-                    cwd=folder,
-                )
+                subprocess.Popen(command, stdout=stdout, stderr=stderr, env=own, cwd=folder)
             )
         files.append((out, err))
     deadline = time.monotonic() + timeout
@@ -93,15 +73,11 @@ def together(
     except subprocess.TimeoutExpired:
         print(f"not done after {timeout} s")
     finally:
-        for process in running:
+        for process, pair in zip(running, files):
             process.kill()
             process.wait()
-        for i, pair in enumerate(files):
             for file in pair:
-                print(
-                    f"--- {file.name} of process {i}, status"
-                    f" {running[i].returncode}\n{file.read_text()[-5000:]}"
-                )
+                print(f"--- {file.name}, status {process.returncode}\n{file.read_text()[-5000:]}")
     return [
         Ended(p.returncode, out.read_text(), err.read_text())
         for p, (out, err) in zip(running, files)
@@ -126,11 +102,7 @@ def test_wrong_variables_are_named(changes, says, monkeypatch):
 
 def test_a_process_whose_fellows_do_not_come_ends_with_one_line(tmp_path):
     code = "from mint_jax import multihost; multihost.join(timeout_s=1)"
-    alone = {
-        "MINT_COORDINATOR": f"127.0.0.1:{free_port()}",
-        "MINT_PROCESSES": "2",
-        "MINT_PROCESS": "0",
-    }
+    alone = GOOD | {"MINT_COORDINATOR": f"127.0.0.1:{free_port()}", "MINT_PROCESS": "0"}
     [ended] = together([["-c", code]], tmp_path, 60, **alone)
     assert ended.status == 1
     assert ended.err.startswith("error: could not join 127.0.0.1")
@@ -231,18 +203,12 @@ def test_two_processes_agree_and_share_arrays(tmp_path):
 @pytest.mark.long
 def test_a_mistake_ends_every_process_with_its_line(tmp_path):
     (tmp_path / "file").write_text("")
-    bad, good = (
-        ["-m", "mint_jax.launch", f"--config={TINY}", f"--workdir={tmp_path / place}"]
-        for place in ("file/work", "work")
-    )
+    launch = ["-m", "mint_jax.launch", f"--config={TINY}"]
+    bad, good = ([*launch, f"--workdir={tmp_path / place}"] for place in ("file/work", "work"))
     other = [*good, "--config.steps=9"]
     cases = (
         ([bad] * 2, "error: ", "cannot be written"),
-        (
-            [good, other],
-            "error in process {}: ",
-            "the config of process 1 differs",
-        ),
+        ([good, other], "error in process {}: ", "the config of process 1 differs"),
     )
     for commands, begins, says in cases:  # what each sees by itself is reported before they join
         for i, ended in enumerate(together(commands, tmp_path / "processes", 120)):
@@ -255,21 +221,16 @@ def test_a_mistake_ends_every_process_with_its_line(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("names", "steps", "schedule", "axes"),
+    ("names", "steps", "schedule"),
     [
-        (("ppo",), (1,), "batched", {"data": 2}),
-        pytest.param(
-            ("ppo", "cispo"),
-            (2, 4),
-            "overlapped",
-            {"data": 2, "fsdp": 2, "tensor": 2},
-            marks=pytest.mark.slow,
-        ),
+        (("ppo",), (1,), "batched"),
+        pytest.param(("ppo", "cispo"), (2, 4), "overlapped", marks=pytest.mark.slow),
     ],
     ids=["one step", "resumed"],
 )
-def test_grpo_on_two_processes_is_grpo_on_one(names, steps, schedule, axes, tmp_path):
+def test_grpo_on_two_processes_is_grpo_on_one(names, steps, schedule, tmp_path):
     """Rewards are scored in process 0 only; each number of steps is one start."""
+    axes = {"data": 2} if len(names) == 1 else {"data": 2, "fsdp": 2, "tensor": 2}
     config = tiny("grpo", export_every=1, schedule=schedule)
     for name in set(config.policies) - set(names):
         del config.policies[name]
@@ -286,7 +247,6 @@ def test_grpo_on_two_processes_is_grpo_on_one(names, steps, schedule, axes, tmp_
         "import json, pathlib\nfrom ml_collections import ConfigDict\ndef get_config():\n    return"
         " ConfigDict(json.loads((pathlib.Path(__file__).parent / 'config.json').read_text()))\n"
     )
-
     devices = math.prod(axes.values())
 
     def run(processes: int, count: int) -> tuple[dict, dict]:

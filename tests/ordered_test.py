@@ -38,20 +38,15 @@ def test_what_is_not_finite_stays_in_its_segment(rng, form):
 
 
 def test_gradients(rng):
-    values, ids, g = (
-        rng.normal(size=(50, 2)).astype(np.float32),
-        rng.integers(0, 8, 50),
-        rng.normal(size=(7, 2)).astype(np.float32),
-    )
+    def normal(*shape):
+        return rng.normal(size=shape).astype(np.float32)
+
+    values, ids, g = normal(50, 2), rng.integers(0, 8, 50), normal(7, 2)
     _, back = jax.vjp(lambda v: ordered.segment_sum(v, jnp.array(ids), 7), jnp.array(values))
     np.testing.assert_array_equal(
         back(jnp.array(g))[0], np.where((ids < 7)[:, None], g[np.minimum(ids, 6)], 0)
     )
-    table, g = (
-        rng.normal(size=(3, 11)).astype(np.float32),
-        rng.normal(size=(40, 3)).astype(np.float32),
-    )
-    ids = rng.integers(0, 11, (2, 40))
+    table, g, ids = normal(3, 11), normal(40, 3), rng.integers(0, 11, (2, 40))
     out, back = jax.vjp(
         lambda a: jax.vmap(ordered.columns, (None, 0))(a, jnp.array(ids)), jnp.array(table)
     )

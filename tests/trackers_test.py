@@ -99,13 +99,8 @@ def history_of(file) -> list[dict]:
         if kind in (1, 4):
             record, message = wandb_internal_pb2.Record.FromString(message), b""
             if record.WhichOneof("record_type") == "history":
-                items = {
-                    item.key or ".".join(item.nested_key): json.loads(item.value_json)
-                    for item in record.history.item
-                }
-                found.append(
-                    {key: value for key, value in items.items() if not key.startswith("_")}
-                )
+                items = ((i.key or ".".join(i.nested_key), i) for i in record.history.item)
+                found.append({k: json.loads(i.value_json) for k, i in items if k[0] != "_"})
     return found
 
 
@@ -129,11 +124,8 @@ def test_an_outage_is_said_once_and_ends_nothing(tmp_path, monkeypatch, capsys):
     for row in ROWS:
         made.write(*row)
     told = capsys.readouterr().err
-    assert (
-        told
-        == "wandb does not take metrics (no route to host); they are in metrics.jsonl, and the run"
-        " goes on\n"
-    )
+    assert told.startswith("wandb does not take metrics (no route to host); they are in metrics")
+    assert told.count("\n") == 1
     Away.down = False
     made.write(2, "a", {"reward": 1.0})
     assert capsys.readouterr().err == "wandb takes metrics again\n"
@@ -145,14 +137,8 @@ def test_an_outage_is_said_once_and_ends_nothing(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("error", "told"),
     [
-        (
-            ImportError("wandb"),
-            r"wandb='p' needs a package that is not installed: pip install 'mint-jax\[wandb\]'",
-        ),
-        (
-            RuntimeError("api_key not configured"),
-            r"wandb='p' cannot begin a run \(api_key not configured\): check its address and key",
-        ),
+        (ImportError("wandb"), r"that is not installed: pip install 'mint-jax\[wandb\]'"),
+        (RuntimeError("no key"), r"wandb='p' cannot begin a run \(no key\): check its address"),
     ],
 )
 def test_a_tracker_that_cannot_begin_is_told_before_any_step(tmp_path, monkeypatch, error, told):
@@ -164,15 +150,14 @@ def test_a_tracker_that_cannot_begin_is_told_before_any_step(tmp_path, monkeypat
         trackers.Trackers(tmp_path, {"wandb": "p"}, {})
 
 
+RETRIES = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
+
+
 @pytest.mark.parametrize(
     ("kind", "environment", "told"),
     [
         ("wandb", {"WANDB_MODE": "online", "WANDB_API_KEY": ""}, r"no API key: set WANDB_API_KEY"),
-        (
-            "mlflow",
-            {"MLFLOW_TRACKING_URI": "http://127.0.0.1:9", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"},
-            "127.0.0.1",
-        ),
+        ("mlflow", {"MLFLOW_TRACKING_URI": "http://127.0.0.1:9"} | RETRIES, "127.0.0.1"),
     ],
 )
 def test_a_tracker_without_key_or_server_is_refused_before_anything_is_claimed(

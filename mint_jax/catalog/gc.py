@@ -9,7 +9,7 @@ can no longer commit it.
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Unpack
 
 import sqlalchemy as sa
@@ -20,7 +20,6 @@ from mint_jax.catalog.records.database import Database, chunks, insert_new
 from mint_jax.catalog.records.handle import Handle
 from mint_jax.catalog.records.names import full_name
 from mint_jax.catalog.records.payload_rows import enter_packs
-from mint_jax.catalog.records.policies import DELETED
 from mint_jax.catalog.records.tables import (
     aliases,
     metadata,
@@ -37,32 +36,25 @@ from mint_jax.errors import UserError
 
 SMALL = 8 << 20  # bytes; smaller packs are joined
 LARGE = 256 << 20  # maximum bytes of a joined pack, unless one object is larger
+_CHILDREN = policies.alias()  # policies that branched from a revision
 
 
 @dataclasses.dataclass
 class Report:
-    """Counts of a collection: removed, or that would be.
-
-    Attributes:
-        revisions: as ``policy@number``.
-        abandoned: packs that were never committed.
-        leftovers: other files of killed writers.
-        waiting: packs in their grace period.
-        moved: payloads that compaction moved.
-    """
+    """Counts of a collection: removed, or that would be."""
 
     dry_run: bool
-    revisions: list[str] = dataclasses.field(default_factory=list)
+    revisions: list[str] = dataclasses.field(default_factory=list)  # as ``policy@number``
     payloads: int = 0
     payload_bytes: int = 0
     packs: int = 0
     pack_bytes: int = 0
-    abandoned: int = 0
-    leftovers: int = 0
-    waiting: int = 0
+    abandoned: int = 0  # packs that were never committed
+    leftovers: int = 0  # other files of killed writers
+    waiting: int = 0  # packs in their grace period
     waiting_bytes: int = 0
     leases: int = 0
-    moved: int = 0
+    moved: int = 0  # payloads that compaction moved
     moved_bytes: int = 0
 
     def free(self, lengths: Sequence[int]) -> None:
@@ -80,15 +72,13 @@ def collect(
     **signed: Unpack[Signed],
 ) -> Report:
     """Removes what retention gives up and nothing refers to, in transactions of bounded size.
+    Raises ``UserError``: the database is damaged: live payloads could look unreferenced.
 
     Args:
         dry_run: only report; a read-only catalog will do.
         compact: join small and mostly dead packs too.
         grace_s: seconds that a pack's file stays after its last payload, and that a writer may take
             to write and commit; shorten it only while no process writes.
-
-    Raises:
-        UserError: the database is damaged: live payloads could look unreferenced.
     """
     report, author = Report(dry_run), catalog.author(**signed)
     database = catalog.database
@@ -113,18 +103,10 @@ def compact(catalog: Handle, *, dry_run: bool = False, **signed: Unpack[Signed])
 
 
 def stats(catalog: Handle) -> dict[str, int]:
-    """Returns the number of rows of every table, and other counts and sizes in bytes."""
+    """Returns the number of rows of every table, and the bytes of all payloads."""
     count = sa.select(sa.func.count())
     queries = {name: count.select_from(table) for name, table in metadata.tables.items()}
-    queries |= {
-        "policies": count.select_from(policies).where(policies.c.state != DELETED),
-        "retired_policies": count.where(policies.c.state == "retired"),
-        "retired_revisions": count.where(revisions.c.state == "retired"),
-        "open_sessions": count.where(policies.c.session_owner.is_not(None)),
-        "payload_bytes": sa.select(sa.func.sum(payloads.c.length)),
-        "pack_bytes": sa.select(sa.func.sum(packs.c.bytes)).where(packs.c.state != "swept"),
-        "dead_packs": count.where(packs.c.state == "dead"),
-    }
+    queries["payload_bytes"] = sa.select(sa.func.sum(payloads.c.length))
     return catalog.database.read(
         lambda c: {name: int(c.scalar(query) or 0) for name, query in sorted(queries.items())}
     )
@@ -134,10 +116,10 @@ def _count_rows(connection: sa.Connection, author: Author, report: Report) -> No
     """Counts the rows that ``_remove_rows`` would remove."""
     expired = sa.select(sa.func.count()).where(lease_table.c.expires_at <= author.now)
     report.leases = connection.scalar(expired) or 0
-    leaving: list[Expendable] = []
+    leaving: list[sa.Row] = []
     for some in chunks(_candidates(connection), 100):
-        leaving += _expendable(connection, author, _policies(connection, some))
-    report.revisions = [one.name for one in leaving]
+        leaving += _expendable(connection, author, some)
+    report.revisions = [_name(row) for row in leaving]
     # a payload goes with the last of its revisions
     leaving_by_digest = collections.Counter(one.digest for one in leaving)
     free = set(_unreferenced(connection, author))
@@ -157,21 +139,10 @@ def _remove_rows(database: Database, author: Author, report: Report) -> None:
     report.leases = write(lambda c: leases.remove_expired(c, author))
     for some in chunks(read(_candidates), 100):
         removed = write(lambda c, some=some: _remove_revisions(c, author, some))
-        report.revisions += [one.name for one in removed]
+        report.revisions += [_name(row) for row in removed]
     for some in chunks(read(lambda c: _unreferenced(c, author))):
         report.free(write(lambda c, some=some: _remove_payloads(c, author, some)))
     write(lambda c: _retire_packs(c, author))
-
-
-@dataclasses.dataclass(frozen=True)
-class Expendable:
-    """A revision that may be removed; ``name`` is ``policy@number``."""
-
-    id: int
-    policy_id: int
-    name: str
-    number: int
-    digest: bytes
 
 
 def _candidates(connection: sa.Connection) -> list[int]:
@@ -182,57 +153,51 @@ def _candidates(connection: sa.Connection) -> list[int]:
 
 
 def _expendable(
-    connection: sa.Connection, author: Author, owners: Mapping[int, sa.Row]
-) -> list[Expendable]:
-    """Returns the revisions of these policies (rows by id) that are retired or beyond the last K,
-    and not pinned, aliased, leased, a branch's parent or the start of an open session.
+    connection: sa.Connection, author: Author, policy_ids: Sequence[int]
+) -> list[sa.Row]:
+    """Returns the revisions of these policies that are retired or beyond the last K, and not
+    pinned, aliased, leased, a branch's parent or the start of an open session.
     """
+    leased = (lease_table.c.digest == revisions.c.digest, lease_table.c.expires_at > author.now)
     protected = sa.or_(
         revisions.c.pinned,
         sa.exists().where(aliases.c.revision_id == revisions.c.id),
-        sa.exists().where(policies.c.parent_revision == revisions.c.id),
-        sa.exists().where(
-            lease_table.c.digest == revisions.c.digest, lease_table.c.expires_at > author.now
-        ),
+        sa.exists().where(_CHILDREN.c.parent_revision == revisions.c.id),
+        sa.exists().where(*leased),
+        policies.c.session_owner.is_not(None) & (policies.c.session_revision == revisions.c.number),
     )
-    query = sa.select(revisions, protected.label("protected"))
-    query = query.where(revisions.c.policy_id.in_(owners))
+    columns = (policies.c.tenant, policies.c.name, policies.c.keep_last)
+    query = sa.select(revisions, *columns, protected.label("protected"))
+    query = query.join(policies, revisions.c.policy_id == policies.c.id)
+    query = query.where(revisions.c.policy_id.in_(policy_ids))
     found = []
-    newer = dict.fromkeys(owners, 0)  # live revisions counted so far, newest first
+    newer = dict.fromkeys(policy_ids, 0)  # live revisions counted so far, newest first
     for row in connection.execute(query.order_by(revisions.c.policy_id, revisions.c.number.desc())):
-        owner = owners[row.policy_id]
-        beyond = owner.keep_last is not None and newer[owner.id] >= owner.keep_last
-        newer[owner.id] += row.state == "live"
-        start = owner.session_owner is not None and owner.session_revision == row.number
-        if (beyond or row.state == "retired") and not row.protected and not start:
-            name = f"{full_name(owner.tenant, owner.name)}@{row.number}"
-            found.append(Expendable(row.id, owner.id, name, row.number, row.digest))
+        beyond = row.keep_last is not None and newer[row.policy_id] >= row.keep_last
+        newer[row.policy_id] += row.state == "live"
+        if (beyond or row.state == "retired") and not row.protected:
+            found.append(row)
     return found
 
 
-def _policies(
-    connection: sa.Connection, policy_ids: Sequence[int], lock=False
-) -> dict[int, sa.Row]:
-    """Returns the rows of these policies by id, locked if ``lock``."""
-    query = sa.select(policies).where(policies.c.id.in_(policy_ids)).order_by(policies.c.id)
-    return {row.id: row for row in connection.execute(query.with_for_update() if lock else query)}
+def _name(row: sa.Row) -> str:
+    return f"{full_name(row.tenant, row.name)}@{row.number}"
 
 
 def _remove_revisions(
     connection: sa.Connection, author: Author, policy_ids: Sequence[int]
-) -> list[Expendable]:
+) -> list[sa.Row]:
     """Locks these policies and removes their expendable revisions."""
-    owners = _policies(connection, policy_ids, lock=True)
-    found = _expendable(connection, author, owners)
-    by_policy: dict[int, list[Expendable]] = {}
-    for one in found:
-        by_policy.setdefault(one.policy_id, []).append(one)
-    for policy_id, some in by_policy.items():
-        numbers = [one.number for one in some]
+    query = sa.select(policies).where(policies.c.id.in_(policy_ids)).order_by(policies.c.id)
+    owners = {row.id: row for row in connection.execute(query.with_for_update())}
+    found = _expendable(connection, author, policy_ids)
+    for policy_id in dict.fromkeys(row.policy_id for row in found):
+        some = [row for row in found if row.policy_id == policy_id]
+        numbers = [row.number for row in some]
         own = (tags.c.policy_id == policy_id, tags.c.number.in_(numbers))
         connection.execute(tags.delete().where(*own))
-        connection.execute(revisions.delete().where(revisions.c.id.in_([one.id for one in some])))
-        details = {"revisions": numbers, "digests": [one.digest.hex() for one in some]}
+        connection.execute(revisions.delete().where(revisions.c.id.in_([row.id for row in some])))
+        details = {"revisions": numbers, "digests": [row.digest.hex() for row in some]}
         audit.log(connection, author, "remove revisions", owners[policy_id], details)
     return found
 
@@ -338,20 +303,21 @@ def _committed(connection: sa.Connection, names: Sequence[str]) -> set[str]:
 
 
 def _compact(catalog: Handle, author: Author, report: Report) -> Report:
-    store = catalog.store
-    for batch in _batches(catalog.database.read(_joinable)):
-        rows = [
-            row
-            for some in chunks(batch)
-            for row in catalog.database.read(lambda c, some=some: _payloads_in(c, some))
-        ]
+    store, database = catalog.store, catalog.database
+    for batch in _batches(database.read(_joinable)):
+        rows: list[sa.Row] = []
+        for some in chunks(batch):
+            query = sa.select(payloads, packs.c.name.label("pack")).join(packs)
+            query = query.where(packs.c.id.in_(some))
+            query = query.order_by(payloads.c.pack_id, payloads.c.offset)
+            rows += database.read(lambda c, query=query: c.execute(query).all())
         moved = [row.length for row in rows]
         if not report.dry_run:
             # damaged payloads stay, for ``verify`` to report
             whole = [row for row in rows if _is_whole(catalog, row)]
             places = store.put(store.read(_place(row), row.digest.hex()) for row in whole)
             moves = list(zip(whole, places))
-            moved = catalog.database.write(lambda c, moves=moves: _move(c, author, moves))
+            moved = database.write(lambda c, moves=moves: _move(c, author, moves))
         report.moved += len(moved)
         report.moved_bytes += sum(moved)
     return report
@@ -378,12 +344,6 @@ def _batches(found: list[sa.Row]) -> Iterator[list[int]]:
         if pack is not None:
             batch.append(pack)
             size += pack.used
-
-
-def _payloads_in(connection: sa.Connection, pack_ids: Sequence[int]) -> list[sa.Row]:
-    query = sa.select(payloads, packs.c.name.label("pack")).join(packs)
-    query = query.where(packs.c.id.in_(pack_ids))
-    return list(connection.execute(query.order_by(payloads.c.pack_id, payloads.c.offset)))
 
 
 def _place(row: sa.Row) -> Place:

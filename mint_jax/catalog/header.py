@@ -1,11 +1,9 @@
 """The header of a safetensors file, written aligned and read strictly.
 
-The safetensors package aligns to 8 bytes only, copies every tensor it reads, and reports little
-about a damaged file; the tests compare every file with the package.
-
-Written: the data starts at a multiple of 64 bytes, and arrays are ordered by the power of two, up
-to 64, that divides their size, so that each is aligned to it: 64 for every factor of a real model.
-Read: malformed bytes raise ``UserError`` before more than the header is allocated.
+The safetensors package aligns to 8 bytes only, copies every tensor and reports little about damage;
+the tests compare every file with it. Arrays are ordered by the power of two, up to 64, that divides
+their size, so that each is aligned to it. Malformed bytes raise ``UserError`` before more than the
+header is allocated.
 """
 
 import json
@@ -75,10 +73,8 @@ def write(arrays: Mapping[str, np.ndarray], metadata: dict[str, str]) -> bytes:
 
 def read(data: np.ndarray) -> tuple[dict[str, str], dict[str, TensorExtent], int]:
     """Returns metadata, tensors by name, and the start of the data, from a whole file's bytes.
-
-    Raises:
-        UserError: the bytes are not exactly one safetensors file of known dtypes and harmless
-            names.
+    Raises ``UserError``: the bytes are not exactly one safetensors file of known dtypes and
+    harmless names.
     """
     size = header_size(data[:8].tobytes(), data.size, MAX_HEADER, "its header")
     fields = parse_object(data[8 : 8 + size].tobytes(), "its header")

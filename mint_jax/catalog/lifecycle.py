@@ -1,15 +1,10 @@
 """The catalog: names, revisions, aliases and their history, over a database and a payload store.
 
-    catalog = Catalog.open("runs/catalog")                      # SQLite and payloads in one folder
-    catalog = Catalog.open("postgresql://db/mint", "s3://bucket/payloads")
-    catalog.create_policy("chat", schema)
-    revision = catalog.export("chat", packed, step=100)         # durable and visible on return
+    catalog = Catalog.open("runs/catalog")  # or ("postgresql://db/mint", "s3://bucket/payloads")
+    revision = catalog.export("chat", packed, step=100, create=True)  # durable on return
     catalog.promote("chat", revision.number, "serving", why="best of the sweep")
-    catalog.resolve("chat@serving")                             # digest, place, schema
 
-Every change is one transaction with its entry in the audit log. All methods may be called from many
-threads, and many processes may open one catalog. ``names`` describes how revisions are named;
-errors are ``UserError``.
+Every change is one transaction with its audit entry. Threads and processes may share a catalog.
 """
 
 import time
@@ -19,7 +14,6 @@ from pathlib import Path
 from mint_jax.catalog import gc as _gc
 from mint_jax.catalog import verify as _verify
 from mint_jax.catalog.records import aliases as _aliases
-from mint_jax.catalog.records import evaluations as _evaluations
 from mint_jax.catalog.records import exports, leases, lookup, sessions, training_records
 from mint_jax.catalog.records import policies as _policies
 from mint_jax.catalog.records import revisions as _revisions
@@ -62,8 +56,8 @@ class Catalog(Handle):
     rollout, rollouts = training_records.rollout, training_records.list_rollouts
     read_rollout = training_records.read_rollout
     drop_rollouts = training_records.drop_rollouts
-    record_evaluation = _evaluations.record_evaluation
-    evaluations = _evaluations.list_evaluations
+    record_evaluation = training_records.record_evaluation
+    evaluations = training_records.list_evaluations
 
     gc, compact, stats = _gc.collect, _gc.compact, _gc.stats
     verify = _verify.verify
@@ -78,7 +72,8 @@ class Catalog(Handle):
         timeout_s: float = 30.0,
         clock: Callable[[], float] = time.time,
     ) -> "Catalog":
-        """Opens a catalog, creating it if needed.
+        """Opens a catalog, creating it if needed. Raises ``UserError``: database or folder cannot
+        be used, or the catalog is of another version.
 
         Args:
             place: a folder, which holds ``catalog.db`` and ``payloads/``; or a database URL.
@@ -86,9 +81,6 @@ class Catalog(Handle):
             actor: author of the changes where a method's ``by`` is None.
             timeout_s: seconds to wait for a locked or lost database.
             clock: seconds since 1970.
-
-        Raises:
-            UserError: database or folder cannot be used, or the catalog is of another version.
         """
         if "://" in str(place):
             if payloads is None:

@@ -1,13 +1,8 @@
 """A revision as an Orbax checkpoint in a folder, which Orbax restores without this package.
 
 Two items: ``adapter``, the factors in the layout of ``lora.tree``, and ``revision``, JSON with the
-packed object's ``schema``, its ``digest``, policy and number::
-
-    checkpointer = ocp.Checkpointer(ocp.CompositeCheckpointHandler())
-    restored = checkpointer.restore(directory)
-    restored.adapter["dense"]["attn"]["q"]["a"], restored.revision["schema"]["alpha"]
-
-Orbax 0.12 refuses ``s3://`` paths for arrays; ``gs://`` was not tried.
+packed object's ``schema``, its ``digest``, policy and number. Orbax 0.12 refuses ``s3://`` paths
+for arrays; ``gs://`` was not tried.
 """
 
 import json
@@ -66,11 +61,9 @@ def write(directory: str | Path, data: Buffer, about: Mapping[str, Any]) -> None
 
 
 def read(directory: Path, max_bytes: int) -> bytes:
-    """Returns the packed object of a checkpoint, checked before its factors are read.
-
-    Raises:
-        UserError: no such checkpoint, links in it, more than ``max_bytes``, or factors that do not
-            match its schema or its digest.
+    """Returns the packed object of a checkpoint, checked before its factors are read. Raises
+    ``UserError``: no such checkpoint, links in it, more than ``max_bytes``, or factors that do not
+    match its schema or its digest.
     """
     import jax
     import orbax.checkpoint as ocp

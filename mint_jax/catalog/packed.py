@@ -31,16 +31,11 @@ Buffer = bytes | bytearray | memoryview | np.ndarray
 
 @dataclasses.dataclass(frozen=True)
 class Schema:
-    """The description of a packed adapter.
+    """The description of a packed adapter."""
 
-    Attributes:
-        base: fingerprint of the base.
-        dtype: of the stored factors: float32, float16 or bfloat16.
-    """
-
-    base: str
+    base: str  # fingerprint of the base
     config: AdapterConfig
-    dtype: str = "float32"
+    dtype: str = "float32"  # of the stored factors: float32, float16 or bfloat16
 
     def to_json(self) -> str:
         """Returns one line of JSON, equal for equal schemas."""
@@ -59,10 +54,8 @@ class Schema:
 
     @classmethod
     def from_json(cls, text: str) -> "Schema":
-        """Reads ``to_json``'s text.
-
-        Raises:
-            UserError: another format, a field missing, unknown or out of its range.
+        """Reads ``to_json``'s text. Raises ``UserError``: another format, a field missing, unknown
+        or out of its range.
         """
         fields = parse_object(text, "the schema")
         if fields.get("format") != FORMAT:
@@ -76,7 +69,10 @@ class Schema:
             "rank": (lambda x: header.is_size(x) and 1 <= x <= MAX_RANK, f"1 to {MAX_RANK}"),
             "alpha": (lambda x: type(x) is float and math.isfinite(x), "a finite number"),
             "scale": (lambda x: x in list(scales), " or ".join(scales)),
-            "targets": (_are_texts, "a list of names"),
+            "targets": (
+                lambda x: type(x) is list and x and all(map(_is_text, x)),
+                "a list of names",
+            ),
             "layout": (lambda x: x == LAYOUT, LAYOUT),
             "dtype": (lambda x: x in list(header.TAGS), " or ".join(header.TAGS)),
         }
@@ -99,10 +95,6 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str) and 1 <= len(value) <= MAX_TEXT
 
 
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, list) and len(value) > 0 and all(map(_is_text, value))
-
-
 def pack(adapter: Any, schema: Schema) -> bytes:
     """Packs one policy's factors, deterministically. Raises ``UserError`` for a schema or an array
     name that ``unpack`` would refuse.
@@ -119,17 +111,12 @@ def pack(adapter: Any, schema: Schema) -> bytes:
 
 
 def unpack(data: Buffer) -> tuple[Any, Schema]:
-    """Unpacks factors and schema.
-
-    Args:
-        data: bytes, a memoryview or a uint8 array, memory-mapped too.
+    """Unpacks factors and schema. Raises ``UserError``: not a packed adapter, damaged, or of
+    another version; nothing of its claimed size was allocated. ``data``: bytes, a memoryview or a
+    uint8 array, memory-mapped too.
 
     Returns:
         A nested dict of read-only arrays, views of ``data``, and the schema.
-
-    Raises:
-        UserError: not a packed adapter, damaged, or of another version; nothing of its claimed size
-            was allocated.
     """
     view = as_bytes(data)
     try:

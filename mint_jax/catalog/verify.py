@@ -22,26 +22,19 @@ PAGE = 500  # payloads
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One damaged thing.
+    """One damaged thing."""
 
-    Attributes:
-        kind: ``payload`` or ``database``.
-        revisions: ``policy@number`` of every revision it concerns.
-    """
-
-    kind: str
+    kind: str  # ``payload`` or ``database``
     what: str
     digest: str | None = None
-    revisions: tuple[str, ...] = ()
+    revisions: tuple[str, ...] = ()  # ``policy@number`` of every revision it concerns
 
 
 def verify(
     catalog: Handle, name: str | None = None, progress: Callable[[int, int], None] | None = None
 ) -> Iterator[Finding]:
     """Finds damage in one revision's bytes, or anywhere; reads all of it once and changes nothing.
-
-    Args:
-        progress: called with payloads and bytes checked so far.
+    ``progress``: called with payloads and bytes checked so far.
     """
     if name is not None:
         found = lookup.resolve(catalog, name)

@@ -14,6 +14,7 @@ from mint_jax.recipes.options import OF_JOB
 HEAD = """# Settings
 
 Look up here which settings the config of each job has; `--config=FILE --help` prints them with a file's own values.
+A job has the settings of its own section and those of the first table that name it.
 A setting without a default must be given. `(not set)` means that the job decides.
 Dots join sections, as on the command line: `--config.checkpoint.every=5`.
 Benchmarks declare theirs in `configs/bench/` and `configs/sweeps/`.
@@ -43,14 +44,24 @@ def summary(job: str) -> str:
 
 
 def page() -> str:
-    """Returns the page; ``NAME`` stands for a policy's name."""
-    parts = [HEAD]
+    """Returns the page; ``NAME`` stands for a policy's name. Settings that several jobs have alike
+    are in a table of their own.
+    """
+    jobs: dict[str, list[str]] = {}  # of a row
     for job, cls in OF_JOB.items():
-        parts.append(f"## {job}\n\n{summary(job)}\n\n{TABLE}")
         for path, kind, value, line in settings.describe(cls, {}):
             usual = "(not set)" if value is None else f"`{value!r}`"
             cells = f"`{path}`", "" if value is settings.UNSET else usual, str(kind), line
-            parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+            row = "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+            jobs.setdefault(row, []).append(job)
+    shared = {row: having for row, having in jobs.items() if len(having) > 1}
+    head, rule = TABLE.split("\n")
+    parts = [HEAD, "## Settings of several jobs", "", f"{head} jobs |", f"{rule} --- |"]
+    for row, having in shared.items():
+        parts.append(f"{row} {'all' if len(having) == len(OF_JOB) else ', '.join(having)} |")
+    for job in OF_JOB:
+        own = [row for row, having in jobs.items() if having == [job]]
+        parts += ["", f"## {job}", "", summary(job), *(["", TABLE, *own] if own else [])]
     return "\n".join(parts) + "\n"
 
 

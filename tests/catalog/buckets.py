@@ -14,7 +14,7 @@ import boto3
 from moto.server import ThreadedMotoServer
 
 BUCKET = "payloads"
-# of method and path: a status, "hang up", "cut", "lost", seconds, or nothing
+# of method and path: a status, "hang up", seconds, or nothing
 Fault = Callable[[str, str], int | str | float | None]
 NAMES = {403: "AccessDenied", 500: "InternalError", 503: "SlowDown"}
 
@@ -51,49 +51,30 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         if type(fault) is int:
-            name = NAMES[fault]
-            self._answer(
-                fault,
-                {},
-                f"<Error><Code>{name}</Code><Message>told to fail</Message></Error>".encode(),
-            )
+            text = f"<Error><Code>{NAMES[fault]}</Code><Message>told to fail</Message></Error>"
+            self._answer(fault, {}, text.encode())
             return
         connection = http.client.HTTPConnection(self.server.target, timeout=60)
         connection.request(self.command, self.path, body, dict(self.headers))
         response = connection.getresponse()
         data = response.read()
         connection.close()
-        if fault == "lost":
-            time.sleep(5.0)
-            self.close_connection = True
-            return
-        self._answer(response.status, dict(response.getheaders()), data, cut=fault == "cut")
+        self._answer(response.status, dict(response.getheaders()), data)
 
     do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = _pass
 
-    def _answer(self, status: int, headers: dict[str, str], data: bytes, cut: bool = False) -> None:
+    def _answer(self, status: int, headers: dict[str, str], data: bytes) -> None:
         self.send_response(status)
+        own = ("content-length", "connection", "server", "date", "transfer-encoding")
         for name, value in headers.items():
-            if name.lower() not in (
-                "content-length",
-                "connection",
-                "server",
-                "date",
-                "transfer-encoding",
-            ):
+            if name.lower() not in own:
                 self.send_header(name, value)
-        length = (
-            headers.get("Content-Length", str(len(data)))
-            if self.command == "HEAD"
-            else str(len(data))
-        )
+        length = str(len(data))
+        if self.command == "HEAD":
+            length = headers.get("Content-Length", length)
         self.send_header("Content-Length", length)
         self.end_headers()
-        self.wfile.write(data[: len(data) // 2] if cut else data)
-        if cut:
-            self.wfile.flush()
-            self.close_connection = True
-            self.connection.close()
+        self.wfile.write(data)
 
     def log_message(self, format, *args):  # the name is the base class's
         pass
@@ -106,11 +87,8 @@ def s3_server() -> Iterator[Proxy]:
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
-    keys = {
-        "aws_access_key_id": "key",
-        "aws_secret_access_key": "secret",
-        "region_name": "us-east-1",
-    }
+    keys = {"aws_access_key_id": "key", "aws_secret_access_key": "secret"}
+    keys["region_name"] = "us-east-1"
     boto3.client("s3", endpoint_url=f"http://{host}:{port}", **keys).create_bucket(Bucket=BUCKET)
     proxy = Proxy(f"{host}:{port}")
     thread = threading.Thread(target=proxy.serve_forever, daemon=True)

@@ -76,20 +76,18 @@ def test_ls_lists_policies_and_revisions_page_by_page(run, told):
     assert (chat["revisions"], chat["schema"]["rank"]) == (3, 1)
     assert chat["aliases"] == ["latest@3", "serving@2"]
     assert told("ls", "--limit=1", f"--after={rest['next']}") == {"policies": [], "next": None}
-    for argv, names in (
-        (["--tenant=acme"], ["acme/bot"]),
-        (["--match=ha"], ["chat"]),
-        (["--match=o", "--tenant=acme"], ["acme/bot"]),
-        (["--match=%"], []),  # no pattern
-        (["--match=acme"], []),  # a tenant is not in its policies' names
+    for option, names in (
+        ("--tenant=acme", ["acme/bot"]),
+        ("--match=ha", ["chat"]),
+        ("--match=%", []),  # no pattern
+        ("--match=acme", []),  # a tenant is not in its policies' names
     ):
-        assert [one["policy"] for one in told("ls", *argv)["policies"]] == names
+        assert [one["policy"] for one in told("ls", option)["policies"]] == names
     page = told("ls", "chat", "--limit=2")
     assert [(one["number"], one["step"]) for one in page["revisions"]] == [(1, 0), (2, 10)]
     [last] = told("ls", "chat", f"--after={page['next']}")["revisions"]
     assert last["number"] == 3
-    for argv, words in ((["ls"], ["acme/bot", "serving@2"]), (["ls", "chat", "--limit=2"], ["2"])):
-        assert all(word in run(*argv)[1] for word in words)
+    assert "serving@2" in run("ls")[1]
     assert "--after is 'x'" in refused(run, "ls", "chat", "--after=x")
     assert "leave --tenant" in refused(run, "ls", "chat", "--tenant=acme")
 
@@ -101,10 +99,16 @@ def test_moves_states_and_retention(run, told):
     assert moved("promote", "chat@3", "--by=bob", "--why=try it") == 3
     assert moved("rollback", "chat", "--by=bob", "--why=worse") == 2
     assert moved("rollback", "chat", "--to=1") == 1
-    assert moved("promote", "chat", "2", "--alias=candidate") == 2
+    assert moved("promote", "chat@2", "--alias=candidate") == 2
     assert moved("promote", "chat@candidate") == 2
-    moves = told("audit", "chat@serving")["entries"][2:4]
-    assert [(one["actor"], one["why"]) for one in moves] == [("bob", "try it"), ("bob", "worse")]
+    moves = told("audit", "chat@serving")["entries"]
+    assert [(one["actor"], one["why"]) for one in moves[2:4]] == [
+        ("bob", "try it"),
+        ("bob", "worse"),
+    ]
+    assert told("audit", "chat@serving", "--limit=1")["next"] == str(moves[0]["id"])
+    assert told("audit", f"--after={moves[0]['id']}", "--limit=1")["entries"] == [moves[1]]
+    assert "never had an alias 'nightly'" in refused(run, "audit", "chat@nightly")
     for name in ("chat@1", "acme/bot"):
         told("retire", name)
     told("pin", "chat@2")
@@ -116,38 +120,40 @@ def test_moves_states_and_retention(run, told):
     told("unpin", "chat@2")
     assert told("show", "chat@1")["revision"]["state"] == "live"
     assert not told("show", "chat@2")["revision"]["pinned"]
-    assert told("ls", "--state=retired")["policies"] == []
     assert "named by candidate" in refused(run, "retire", "chat@2")
     assert "names no revision" in refused(run, "pin", "chat")
     assert "ends with '@'" in refused(run, "retire", "chat@")
     assert told("keep-last", "chat", "1") == {"policy": "chat", "keep_last": 1}
+    assert "would be removed" in run("gc", "--dry-run")[1]
     assert told("gc", "--dry-run", "--grace=0")["revisions"] == ["chat@1"]
     assert told("keep-last", "chat", "all")["keep_last"] is None
-    assert told("gc", "--dry-run", "--grace=0")["revisions"] == []
+    assert told("gc", "--grace=0")["revisions"] == []
+    told("keep-last", "chat", "1")
+    done = told("gc", "--grace=0")
+    assert (done["revisions"], done["payload_bytes"]) == (["chat@1"], len(packed(0)))
 
 
 def test_show_a_policy_and_a_revision(run, told, folder):
     shown = told("show", "chat")
     assert shown["policy"]["state"] == "active"
-    assert [(alias["name"], alias["number"]) for alias in shown["aliases"]] == [
-        ("latest", 3),
-        ("serving", 2),
-    ]
+    assert {one["name"]: one["number"] for one in shown["aliases"]} == {"latest": 3, "serving": 2}
     assert [one["number"] for one in told("show", "chat", "--limit=2")["revisions"]] == [2, 3]
     one = told("show", "chat@serving")
     assert one["revision"]["number"] == 2
     assert [alias["name"] for alias in one["aliases"]] == ["serving"]
     digest = one["revision"]["digest"]
-    assert (
-        told("show", digest[:12])["revision"]
-        == one["revision"]
-        == told("show", "chat@2")["revision"]
-    )
+    assert told("show", digest[:12]) == told("show", "chat@2") == one
     assert digest in run("show", "chat@2")[1]
     with Catalog.open(folder) as catalog:
         catalog.open_session("chat", "trainer-7", 3600)
+        score = {"metrics": {"reward": 0.5, "n": 3}, "isolated": 0.5, "shared": 0.5, "seed": 3}
+        about = {"renderer": "plain", "scorer": "exact", "dataset": "ab" * 32}
+        catalog.record_evaluation("chat@2", **about, **score)
     assert told("show", "chat")["policy"]["session_owner"] == "trainer-7"
-    assert "trainer-7" in run("show", "chat")[1]
+    (found,) = told("show", "chat@2")["evaluations"]
+    assert (found["number"], found["metrics"], found["seed"]) == (2, {"reward": 0.5, "n": 3}, 3)
+    assert told("show", "chat")["evaluations"] == [found]
+    assert "n=3, reward=0.5" in run("show", "chat")[1]
 
 
 def test_rollouts_are_listed_newest_first_and_read_back(run, told, folder):
@@ -167,59 +173,18 @@ def test_rollouts_are_listed_newest_first_and_read_back(run, told, folder):
         (1, 2, 0.25),
     ]
     assert len(told("rollouts", "list", "chat", "--limit=1")["rollouts"]) == 1
-    assert told("rollouts", "show", "chat", "--step=1") == {
-        "policy": "chat",
-        "step": 1,
-        "samples": [
-            {
-                "prompt": [5, 6],
-                "tokens": [7, 1],
-                "logprobs": [-0.5, -1.0],
-                "revisions": [digest] * 2,
-                "reward": 0.25,
-            }
-        ],
-    }
+    sample = {"prompt": [5, 6], "tokens": [7, 1], "logprobs": [-0.5, -1.0]}
+    sample |= {"revisions": [digest] * 2, "reward": 0.25}
+    shown = told("rollouts", "show", "chat", "--step=1")
+    assert shown == {"policy": "chat", "step": 1, "samples": [sample]}
     assert told("rollouts", "show", "chat")["step"] == 2
-    assert digest[:12] in run("rollouts", "show", "chat")[1]
     assert "no rollouts of step 9" in refused(run, "rollouts", "show", "chat", "--step=9")
     assert "'nobody' is not in the catalog" in refused(run, "rollouts", "list", "nobody")
 
 
-def test_audit_names_authors_and_reasons(run, told):
-    moves = told("audit", "chat@serving")["entries"]
-    assert [(move["before"], move["after"], move["actor"], move["why"]) for move in moves] == [
-        (None, 1, "tester", "first"),
-        (1, 2, "ann", "better"),
-    ]
-    assert told("audit", "chat@serving", "--limit=1")["next"] == str(moves[0]["id"])
-    assert "never had an alias 'nightly'" in refused(run, "audit", "chat@nightly")
-    entries = told("audit", "chat")["entries"]
-    actions = ["create", "export", "export", "export", "promote", "promote"]
-    assert [entry["action"] for entry in entries] == actions
-    assert len(told("audit")["entries"]) == len(entries) + 2
-    page = told("audit", f"--after={entries[0]['id']}", "--limit=2")["entries"]
-    assert [entry["id"] for entry in page] == [entry["id"] for entry in entries[1:3]]
-    assert "better" in run("audit")[1]
-
-
-def test_scores_are_shown(told, run, folder):
-    with Catalog.open(folder) as catalog:
-        score = {"metrics": {"reward": 0.5, "n": 3}, "isolated": 0.5, "shared": 0.5}
-        catalog.record_evaluation(
-            "chat@2", renderer="plain", scorer="exact", dataset="ab" * 32, seed=3, **score
-        )
-    (found,) = told("show", "chat@2")["evaluations"]
-    assert (found["number"], found["metrics"], found["seed"]) == (2, {"reward": 0.5, "n": 3}, 3)
-    assert told("show", "chat")["evaluations"] == [found]
-    assert "n=3, reward=0.5" in run("show", "chat")[1]
-
-
 def test_tags_and_the_removal_of_a_policy(run, told):
-    assert told("tag", "chat", "team=a", "use=tests", "--why=order") == {
-        "name": "chat",
-        "tags": {"team": "a", "use": "tests"},
-    }
+    tagged = told("tag", "chat", "team=a", "use=tests", "--why=order")
+    assert tagged == {"name": "chat", "tags": {"team": "a", "use": "tests"}}
     assert told("tag", "chat@2", "best=yes")["tags"] == {"best": "yes"}
     assert told("tag", "chat", "--remove=use")["tags"] == {"team": "a"}
     assert "team=a" in run("ls")[1]
@@ -240,20 +205,10 @@ def test_tags_and_the_removal_of_a_policy(run, told):
     assert [one["name"].split("@")[0] for one in deleted] == ["chat"]
 
 
-def test_gc_lists_what_it_removes(run, told):
-    told("keep-last", "chat", "1")
-    assert "would be removed" in run("gc", "--dry-run")[1]
-    done = told("gc", "--grace=0")
-    assert (done["revisions"], done["payload_bytes"]) == (["chat@1"], len(packed(0)))
-    assert [one["number"] for one in told("ls", "chat")["revisions"]] == [2, 3]
-
-
 def test_verify_names_what_is_damaged(run, folder):
     code, out, _ = run("verify", "--json")
-    assert (code, json.loads(out)) == (
-        0,
-        {"payloads": 4, "bytes": 4 * len(packed(0)), "findings": []},
-    )
+    assert code == 0
+    assert json.loads(out) == {"payloads": 4, "bytes": 4 * len(packed(0)), "findings": []}
     with Catalog.open(folder) as catalog:
         found = catalog.resolve("chat@2")
     (pack_file,) = [
@@ -266,11 +221,8 @@ def test_verify_names_what_is_damaged(run, folder):
     code, out, _ = run("verify", "--json")
     assert code == 1
     (finding,) = json.loads(out)["findings"]
-    assert (finding["kind"], finding["digest"], finding["revisions"]) == (
-        "payload",
-        found.digest,
-        ["chat@2"],
-    )
+    assert (finding["kind"], finding["digest"]) == ("payload", found.digest)
+    assert finding["revisions"] == ["chat@2"]
     code, out, err = run("verify")
     assert code == 1
     assert "chat@2" in out
@@ -294,16 +246,12 @@ def test_export_packed_is_the_bytes_and_replaces_nothing(told, run, tmp_path):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["show", "nobody"], "policy 'nobody' is not in the catalog"),
         (["show", "chat@9"], "no revision"),
         (["promote", "chat"], "no revision is given"),
-        (["promote", "chat@1", "2"], "two revisions"),
         (["promote", "chat@99"], "no revision 99"),
         (["rollback", "chat", "--alias=latestt"], "latestt"),
-        (["rollback", "chat", "--to=3"], "did not point at revision 3"),
         (["show", "feedfeedfeed"], "no digest begins so"),
         (["ls", "x" * 100_000], "100000 characters"),
-        (["retire", "chat@1", "--why=" + "x" * 5000], "at most 4000"),
         (["show", "../../etc"], "tenant '..' begins with '.'"),
     ],
 )
@@ -335,37 +283,25 @@ def test_text_of_strangers_is_neither_control_characters_nor_markup(run, told, f
     assert "[bold]x[/bold]" in run("ls")[1]
 
 
-def environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
-
-
 def test_as_a_program_it_needs_no_jax_to_look(folder):
     with Catalog.open(folder) as catalog:
         catalog.create_policy("höflich", SCHEMA)
-    command = [
-        sys.executable,
-        "-X",
-        "importtime",
-        "-m",
-        "mint_jax.catalog",
-        "ls",
-        f"--catalog={folder}",
-    ]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+    env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
+
+    def run(*command: str) -> subprocess.CompletedProcess:
+        python = [sys.executable, "-X", "importtime", "-m", "mint_jax.catalog", *command]
+        return subprocess.run(
+            [*python, f"--catalog={folder}"], env=env, capture_output=True, text=True, timeout=300
+        )
+
+    done = run("ls")
     assert done.returncode == 0, done.stderr
     assert "chat" in done.stdout
     assert "h\\xf6flich" in done.stdout  # where the terminal has no such letter
-    imported = {
-        line.rsplit("|", 1)[-1].strip()
-        for line in done.stderr.splitlines()
-        if line.startswith("import time:")
-    }
+    imported = set(re.findall(r"^import time:.*\| +([\w.]+)$", done.stderr, re.M))
     assert "mint_jax.catalog.lifecycle" in imported
     assert not imported & {"jax", "flax", "tensorstore", "torch", "orbax"}
-    command = [sys.executable, "-m", "mint_jax.catalog", f"--catalog={folder}", "show", "nobody"]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+    done = run("show", "nobody")
     assert done.returncode == 2
-    assert (
-        done.stderr
-        == "error: policy 'nobody' is not in the catalog: list the policies, or create it\n"
-    )
+    said = "error: policy 'nobody' is not in the catalog: list the policies, or create it"
+    assert said in done.stderr.splitlines()

@@ -45,28 +45,6 @@ def ten(catalog):
     return catalog
 
 
-def test_what_protects_a_revision(ten, clock):
-    ten.pin("p", 1)
-    ten.promote("p", 2, "serving")
-    ten.branch("child", "p@3")
-    lease = ten.lease("p@4", "request 9", 60)
-    ten.rollback("p", "latest", to=5)
-    ten.open_session("p", "job")
-    ten.promote("p", 10, "latest")
-    collect(ten)
-    assert numbers(ten) == [1, 2, 3, 4, 5, 8, 9, 10]
-    for number in numbers(ten):
-        assert same_bytes(ten.load(f"p@{number}"), packed(number))
-    ten.unpin("p", 1)
-    ten.promote("p", 9, "serving")
-    ten.release(lease)
-    ten.release(lease)
-    ten.close_session(ten.open_session("p", "job"))
-    collect(ten)
-    assert numbers(ten) == [3, 8, 9, 10]
-    assert same_bytes(ten.load("child"), packed(3))
-
-
 def test_retired_revisions_go_and_shared_bytes_stay(ten):
     ten.keep_last("p", None)
     for number in (9, 2):

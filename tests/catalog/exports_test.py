@@ -1,6 +1,5 @@
 """Exports: payload first, then metadata; many writers at once, in threads and in processes."""
 
-import collections
 import concurrent.futures
 import threading
 
@@ -54,60 +53,6 @@ def test_nothing_is_visible_before_the_bytes_are_durable(place, monkeypatch):
     catalog.export("p", packed(1), 1)
     assert order == ["put", "commit"]
     assert visible(place) == (2, 2, 1, before[3] + 1)
-
-
-@pytest.mark.parametrize("where", ["put", "commit begins", "commit ends"])
-def test_an_export_that_breaks_leaves_nothing_visible(place, monkeypatch, where):
-    catalog = place.open()
-    catalog.create_policy("p", SCHEMA)
-    catalog.export("p", packed(0), 0)
-    before = visible(place)
-    real = exports.commit
-
-    def fail(*_):
-        raise UserError("disk full")
-
-    def commit(*arguments):
-        if where == "commit ends":
-            real(*arguments)
-        fail()
-
-    monkeypatch.setattr(
-        *((catalog.store, "put", fail) if where == "put" else (exports, "commit", commit))
-    )
-    with pytest.raises(UserError, match="disk full"):
-        catalog.export_many([Export("p", packed(1), 1), Export("new", packed(2), 1)], create=True)
-    assert visible(place) == before
-    monkeypatch.undo()
-    assert catalog.export("p", packed(1), 1).number == 2
-
-
-def test_threads_create_the_same_policies(place):
-    """All export the same new policies at once: each is made once, and everybody's revision is
-    there.
-    """
-    catalog = place.open()
-    barrier = threading.Barrier(6)
-
-    def work(worker: int) -> list:
-        barrier.wait()
-        order = sorted(range(5), key=lambda i: (i * (worker + 1)) % 5)
-        return catalog.export_many(
-            [Export(f"p{i}", packed(worker), worker) for i in order], create=True
-        )
-
-    with concurrent.futures.ThreadPoolExecutor(6) as pool:
-        made = [revision for some in pool.map(work, range(6)) for revision in some]
-    assert collections.Counter(revision.policy for revision in made) == {
-        f"p{i}": 6 for i in range(5)
-    }
-    for i in range(5):
-        assert sorted(r.number for r in made if r.policy == f"p{i}") == list(range(1, 7))
-    assert collections.Counter(entry.action for entry in catalog.audit()) == {
-        "create": 5,
-        "export": 30,
-    }
-    assert list(catalog.verify()) == []
 
 
 def test_everything_at_once(place, monkeypatch):

@@ -102,9 +102,8 @@ class Machine(RuleBasedStateMachine):
         assert list(self.catalog.verify()) == []
         for name, policy in self.policies.items():
             for alias, moves in policy.moves.items():
-                assert [
-                    (entry.before, entry.after) for entry in self.catalog.audit(name, alias=alias)
-                ] == moves
+                entries = self.catalog.audit(name, alias=alias)
+                assert [(entry.before, entry.after) for entry in entries] == moves
             for number, revision in policy.revisions.items():
                 if self.active(name) and not revision.retired:
                     assert same_bytes(self.catalog.load(f"{name}@{number}"), BYTES[revision.digest])
@@ -162,23 +161,15 @@ class Machine(RuleBasedStateMachine):
     )
     def export(self, items, create):
         exports = [Export(name, packed(value), step) for name, value, step in items]
-        possible = all(
-            (create or name in self.policies)
-            and (
-                name not in self.policies
-                or (self.active(name) and self.policies[name].owner is None)
-            )
-            for name, _, _ in items
-        )
-        if not possible:
+        names = {name for name, _, _ in items}
+        writable = {name for name in names if self.active(name) and not self.policies[name].owner}
+        if names - writable - (set() if not create else names - self.policies.keys()):
             self.refused(self.catalog.export_many, exports, create=create)
             return
         made = self.catalog.export_many(exports, create=create)
         for (name, value, step), revision in zip(items, made):
-            assert (revision.number, revision.digest) == (
-                self.add(name, value, step),
-                digest_of(value),
-            )
+            assert revision.number == self.add(name, value, step)
+            assert revision.digest == digest_of(value)
 
     def add(self, name, value, step) -> int:
         policy = self.policies.setdefault(name, Policy())
@@ -236,10 +227,9 @@ class Machine(RuleBasedStateMachine):
             return
         assert self.catalog.branch(name, f"{source}@{number}").parent == f"{source}@{number}"
         begin = self.policies[source].revisions[number]
-        policy = self.policies[name] = Policy(
-            parent=(source, number), count=1, revisions={1: Revision(begin.digest, begin.step)}
-        )
-        policy.move("latest", 1)
+        copied = {1: Revision(begin.digest, begin.step)}
+        self.policies[name] = Policy(parent=(source, number), count=1, revisions=copied)
+        self.policies[name].move("latest", 1)
 
     @rule(name=st.sampled_from(NAMES[1:]), restore=st.booleans())
     def retire_policy(self, name, restore):
@@ -298,10 +288,7 @@ class Machine(RuleBasedStateMachine):
             return None
         session = self.catalog.open_session(name, owner, 1e6, force=force)
         policy.session += 1
-        policy.owner, policy.began = (
-            owner,
-            (policy.stacks["latest"][-1] if "latest" in policy.stacks else None),
-        )
+        policy.owner, policy.began = owner, policy.stacks.get("latest", [None])[-1]
         assert (session.number, session.start) == (policy.session, policy.began)
         self.trained[session.policy_id, session.number] = policy
         return session
@@ -322,9 +309,8 @@ class Machine(RuleBasedStateMachine):
         elif not current or policy.retired:
             self.refused(self.catalog.export, session.policy, packed(value), step, session=session)
         else:
-            assert self.catalog.export(
-                session.policy, packed(value), step, session=session
-            ).number == self.add(session.policy, value, step)
+            made = self.catalog.export(session.policy, packed(value), step, session=session)
+            assert made.number == self.add(session.policy, value, step)
 
     @rule(
         name=st.sampled_from(NAMES),
@@ -342,9 +328,8 @@ class Machine(RuleBasedStateMachine):
             policy.tags.pop((number, key), None)
             if value is not None:
                 policy.tags[number, key] = value
-        assert self.catalog.tag(named, changes) == {
-            key: value for (of, key), value in policy.tags.items() if of == number
-        }
+        found = {key: value for (of, key), value in policy.tags.items() if of == number}
+        assert self.catalog.tag(named, changes) == found
 
     @rule(name=st.sampled_from(NAMES))
     def delete(self, name):
@@ -382,34 +367,20 @@ class Machine(RuleBasedStateMachine):
                 )
                 newer += not revision.retired
                 named = number in [stack[-1] for stack in policy.stacks.values()]
-                held = (
-                    revision.pinned
-                    or named
-                    or revision.digest in leased
-                    or (name, number) in parents
-                    or number == policy.began
-                )
-                if beyond and not held:
+                used = revision.digest in leased or (name, number) in parents
+                if beyond and not (revision.pinned or named or used or number == policy.began):
                     expected.append((name, number))
         told = self.catalog.gc(dry_run=True, compact=False)
         done = self.catalog.gc(compact=compact)
         assert sorted(done.revisions) == sorted(f"{name}@{number}" for name, number in expected)
-        assert (told.revisions, told.payloads, told.packs) == (
-            done.revisions,
-            done.payloads,
-            done.packs,
-        )
+        foretold = (told.revisions, told.payloads, told.packs)
+        assert foretold == (done.revisions, done.payloads, done.packs)
         for name, number in expected:
-            del self.policies[name].revisions[number]
-            self.policies[name].tags = {
-                key: value for key, value in self.policies[name].tags.items() if key[0] != number
-            }
-        used = {
-            revision.digest
-            for policy in self.policies.values()
-            for revision in policy.revisions.values()
-        } | leased
-        assert self.catalog.stats()["payloads"] == len(used)
+            policy = self.policies[name]
+            del policy.revisions[number]
+            policy.tags = {key: value for key, value in policy.tags.items() if key[0] != number}
+        named = (r.digest for policy in self.policies.values() for r in policy.revisions.values())
+        assert self.catalog.stats()["payloads"] == len(leased.union(named))
 
     @invariant()
     def names_are_the_models(self):

@@ -54,9 +54,8 @@ def adapters_of(family, hf_dirs, rng):
     """
     specs = transformer.abstract(read_config(hf_dirs(family)))
     for rank, dtype in ((1, "float32"), (3, "bfloat16"), (8, "float16")):
-        config = tree.spelled_out(
-            AdapterConfig(rank, 5.0, ("all-linear",), rslora=rank == 3), specs
-        )
+        wanted = AdapterConfig(rank, 5.0, ("all-linear",), rslora=rank == 3)
+        config = tree.spelled_out(wanted, specs)
         factors = jax.tree.map(
             lambda spec: rng.normal(size=spec.shape).astype(np.float32),
             tree.adapter_specs(specs, config),
@@ -75,17 +74,11 @@ def test_plain_orbax_restores_every_family_and_the_digest_comes_back(rng, hf_dir
             assert digest_of(again) == digest_of(data)
             made[str(directory)] = data
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        [sys.executable, "-c", PLAIN, *made],
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=tmp_path,
-    )
+    command = [sys.executable, "-c", PLAIN, *made]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
-    for directory, data, found in zip(
-        made, made.values(), json.loads(done.stdout.splitlines()[-1]), strict=True
-    ):
+    restored = json.loads(done.stdout.splitlines()[-1])
+    for (directory, data), found in zip(made.items(), restored, strict=True):
         adapter, schema = orbax_files.unpack(data)
         assert found["revision"]["schema"] == json.loads(schema.to_json())
         assert found["revision"]["digest"] == digest_of(data)

@@ -45,40 +45,15 @@ def flat(tree) -> dict:
     return dict(params_lib.leaves_with_path(tree))
 
 
-def spans(data: bytes) -> dict[str, tuple[int, int]]:
-    """Name -> where its bytes lie in the file, from the header as the format's page describes
-    it.
-    """
-    size = int.from_bytes(data[:8], "little")
-    fields = json.loads(data[8 : 8 + size])
-    return {
-        name: tuple(8 + size + o for o in entry["data_offsets"])
-        for name, entry in fields.items()
-        if name != "__metadata__"
-    }
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_arrays_are_aligned_as_far_as_the_format_allows(dtype):
-    real = {path: (2, 3, 64 * width) for path, width in (("z/q/a", 3), ("z/q/b", 1), ("a/k/a", 7))}
-    for shapes in (SHAPES, real, {"q/a": (1,), "q/b": (64,)}, {"q": (0, 64)}):
-        data = pack(adapter(shapes), Schema("base", SCHEMA.config, dtype))
-        for name, (begin, end) in spans(data).items():
-            assert begin % math.gcd(end - begin, 64) == 0, name
-        if shapes is real:
-            assert all(begin % 64 == 0 for begin, _ in spans(data).values())
-        assert min(spans(data).values())[0] % 64 == 0
-
-
-@pytest.mark.parametrize("kind", ["bytes", "view", "map", "unaligned"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("bytes", "float32"), ("map", "bfloat16"), ("unaligned", "float32")]
+)
 def test_reading_is_exact_and_copies_nothing(tmp_path, kind, dtype):
     tree = adapter()
     data = pack(tree, Schema("base", SCHEMA.config, dtype))
     (tmp_path / "file").write_bytes(b"\0" * 4096 + data)
     holder = {
         "bytes": data,
-        "view": memoryview(data),
         "map": np.memmap(tmp_path / "file", np.uint8, "r", offset=4096),
         "unaligned": np.frombuffer(b"\0" + data, np.uint8)[1:],
     }[kind]
@@ -112,10 +87,6 @@ def entry(begin=0, end=8, shape=(2,), dtype="F32", **more):
     return {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end], **more}
 
 
-def pickled(protocol):
-    return pickle.dumps({"lora_A": list(range(50))}, protocol=protocol)
-
-
 def zipped():
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -132,11 +103,7 @@ HOSTILE = {
         struct.pack("<Q", 1 << 63) + b"{}" * 100,
         "claims 9223372036854775808 bytes",
     ),
-    "no JSON": (file_of("{not JSON}"), "is not JSON"),
-    "NaN": (file_of('{"a": NaN}'), "NaN"),
     "nested lists": (file_of("[" * 100_000), "nested too deeply|is not JSON"),
-    "huge integer": (file_of('{"a": ' + "9" * 100_000 + "}"), "is not JSON"),
-    "schema no JSON": (file_of({"a": entry()}, DATA, {"schema": "{"}), "the schema is not JSON"),
     "twice": (
         file_of(
             f'{{"__metadata__":{{"schema":{SCHEMA_TEXT}}},"a":{json.dumps(entry())},"a":{json.dumps(entry())}}}',
@@ -154,7 +121,6 @@ HOSTILE = {
         "needs 147573952589676412928 bytes",
     ),
     "terabytes": (file_of({"a": entry(0, 4 << 40, shape=(1 << 40,))}, DATA), "ends at byte"),
-    "offsets backwards": (file_of({"a": entry(8, 0)}, DATA), "offsets"),
     "out of range": (file_of({"a": entry(0, 8), "b": entry(8, 16)}, DATA), "ends at byte 16 of 8"),
     "gap": (file_of({"a": entry(0, 8), "b": entry(12, 20)}, DATA * 3), "gap"),
     "upwards": (file_of({"../../a": entry()}, DATA), "not a path"),
@@ -163,7 +129,7 @@ HOSTILE = {
         "'a' is an array and a folder",
     ),
     "zip": (zipped(), "zip archive"),
-    **{f"pickle {p}": (pickled(p), "a pickle") for p in (2, 3, 4, 5)},
+    "pickle": (pickle.dumps({"lora_A": list(range(50))}), "a pickle"),
 }
 
 
@@ -194,14 +160,10 @@ def changed(**change):
         (changed(format="mint-adapter/1"), "this version reads"),
         (changed(base=""), "base"),
         (changed(rank=0), "rank"),
-        (changed(rank=1025), "rank"),
         (changed(rank=3.0), "rank"),
         (changed(alpha="6"), "alpha"),
         (changed(alpha=1e999), "Infinity"),
-        (changed(scale="alpha"), "scale"),
-        (changed(targets=[]), "targets"),
         (changed(targets=[1]), "targets"),
-        (changed(layout="slots"), "layout"),
         (changed(dtype="int8"), "dtype"),
         (changed(dtype=KeyError), "lacks 'dtype'"),
         (changed(merged=True), "has 'merged'"),
@@ -276,39 +238,3 @@ def test_any_damage_is_refused_or_read_exactly(flips, longer):
     for at, bits in flips:
         data[at] ^= bits
     check(bytes(data[:longer] if longer < 0 else data + b"\0" * longer))
-
-
-scalars = (
-    st.none() | st.booleans() | st.integers(-(1 << 70), 1 << 70) | st.floats() | st.text(max_size=5)
-)
-values = st.recursive(
-    scalars,
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
-    ),
-    max_leaves=5,
-)
-sizes = st.integers(0, 6) | scalars
-entries = st.fixed_dictionaries(
-    {
-        "dtype": st.sampled_from(["F32", "F16", "BF16", "I8", "f32"]) | values,
-        "shape": st.lists(sizes, max_size=3) | values,
-        "data_offsets": (
-            st.lists(st.sampled_from([0, 4, 8, 16, 24, 48]) | sizes, min_size=2, max_size=2)
-            | values
-        ),
-    }
-)
-names = st.sampled_from(["a", "a/b", "b", "..", "__metadata__", ""]) | st.text(max_size=4)
-
-
-@fuzz
-@given(
-    st.dictionaries(names, entries | values, max_size=3),
-    st.integers(0, 64),
-    values | st.just(SCHEMA.to_json()),
-)
-def test_any_well_formed_header_is_refused_or_read_exactly(fields, size, schema):
-    fields.setdefault("__metadata__", {"schema": schema})
-    text = json.dumps(fields).encode()
-    check(struct.pack("<Q", len(text)) + text + bytes(size))

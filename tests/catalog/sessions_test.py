@@ -4,7 +4,6 @@ over.
 
 import pytest
 
-from mint_jax.catalog.records.exports import Export
 from mint_jax.errors import UserError
 from tests.catalog.adapters import SCHEMA, packed
 
@@ -44,13 +43,3 @@ def test_another_owner_waits_for_the_expiry(catalog, clock):
             write()
     assert catalog.export("p", packed(1), 1, session=second).number == 1
     assert catalog.audit("p")[-2].details["fenced"] == "a"
-
-
-def test_one_fenced_export_of_many_refuses_them_all(catalog):
-    for name in ("p", "q"):
-        catalog.create_policy(name, SCHEMA)
-    old, other = catalog.open_session("p", "a"), catalog.open_session("q", "a")
-    catalog.open_session("p", "a")
-    with pytest.raises(UserError, match="fenced off"):
-        catalog.export_many([Export("q", packed(1), 1, other), Export("p", packed(2), 1, old)])
-    assert catalog.revisions("q") == []

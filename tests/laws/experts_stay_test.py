@@ -24,16 +24,8 @@ from mint_jax.train import state as state_lib
 from mint_jax.train import step
 from tests.laws.vmap_one_matmul_test import training_batch
 
-SHAPE = {
-    "vocab_size": 96,
-    "d_model": 48,
-    "num_layers": 2,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "head_dim": 16,
-    "d_ff": 80,
-    "qk_norm": True,
-}
+SHAPE = {"vocab_size": 96, "d_model": 48, "num_layers": 2, "d_ff": 80, "qk_norm": True}
+SHAPE |= {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 CFG = ModelConfig("qwen3_moe", **SHAPE, experts=Experts(count=16, per_token=2, width=112))
 SIZES = {"fsdp": 2, "expert": 2, "tensor": 2}
 P, B, T, M = 2, 4, 7, 3  # policies, rows of each, tokens and targets of a row
@@ -137,40 +129,34 @@ def test_decoding_copies_no_layer_of_experts():
     assert not made(text, (E, D, F)) + made(text, (E, F, D))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("quantise", ["", "int8", "float8"])
-@pytest.mark.parametrize(
+# so large that the compiler does not bring a stack into a core's memory
+D, F, E, L = 2048, 768, 128, 3
+TPU = {"vocab_size": 1024, "d_model": D, "num_layers": L, "d_ff": 256, "qk_norm": True}
+TPU |= {"num_heads": 4, "num_kv_heads": 2, "head_dim": 128}
+TARGETS = pytest.mark.parametrize(
     "targets", [("all-linear",), ("q", "o")], ids=["adapters of experts", "of attention"]
 )
+
+
+def tpu_plan(targets, quantise=""):
+    cfg = ModelConfig("qwen3_moe", **TPU, experts=Experts(count=E, per_token=4, width=F))
+    target = chips.target("v5e:2x4")
+    mesh, adapter = (
+        make_mesh({"expert": 8}, list(target.devices)),
+        AdapterConfig(4, targets=targets),
+    )
+    return programs.Plan(cfg, mesh, jnp.bfloat16, adapter, quantise), target
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("quantise", ["", "int8", "float8"])
+@TARGETS
 def test_a_tpu_reads_experts_from_where_they_are(targets, quantise):
     """Ahead of time: the kernel takes the whole stack, so that a step of decoding has no room for a
     layer's experts.
     """
-    # so large that the compiler does not bring a stack into a core's memory
-    D, F, E = 2048, 768, 128
-    shape = {
-        "vocab_size": 1024,
-        "d_model": D,
-        "num_layers": 3,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 128,
-        "d_ff": 256,
-    }
-    cfg = ModelConfig(
-        "qwen3_moe", **shape, qk_norm=True, experts=Experts(count=E, per_token=4, width=F)
-    )
-    target = chips.target("v5e:2x4")
-    plan = programs.Plan(
-        cfg,
-        make_mesh({"expert": 8}, list(target.devices)),
-        jnp.bfloat16,
-        AdapterConfig(4, targets=targets),
-        quantise,
-    )
-    decode = plan.sampling(
-        programs.RolloutShape(adapters=2, prompts=8, rollouts=2, prompt_tokens=128, new_tokens=128)
-    )[1]
+    plan, target = tpu_plan(targets, quantise)
+    decode = plan.sampling(programs.RolloutShape(2, 8, 2, 128, 128))[1]
     m = measure(decode, plan.mesh, target)
     assert "packed_matmul" in m.text
     assert not made(m.text, (E // 8, D, F)) + made(m.text, (E // 8, F, D))
@@ -180,40 +166,15 @@ def test_a_tpu_reads_experts_from_where_they_are(targets, quantise):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "targets", [("all-linear",), ("q", "o")], ids=["adapters of experts", "of attention"]
-)
+@TARGETS
 def test_a_tpus_training_step_copies_no_stack_of_experts(targets):
     """Ahead of time, three layers: backward each layer's matrices are turned, and never those of
     all layers at once.
     """
-    D, F, E, L = 2048, 768, 128, 3
-    shape = {
-        "vocab_size": 1024,
-        "d_model": D,
-        "num_layers": L,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 128,
-        "d_ff": 256,
-    }
-    cfg = ModelConfig(
-        "qwen3_moe", **shape, qk_norm=True, experts=Experts(count=E, per_token=4, width=F)
-    )
-    target = chips.target("v5e:2x4")
-    plan = programs.Plan(
-        cfg,
-        make_mesh({"expert": 8}, list(target.devices)),
-        jnp.bfloat16,
-        AdapterConfig(4, targets=targets),
-    )
-    m = measure(
-        plan.training(programs.TrainShape(policies=4, rows=2, tokens=256, targets=128))[0],
-        plan.mesh,
-        target,
-    )
+    plan, target = tpu_plan(targets)
+    step = plan.training(programs.TrainShape(policies=4, rows=2, tokens=256, targets=128))[0]
+    m = measure(step, plan.mesh, target)
     stacks = [(*many, *one) for many in ((L, E // 8), (L * E // 8,)) for one in ((D, F), (F, D))]
-    text = "\n".join(
-        line for line in m.text.splitlines() if " while(" not in line and " tuple(" not in line
-    )
+    lines = m.text.splitlines()
+    text = "\n".join(line for line in lines if " while(" not in line and " tuple(" not in line)
     assert not [one for stack in stacks for one in made(text, stack)]

@@ -7,6 +7,9 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+ROOT_FILES = {"params", "sharding", "mesh", "checkpoint", "multihost", "messages", "metrics"}
+ROOT_FILES |= {"trackers", "compiling", "data", "host", "digest", "stamp", "nested", "ordered"}
+ROOT_FILES |= {"safetensors_header", "interrupts"}
 LEVELS = [
     {"api"},
     {"launch", "top"},
@@ -17,25 +20,7 @@ LEVELS = [
     {"train", "rollout", "catalog", "residency", "envs"},
     {"models"},
     {"lora"},
-    {
-        "params",
-        "sharding",
-        "mesh",
-        "checkpoint",
-        "multihost",
-        "messages",
-        "metrics",
-        "trackers",
-        "compiling",
-        "data",
-        "host",
-        "digest",
-        "stamp",
-        "nested",
-        "ordered",
-        "safetensors_header",
-        "interrupts",
-    },
+    ROOT_FILES,
     {"errors", "fields", "files"},  # all may raise a UserError, and write a file
 ]
 ONLY_IN = {  # optional packages, and what only one place may know

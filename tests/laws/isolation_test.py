@@ -37,12 +37,9 @@ def make(base, optimizer=USUAL, loss=LossConfig("importance_sampling")) -> Train
     """Policy a as said, b and c as always."""
     others = OptimizerConfig(learning_rate=3e-3), LossConfig("reinforce")
     chosen = {n: (optimizer, loss) if n == "a" else others for n in RANKS}
+    ranks = enumerate(RANKS.items())
     return Trainer(
-        base,
-        [
-            PolicyConfig(n, AdapterConfig(r), *chosen[n], seed=i)
-            for i, (n, r) in enumerate(RANKS.items())
-        ],
+        base, [PolicyConfig(n, AdapterConfig(r), *chosen[n], seed=i) for i, (n, r) in ranks]
     )
 
 
@@ -75,16 +72,14 @@ def assert_same_bits(x, y):
 def scores(trainer, texts):
     """Logprobs of the texts under a, b, c and the base, in one batch."""
     owners = [*trainer.slots.values(), None]
-    return dict(
-        zip(
-            [*RANKS, "base"],
-            Scorer(trainer.base).logprobs(texts[: len(owners)], owners, trainer.stacks),
-        )
-    )
+    found = Scorer(trainer.base).logprobs(texts[: len(owners)], owners, trainer.stacks)
+    return dict(zip([*RANKS, "base"], found))
 
 
 # and the router: every product that a policy takes part in
 TARGETS = (ALL_LINEAR, "embed", "unembed")
+WARM = {"temperature": 0.3, "top_k": 5, "top_p": 0.6, "min_p": 0.1, "max_tokens": 3, "seed": 4}
+PENALTIES = {"frequency_penalty": 1e6, "presence_penalty": -2.0, "logit_bias": ((1, -1e30),)}
 EXTREMES = {
     "weight decay": {"optimizer": OptimizerConfig(learning_rate=1e-2, weight_decay=50.0)},
     "huge rate": {"optimizer": OptimizerConfig(learning_rate=1e9)},
@@ -94,24 +89,8 @@ EXTREMES = {
     "tight clipping": {"optimizer": OptimizerConfig(learning_rate=1e-2, max_grad_norm=1e-12)},
     "odd moments": {"optimizer": OptimizerConfig(b1=0.0, b2=0.5, eps=1e3, warmup_steps=5)},
     "another loss": {"loss": LossConfig("cispo", band_low=0.9, band_high=1.1)},
-    "another way to sample": {
-        "sampling": {
-            "temperature": 0.3,
-            "top_k": 5,
-            "top_p": 0.6,
-            "min_p": 0.1,
-            "max_tokens": 3,
-            "seed": 4,
-        }
-    },
-    "penalties": {
-        "sampling": {
-            "frequency_penalty": 1e6,
-            "presence_penalty": -2.0,
-            "logit_bias": ((1, -1e30),),
-            "seed": 4,
-        }
-    },
+    "another way to sample": {"sampling": WARM},
+    "penalties": {"sampling": PENALTIES | {"seed": 4}},
     "nan advantage": {"advantage": np.nan},
     "infinite advantage": {"advantage": np.inf},
     "nan weights": {"weights": lambda factor: factor.fill(np.nan)},
@@ -132,10 +111,8 @@ class Company:
     """
 
     def __init__(self, base, rng, ranks=RANKS):
-        vocab, targets = (
-            base.cfg.vocab_size,
-            (TARGETS if "moe" not in base.cfg.stacks else (*TARGETS, "router")),
-        )
+        vocab = base.cfg.vocab_size
+        targets = TARGETS if "moe" not in base.cfg.stacks else (*TARGETS, "router")
         configs = {n: AdapterConfig(r, targets=targets) for n, r in ranks.items()}
         others = {"optimizer": OptimizerConfig(learning_rate=3e-3), "loss": LossConfig("reinforce")}
         usual = {"optimizer": USUAL, "loss": LossConfig("importance_sampling")}
@@ -171,9 +148,9 @@ class Company:
         seen = {name: [] for name in (*trainer.slots, "base")}
         skipped = []
         for groups in self.steps:
-            given = (
-                groups if advantage is None else groups | {"a": poisoned(groups["a"], advantage)}
-            )
+            given = groups
+            if advantage is not None:
+                given = groups | {"a": poisoned(groups["a"], advantage)}
             # gradient sums; the rest
             for metrics in (trainer.forward_backward(given), trainer.optim_step(list(given))):
                 for name in given:
@@ -285,13 +262,10 @@ def test_policies_together_are_policies_one_by_one(tiny_base, rng):
                 metrics[name][key], value, rtol=1e-4, atol=1e-5, err_msg=f"{name} {key}"
             )
     for name in RANKS:
-        pairs = zip(
-            jax.tree.leaves(slot(together, name).grad_sum),
-            jax.tree.leaves(slot(alone, name).grad_sum),
-        )
-        largest = max(np.abs(x).max() for x in jax.tree.leaves(slot(alone, name).grad_sum))
-        for x, y in pairs:  # as above, relative to the policy's largest gradient
-            np.testing.assert_allclose(x, y, rtol=0, atol=1e-5 * largest)
+        found, wanted = (slot(t, name).grad_sum for t in (together, alone))
+        largest = max(np.abs(x).max() for x in jax.tree.leaves(wanted))
+        # as above, relative to the policy's largest gradient
+        chex.assert_trees_all_close(found, wanted, rtol=0, atol=1e-5 * largest)
     # the same gradient sums, so that the updates can be compared closely
     alone.state = jax.tree.map(np.array, together.state)
     together.optim_step(list(RANKS))
@@ -318,6 +292,5 @@ def test_in_short_no_bit_changes_in_the_form_of_accelerators(tiny_base, form_of_
 
 @pytest.mark.long
 def test_in_short_no_bit_changes_over_a_mesh(tmp_path, monkeypatch, rng):
-    Company(
-        over_mesh("experts", "expert4_tensor2", "all_to_all", tmp_path, monkeypatch), rng, PAIR
-    ).check(EXTREMES)
+    base = over_mesh("experts", "expert4_tensor2", "all_to_all", tmp_path, monkeypatch)
+    Company(base, rng, PAIR).check(EXTREMES)

@@ -29,17 +29,8 @@ from mint_jax.train.trainer import Trainer
 from tests.groups import pack, random_groups
 
 RANKS = (1, 3, 3)  # buckets 1, 4, 4
-LAYOUT = {
-    "transpose",
-    "reshape",
-    "squeeze",
-    "broadcast_in_dim",
-    "slice",
-    "dynamic_slice",
-    "convert_element_type",
-    "copy",
-    "stop_gradient",
-}
+LAYOUT = {"transpose", "reshape", "squeeze", "broadcast_in_dim", "slice", "dynamic_slice"}
+LAYOUT |= {"convert_element_type", "copy", "stop_gradient"}
 
 
 def device_bytes() -> int:
@@ -51,11 +42,10 @@ def adapter_bytes(cfg, bucket: int) -> int:
     """Float32 bytes of all seven projections' A [L, R, D] and B [L, R, F], from the model's
     dimensions.
     """
-    D, q, kv, F = (
+    D, F, q, kv = (
         cfg.d_model,
-        cfg.num_heads * cfg.head_dim,
-        cfg.num_kv_heads * cfg.head_dim,
         cfg.d_ff,
+        *(n * cfg.head_dim for n in (cfg.num_heads, cfg.num_kv_heads)),
     )
     in_and_out = [(D, q), (D, kv), (D, kv), (q, D), (D, F), (D, F), (F, D)]
     return 4 * cfg.num_layers * bucket * sum(d_in + d_out for d_in, d_out in in_and_out)

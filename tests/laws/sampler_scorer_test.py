@@ -67,9 +67,8 @@ def test_sampler_scorer_and_trainer_agree(model, tiny_base, rng, request):
             requests.append(Request(prompt, slot, n=2, max_tokens=10 - i, seed=17 * i + k, **how))
     results = Engine(base).generate(requests, trainer.stacks)
 
-    texts = [
-        [*r.prompt, *c.tokens] for r, completions in zip(requests, results) for c in completions
-    ]
+    pairs = [(r, c) for r, completions in zip(requests, results) for c in completions]
+    texts = [[*r.prompt, *c.tokens] for r, c in pairs]
     slots = [r.adapter for r in requests for _ in range(2)]
     sampled = [np.array(c.logprobs) for completions in results for c in completions]
     scored = [
@@ -93,11 +92,7 @@ def test_sampler_scorer_and_trainer_agree(model, tiny_base, rng, request):
         assert rows[name]["max_gap"] <= GAP
 
     bare = [s[-len(x) :] for s, x in zip(Scorer(base).logprobs(texts), sampled)]
-    moved = [
-        max(
-            np.abs(x - y).max() for x, y in zip(sampled[8 * k : 8 * k + 8], bare[8 * k : 8 * k + 8])
-        )
-        for k in range(len(owners))
-    ]
+    gaps = [np.abs(x - y).max() for x, y in zip(sampled, bare)]
+    moved = [max(gaps[8 * k : 8 * k + 8]) for k in range(len(owners))]
     assert min(moved[:-1]) > 100 * GAP, "the adapters change too little to tell them from the base"
     assert moved[-1] <= GAP

@@ -75,15 +75,11 @@ MESHES = {
 }
 # into how many parts a dense projection falls
 SPLITS = {"data8": 1, "fsdp8": 8, "tensor2_fsdp2_data2": 4, "expert4_tensor2": 2}
-CASES = [
-    pytest.param("dense", "data8", marks=pytest.mark.long),
-    pytest.param("dense", "fsdp8", marks=pytest.mark.long),
-    pytest.param("dense", "tensor2_fsdp2_data2", marks=pytest.mark.long),
-    pytest.param("experts", "expert4_tensor2", marks=pytest.mark.long),
-    # all that it has, indexed has too
-    pytest.param("latent", "expert4_tensor2", marks=pytest.mark.slow),
-    pytest.param("indexed", "expert4_tensor2", marks=pytest.mark.long),
-]
+DENSE_MESHES = [("dense", name) for name in ("data8", "fsdp8", "tensor2_fsdp2_data2")]
+SPARSE_MESHES = [(family, "expert4_tensor2") for family in ("experts", "indexed")]
+CASES = [pytest.param(*case, marks=pytest.mark.long) for case in DENSE_MESHES + SPARSE_MESHES]
+# all that it has, indexed has too
+CASES.append(pytest.param("latent", "expert4_tensor2", marks=pytest.mark.slow))
 
 
 def adapters_of(family):
@@ -100,9 +96,8 @@ def seed_of(family):
 
 def save_checkpoint(family, directory):
     cfg = from_hf(FAMILIES[family])
-    hf.save(
-        params_lib.init(transformer.abstract(cfg), jax.random.key(seed_of(family))), cfg, directory
-    )
+    params = params_lib.init(transformer.abstract(cfg), jax.random.key(seed_of(family)))
+    hf.save(params, cfg, directory)
     (directory / "config.json").write_text(json.dumps(FAMILIES[family]))
     return str(directory)
 
@@ -130,15 +125,10 @@ def outcome(base, configs, adapters, groups, requests):
         for name, prompt in requests
     ]
     completions = [c for cs in Engine(base).generate(requests, trainer.stacks) for c in cs]
-    out["tokens"], out["sampled"] = (
-        [c.tokens for c in completions],
-        [c.logprobs for c in completions],
-    )
-    texts = [r.prompt for r in requests]
-    out["scores"] = [
-        x.tolist()
-        for x in Scorer(base).logprobs(texts, [r.adapter for r in requests], trainer.stacks)
-    ]
+    out["tokens"] = [c.tokens for c in completions]
+    out["sampled"] = [c.logprobs for c in completions]
+    texts, owners = [r.prompt for r in requests], [r.adapter for r in requests]
+    out["scores"] = [x.tolist() for x in Scorer(base).logprobs(texts, owners, trainer.stacks)]
     return out
 
 

@@ -37,33 +37,24 @@ def grpo_step(trainer, engine, scorer, rng, lengths) -> None:
     for name in 2 * list(RANKS):
         # one of a policy's two has full length, so the buckets stay
         prompt, new = lengths() if name in owners else (12, 10)
-        how = {
-            "n": 2,
-            "max_tokens": new,
-            "seed": int(rng.integers(2**31)),
-            "temperature": float(rng.uniform(0.5, 1.5)),
-        }
-        requests.append(
-            Request(tuple(rng.integers(3, vocab, prompt).tolist()), trainer.slots[name], **how)
-        )
+        how = {"seed": int(rng.integers(2**31)), "temperature": float(rng.uniform(0.5, 1.5))}
+        text = tuple(rng.integers(3, vocab, prompt).tolist())
+        requests.append(Request(text, trainer.slots[name], n=2, max_tokens=new, **how))
         owners.append(name)
     groups = {name: [] for name in RANKS}
-    for name, request, completions in zip(
-        owners, requests, engine.generate(requests, trainer.stacks)
-    ):
+    sampled = engine.generate(requests, trainer.stacks)
+    for name, request, completions in zip(owners, requests, sampled):
         sequences = [
-            TrainSequence(
-                c.tokens, [0.1] * len(c.tokens), [rng.normal()] * len(c.tokens), c.logprobs
-            )
+            TrainSequence(c.tokens, [0.1] * n, [rng.normal()] * n, c.logprobs)
             for c in completions
+            for n in [len(c.tokens)]
         ]
         groups[name].append(Group(list(request.prompt), sequences))
     scorer.logprobs([r.prompt for r in requests], [r.adapter for r in requests], trainer.stacks)
     trainer.update(groups)
     for name in RANKS:
-        pack(
-            trainer.adapter(name), Schema(trainer.base.fingerprint, trainer.policies[name].adapter)
-        )
+        schema = Schema(trainer.base.fingerprint, trainer.policies[name].adapter)
+        pack(trainer.adapter(name), schema)
 
 
 # What the model's programs are traced through -> how often: by training and the base's score; by
@@ -110,24 +101,15 @@ def test_a_changing_subset_of_policies_compiles_each_subset_once(tiny_base, rng)
         base, [PolicyConfig(n, AdapterConfig(r), seed=i) for i, (n, r) in enumerate(RANKS.items())]
     )
 
-    def update(names):
-        def sequence():
-            return TrainSequence(
-                rng.integers(3, base.cfg.vocab_size, 6).tolist(),
-                [0.1] * 6,
-                rng.normal(size=6).tolist(),
-                [-1.0] * 6,
-            )
+    def ids(n):
+        return rng.integers(3, base.cfg.vocab_size, n).tolist()
 
-        trainer.update(
-            {
-                n: [
-                    Group(rng.integers(3, base.cfg.vocab_size, 4).tolist(), [sequence()])
-                    for _ in range(2)
-                ]
-                for n in names
-            }
-        )
+    def group():
+        rewards = rng.normal(size=6).tolist()
+        return Group(ids(4), [TrainSequence(ids(6), [0.1] * 6, rewards, [-1.0] * 6)])
+
+    def update(names):
+        trainer.update({n: [group(), group()] for n in names})
 
     update(["a"])
     update(["a", "c"])

@@ -50,14 +50,8 @@ def run_job(tmp_path, one_device, monkeypatch):
         for name in list(config.policies):
             if name not in names:
                 del config.policies[name]
-        settings = {
-            "steps": 2,
-            "export_every": 1,
-            "tensorboard": False,
-            "catalog": str(tmp_path / "catalog"),
-            "tenant": tenant,
-        }
-        config.update(settings)
+        config.update({"steps": 2, "export_every": 1, "tensorboard": False, "tenant": tenant})
+        config.catalog = str(tmp_path / "catalog")
         for policy in config.policies.values():
             policy.unlock()
             policy.env = {"name": "varied:make"}
@@ -101,21 +95,16 @@ def test_every_sampled_token_names_the_revision_that_drew_it(run_job, tmp_path):
             kept = records(catalog, policy)
             assert sorted(kept) == [0, 1]
             for step, rollouts in kept.items():
-                digests = {
-                    digest for group in rollouts.revisions for row in group for digest in row
-                }
+                rows = [row for group in rollouts.revisions for row in group]
+                digests = {digest for row in rows for digest in row}
                 assert len(digests) == 1
-                assert [len(row) for g in rollouts.revisions for row in g] == [
-                    len(row) for g in rollouts.tokens for row in g
-                ]
+                lengths = [len(row) for group in rollouts.tokens for row in group]
+                assert [len(row) for row in rows] == lengths
                 assert (digests == {by_step[1]}) == (step == 1)
             sampled = np.concatenate([row for group in kept[1].logprobs for row in group])
-            np.testing.assert_allclose(
-                scores(base, catalog, by_step[1], kept[1]), sampled, atol=ATOL
-            )
-            assert np.abs(scores(base, catalog, by_step[2], kept[1]) - sampled).max() > 10 * ATOL, (
-                "the policy did not move"
-            )
+            before, after = (scores(base, catalog, by_step[n], kept[1]) for n in (1, 2))
+            np.testing.assert_allclose(before, sampled, atol=ATOL)
+            assert np.abs(after - sampled).max() > 10 * ATOL, "the policy did not move"
 
         # off-policy: both steps are drawn from ppo@1, with its logprobs, while another policy
         # trains on them
@@ -146,17 +135,10 @@ def check_fixed(job, base, loaded, digest, kept):
     )
     engine, member = Engine(base, base.need_tokenizer().decode), job.members["ppo"]
     for step, rollouts in kept.items():
-        asked = [
-            Request(
-                **member.sampling.drawing,
-                prompt=tuple(member.train[i]),
-                adapter=slots["r"],
-                n=member.sampling.group_size,
-                seed=seed,
-                stop_ids=job.stop_ids,
-            )
-            for i, seed in job._draw("ppo", step)
-        ]
+        how = {"adapter": slots["r"], "n": member.sampling.group_size, "stop_ids": job.stop_ids}
+        how |= member.sampling.drawing
+        drawn = job._draw("ppo", step)
+        asked = [Request(prompt=tuple(member.train[i]), seed=seed, **how) for i, seed in drawn]
         alone = [[c.tokens for c in group] for group in engine.generate(asked, stacks)]
         assert rollouts.tokens == alone, "as sampled from that revision alone"
         before = jax.tree.map(np.array, job.trainer.state)

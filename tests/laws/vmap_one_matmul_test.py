@@ -39,11 +39,10 @@ def struct(dtype, *shape):
 
 def matrices(cfg) -> dict[frozenset[int], int]:
     """{in, out} of the projections of a layer -> how many have these dimensions."""
-    D, q, kv, F = (
+    D, F, q, kv = (
         cfg.d_model,
-        cfg.num_heads * cfg.head_dim,
-        cfg.num_kv_heads * cfg.head_dim,
         cfg.d_ff,
+        *(n * cfg.head_dim for n in (cfg.num_heads, cfg.num_kv_heads)),
     )
     return {frozenset((D, q)): 2, frozenset((D, kv)): 2, frozenset((D, F)): 3}
 
@@ -76,14 +75,9 @@ def base_matmuls_of_hlo(text: str, cfg) -> list[tuple[frozenset[int], int]]:
 
 
 def base_matmuls_of_jaxpr(jaxpr, cfg) -> list[tuple[frozenset[int], int]]:
-    return base_matmuls(
-        [
-            ([x.aval.shape for x in e.invars], e.outvars[0].aval.shape)
-            for e in equations(jaxpr)
-            if is_matmul(e)
-        ],
-        cfg,
-    )
+    found = [e for e in equations(jaxpr) if is_matmul(e)]
+    products = [([x.aval.shape for x in e.invars], e.outvars[0].aval.shape) for e in found]
+    return base_matmuls(products, cfg)
 
 
 def is_matmul(equation) -> bool:
@@ -106,13 +100,14 @@ def base_matmuls(products, cfg) -> list[tuple[frozenset[int], int]]:
 
 def equations(jaxpr):
     """All equations, those of inner jaxprs too."""
+
+    def is_jaxpr(x) -> bool:
+        return hasattr(x, "eqns") or hasattr(x, "jaxpr")
+
     for equation in jaxpr.eqns:
         yield equation
-        for inner in jax.tree.leaves(
-            list(equation.params.values()),
-            is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr"),
-        ):
-            if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=is_jaxpr):
+            if is_jaxpr(inner):
                 yield from equations(getattr(inner, "jaxpr", inner))
 
 
@@ -121,9 +116,8 @@ def check(fn, args, cfg, rows: int, passes: int, unembed: Counter) -> None:
     products with the unembedding.
     """
     expected = Counter({(dims, rows): count * passes for dims, count in matrices(cfg).items()})
-    expected += Counter(
-        {(frozenset((cfg.vocab_size, cfg.d_model)), n): count for n, count in unembed.items()}
-    )
+    table = frozenset((cfg.vocab_size, cfg.d_model))
+    expected += Counter({(table, n): count for n, count in unembed.items()})
     traced = fn.trace(*args)
     assert Counter(base_matmuls_of_jaxpr(traced.jaxpr.jaxpr, cfg)) == expected
     text = traced.lower().compile().as_text()
@@ -131,10 +125,17 @@ def check(fn, args, cfg, rows: int, passes: int, unembed: Counter) -> None:
     # no base matrix once for each policy, wherever the axis is
     for dims in set(re.findall(r"\w+\[([\d,]+)\]", text)):
         shape = tuple(map(int, dims.split(",")))
-        for matrix in (*matrices(cfg), frozenset((cfg.vocab_size, cfg.d_model))):
+        for matrix in (*matrices(cfg), table):
             assert not (matrix <= set(shape) and math.prod(shape) >= P * math.prod(matrix)), (
                 f"[{dims}] is a base matrix for every policy"
             )
+
+
+def hidden(params, adapter, tokens_BT, cfg):
+    """A function of one policy."""
+    positions_BT = jnp.broadcast_to(jnp.arange(T), tokens_BT.shape)
+    inputs = transformer.DecoderInputs(tokens_BT, positions_BT)
+    return transformer.hidden_states(params, view_of_one(adapter), inputs, cfg)[0]
 
 
 def test_vmap_of_one_policy_is_one_base_matmul(tiny_base):
@@ -142,11 +143,7 @@ def test_vmap_of_one_policy_is_one_base_matmul(tiny_base):
     specs = transformer.abstract(cfg)
 
     def f(params, adapter, tokens_BT):
-        bound = view_of_one(adapter)
-        positions_BT = jnp.broadcast_to(jnp.arange(T), tokens_BT.shape)
-        return transformer.hidden_states(
-            params, bound, transformer.DecoderInputs(tokens_BT, positions_BT), cfg
-        )[0]
+        return hidden(params, adapter, tokens_BT, cfg)
 
     one = lora_tree.adapter_specs(specs, AdapterConfig(4))
     adapters = jax.tree.map(lambda s: struct(s.dtype, P, *s.shape), one)
@@ -194,12 +191,8 @@ def check_experts(fn, args, cfg, backward: bool = True, remat: str = "none") -> 
     """Every projection of the experts meets the rows of all policies at once. Returns how many
     other matmuls there are, by primitive.
     """
-    E, D, F, rows = (
-        cfg.experts.count,
-        cfg.d_model,
-        cfg.experts.width,
-        P * B * T * cfg.experts.per_token,
-    )
+    E, D, F = cfg.experts.count, cfg.d_model, cfg.experts.width
+    rows = P * B * T * cfg.experts.per_token
     # Into F: gate and up forward, down backward; into D: down forward, gate and up backward.
     # Weights of experts that the router learns need what down gave, which "names" does not keep.
     into = {F: 2 + backward, D: 1 + 2 * backward + (backward and remat == "names")}
@@ -254,10 +247,7 @@ def test_vmap_of_one_policy_equals_each_alone(tiny_base, rng):
     weight = jnp.asarray(rng.normal(size=(B, T, cfg.d_model)), jnp.float32)
 
     def loss(params, adapter, tokens_BT):
-        bound = view_of_one(adapter)
-        positions_BT = jnp.broadcast_to(jnp.arange(T), tokens_BT.shape)
-        inputs = transformer.DecoderInputs(tokens_BT, positions_BT)
-        return jnp.sum(transformer.hidden_states(params, bound, inputs, cfg)[0] * weight)
+        return jnp.sum(hidden(params, adapter, tokens_BT, cfg) * weight)
 
     gradient = jax.value_and_grad(loss, 1)
     got = jax.jit(jax.vmap(gradient, in_axes=(None, 0, 0)))(base.params, adapters, tokens)
@@ -277,17 +267,13 @@ def test_vmap_of_one_policy_equals_each_alone(tiny_base, rng):
 def test_sampling_is_one_base_matmul_a_token(tiny_base, kernel):
     """Rows of any adapters: which there are is data, so that this is so for every mixture."""
     cfg = tiny_base("llama").cfg
-    cfg = cfg.replace(
-        kernels=dataclasses.replace(cfg.kernels, layer_matmul="auto" if kernel == "cpu" else kernel)
-    )
-    cfg = cfg.replace(head_dim=18)  # two heads of 16 would be as wide as a page is long
+    chosen = "auto" if kernel == "cpu" else kernel
+    # two heads of 16 would be as wide as a page is long
+    cfg = cfg.replace(kernels=dataclasses.replace(cfg.kernels, layer_matmul=chosen), head_dim=18)
     rows, blocks, table = 10, 6, longest_table(64)
     specs = transformer.abstract(cfg)
-    made = lambda: {  # noqa: E731
-        b: lora_tree.empty_stack(specs, lora_tree.LINEAR_TARGETS, b, n)
-        for b, n in {1: 1, 4: 2, 8: 2}.items()
-    }
-    stacks = jax.eval_shape(made)
+    made = lambda b, n: lora_tree.empty_stack(specs, lora_tree.LINEAR_TARGETS, b, n)  # noqa: E731
+    stacks = jax.eval_shape(lambda: {b: made(b, n) for b, n in ((1, 1), (4, 2), (8, 2))})
     args = params_lib.abstract(specs), stacks, device.pool_specs(cfg, 64, jnp.float32, routes=False)
     prefill = jax.jit(lambda *args: device.prefill(*args, cfg=cfg))
     reading = plans.blocks_plan([[]], blocks, table, stacks)
@@ -295,14 +281,8 @@ def test_sampling_is_one_base_matmul_a_token(tiny_base, kernel):
     check(prefill, (*args, reading), cfg, rows=blocks * PAGE, passes=1, unembed=Counter())
     decode = jax.jit(lambda *args: device.decode(*args, cfg=cfg))
     drawing, _ = plans.rows_plan([], rows, 1, table, cfg.vocab_size, stacks)
-    check(
-        decode,
-        (*args, drawing, struct(jnp.int32)),
-        cfg,
-        rows=rows,
-        passes=1,
-        unembed=Counter({rows: 1}),
-    )
-    text = decode.lower(*args, drawing, struct(jnp.int32)).compile().as_text()
+    args = (*args, drawing, struct(jnp.int32))
+    check(decode, args, cfg, rows=rows, passes=1, unembed=Counter({rows: 1}))
+    text = decode.lower(*args).compile().as_text()
     # the three of attention's inputs, its output, the MLP's two, its output; and the unembedding
     assert text.count('custom_call_target="mint_layer_matmul"') == (5 if kernel == "cpu" else 0)

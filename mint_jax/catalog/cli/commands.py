@@ -60,10 +60,6 @@ def _is_number(text: str) -> bool:
     return text.isascii() and text.isdecimal() and len(text) < 19
 
 
-def _count_or_all(text: str) -> int | None:
-    return None if text == "all" else count(text)
-
-
 def _tag(text: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not (key and equals and value):
@@ -266,24 +262,14 @@ def _verify(args: Args, catalog: Catalog) -> Result:
     return _shown(data, "" if findings else "nothing is damaged", 1 if findings else 0)
 
 
-@command(
-    "promote",
-    "point an alias at a revision",
-    arg("policy", help=EITHER),
-    arg("revision", nargs="?", help="number, alias or digest"),
-    _ALIAS,
-    *SIGNED,
-)
+@command("promote", "point an alias at a revision", arg("name", help=REVISION), _ALIAS, *SIGNED)
 def _promote(args: Args, catalog: Catalog) -> Result:
-    policy, at, which = args.policy.partition("@")
-    if at and args.revision is not None:
-        raise UserError(f"two revisions are given, {which!r} and {args.revision!r}: name one")
-    revision = which if at else args.revision
-    if not revision:
+    policy, _, which = args.name.partition("@")
+    if not which:
         raise UserError(
             f"no revision is given for {args.alias!r}: write {policy}@NUMBER, an alias or a digest"
         )
-    moved = catalog.promote(policy, _which(revision), args.alias, by=args.by, why=args.why)
+    moved = catalog.promote(policy, _which(which), args.alias, by=args.by, why=args.why)
     return _shown({"alias": moved})
 
 
@@ -353,7 +339,7 @@ def _delete(args: Args, catalog: Catalog) -> Result:
     "keep-last",
     "set how many newest revisions gc keeps",
     arg("policy"),
-    arg("count", type=_count_or_all, metavar="N", help="a number, or all"),
+    arg("count", type=lambda text: None if text == "all" else count(text), metavar="N|all"),
     *SIGNED,
 )
 def _keep_last(args: Args, catalog: Catalog) -> Result:

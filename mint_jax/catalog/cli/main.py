@@ -20,10 +20,8 @@ from mint_jax.errors import UserError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit status.
-
-    Raises:
-        SystemExit: help was requested, or the arguments are wrong (status 2).
+    """Runs one command and returns its exit status. Raises ``SystemExit``: help was requested, or
+    the arguments are wrong (status 2).
     """
     parser = _parser()
     args = parser.parse_args(argv, argparse.Namespace(catalog=None, payloads=None, json=False))

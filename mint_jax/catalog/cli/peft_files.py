@@ -28,16 +28,13 @@ _HALVES = {"BF16": "bfloat16", "F16": "float16"}
 def packed_object(
     source: Source, base: Outline | None, dtype: str, force: bool, max_bytes: int
 ) -> bytes:
-    """Returns the packed object of a source.
+    """Returns the packed object of a source. Raises ``UserError``: it is refused; ``OSError``: it
+    cannot be read.
 
     Args:
         base: required for PEFT directories; others must match it if given.
         dtype: of the factors; ``keep``: the file's, if that is exact.
         force: accept NaN and infinite weights.
-
-    Raises:
-        UserError: it is refused.
-        OSError: it cannot be read.
     """
     if source.orbax:
         from mint_jax.catalog import orbax_files  # imports Orbax, which takes seconds

@@ -20,24 +20,17 @@ _OUTSIDE = "a symbolic link out of the folder, which is not followed"
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """One adapter to import.
+    """One adapter to import."""
 
-    Attributes:
-        path: a directory (``peft`` or ``orbax``) or a file.
-        root: the real folder that its files must be in; None if links may lead anywhere.
-    """
-
-    path: Path
+    path: Path  # a directory (``peft`` or ``orbax``) or a file
     peft: bool
-    root: Path | None
+    root: Path | None  # the real folder that its files must be in; None if links may lead anywhere
     orbax: bool = False
 
     def file(self, name: str, max_bytes: int) -> Path:
-        """Returns one of its files, ``""`` for a packed one, after checks.
-
-        Raises:
-            UserError: not a regular file, too large, or a link out of the folder.
-            OSError: missing or not readable.
+        """Returns one of its files, ``""`` for a packed one, after checks. Raises ``UserError``:
+        not a regular file, too large, or a link out of the folder; ``OSError``: missing or not
+        readable.
         """
         path = self.path / name if name else self.path
         if self.root is not None and not _inside(path, self.root):
@@ -62,10 +55,8 @@ class ImportRefusal:
 
 
 def find(paths: Iterable[str], follow_links: bool) -> tuple[list[Source], list[ImportRefusal]]:
-    """Returns all adapters under some paths, by path and by name in each folder.
-
-    Raises:
-        UserError: a path does not exist.
+    """Returns all adapters under some paths, by path and by name in each folder. Raises
+    ``UserError``: a path does not exist.
     """
     found: dict[Path, Source] = {}
     refused: dict[str, ImportRefusal] = {}

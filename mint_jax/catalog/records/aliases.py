@@ -37,20 +37,13 @@ class Alias:
 
 
 class Move(NamedTuple):
-    """A move of an alias.
+    """A move of an alias."""
 
-    Attributes:
-        policy: locked row of the policy.
-        target: row of the revision that the alias points at afterwards.
-        before: number of the revision before; None for a new alias.
-        version: number of the move.
-    """
-
-    policy: Any
+    policy: Any  # locked row of the policy
     alias: str
-    target: Any
-    before: int | None
-    version: int
+    target: Any  # row of the revision that the alias points at afterwards
+    before: int | None  # number of the revision before; None for a new alias
+    version: int  # number of the move
     rollback_to: int
 
 
@@ -87,10 +80,8 @@ def rollback(
     to: int | str | None = None,
     **signed: Unpack[Signed],
 ) -> Alias:
-    """Points an alias back at the revision before, or at the earlier revision ``to``.
-
-    Raises:
-        UserError: the alias has no such earlier revision, or retention has removed it.
+    """Points an alias back at the revision before, or at the earlier revision ``to``. Raises
+    ``UserError``: the alias has no such earlier revision, or retention has removed it.
     """
     alias = names.clean_alias(alias)
 
@@ -185,10 +176,7 @@ def write_moves(
     **details: Sequence[Any],
 ) -> None:
     """Moves aliases, with one audit entry for each move; of several moves of one alias the last
-    stays.
-
-    Args:
-        details: values of further details, one for each move.
+    stays. ``details``: values of further details, one for each move.
     """
     entries, rows = [], {}
     for i, move in enumerate(moves):

@@ -94,10 +94,9 @@ def entries(
     """Returns entries that meet all conditions, oldest first or ``newest`` first."""
     query = sa.select(audit, policies.c.tenant, policies.c.name).outerjoin(policies)
     query = query.where(*conditions).order_by(audit.c.id.desc() if newest else audit.c.id)
-    return [_entry(found) for found in connection.execute(query.limit(limit))]
-
-
-def _entry(found: sa.Row) -> AuditEntry:
-    policy = None if found.policy_id is None else full_name(found.tenant, found.name)
-    values: dict[str, Any] = {name: found._mapping[name] for name in _COLUMNS}
-    return AuditEntry(policy=policy, **values | {"details": json.loads(found.details)})
+    made = []
+    for row in connection.execute(query.limit(limit)):
+        values: dict[str, Any] = {name: row._mapping[name] for name in _COLUMNS}
+        policy = None if row.policy_id is None else full_name(row.tenant, row.name)
+        made.append(AuditEntry(policy=policy, **values | {"details": json.loads(row.details)}))
+    return made

@@ -1,18 +1,10 @@
 """The catalog's database: SQLite in a file, or PostgreSQL by URL.
 
-Work is passed as a function of a connection, because the database may run it again:
-
-- ``read(body)`` runs it outside a transaction, each statement for itself, and retries a dropped
-  connection.
-- ``write(body)`` runs it in one transaction that is durable when ``write`` returns. It runs again
-  after a serialisation failure, a deadlock, or a connection lost before the commit was sent:
-  nothing was committed then. If the connection breaks during the commit, the audit log shows
-  whether it was made. A write without an entry there must therefore be harmless when done twice.
-
-SQLite uses a write-ahead log, so readers never wait, and ``synchronous=FULL``, so a commit is on
-disk. Writers take the lock at their first statement and queue for it, within a process on a mutex
-and between processes on SQLite's own wait. A file that this user may not write, or in a folder
-that this user may not write, is opened read-only.
+Work is a function of a connection, because it may run again: after a serialisation failure, a
+deadlock, or a connection lost before the commit was sent. If the connection breaks during the
+commit, the audit log shows whether it was made; a write without an entry there must be harmless
+when done twice. SQLite uses a write-ahead log, so readers never wait, and ``synchronous=FULL``, so
+a commit is on disk. Its writers queue, within a process on a mutex, else on SQLite's own wait.
 """
 
 import contextlib
@@ -42,6 +34,7 @@ _LOCK_KEY = 0x6D696E74  # PostgreSQL's advisory lock while tables are made
 # SQLSTATE of serialisation failure, deadlock, lock not available: certainly rolled back
 _AGAIN = {"40001", "40P01", "55P03"}
 _LOST = {"57P01", "57P02", "57P03", "08000", "08001", "08003", "08006"}  # lost connections
+_TRANSACTION = sa.text("SELECT CAST(pg_current_xact_id_if_assigned() AS text)")
 _CORRUPT = {"XX001", "XX002"}  # damaged page or index
 _LOCKED = "another process holds the write lock; close its transaction, or raise timeout_s"
 _RESTORE = "the file is damaged; restore it from a backup"
@@ -75,14 +68,12 @@ class Database:
     """
 
     def __init__(self, url: str | sa.URL, timeout_s: float = 30.0):
-        """Opens the database and creates its tables if it has none.
+        """Opens the database and creates its tables if it has none. Raises ``UserError``: no such
+        database, not a catalog, or a catalog of another version.
 
         Args:
             url: ``sqlite:///path`` or ``postgresql://…``.
             timeout_s: seconds that a write waits for the lock, or for a lost server.
-
-        Raises:
-            UserError: no such database, not a catalog, or a catalog of another version.
         """
         self.timeout_s = timeout_s
         places = "give a folder, sqlite:///path or postgresql://host/name"
@@ -95,7 +86,9 @@ class Database:
         if self.url.get_backend_name() not in ("sqlite", "postgresql"):
             raise UserError(f"database {self.name} is not supported: {places}")
         self.sqlite = self.url.get_backend_name() == "sqlite"
-        self.read_only = self.sqlite and _may_only_read(Path(str(self.url.database)))
+        file = Path(str(self.url.database))
+        is_writable = all(os.access(path, os.W_OK) for path in (file, file.parent))
+        self.read_only = self.sqlite and file.is_file() and not is_writable
         self._queue = threading.Lock() if self.sqlite else contextlib.nullcontext()
         self.engine = self._sqlite_engine() if self.sqlite else self._postgres_engine()
         read = {} if self.sqlite else {"isolation_level": "AUTOCOMMIT"}
@@ -152,11 +145,8 @@ class Database:
 
     def write(self, body: Callable[[sa.Connection], T]) -> T:
         """Runs ``body(connection)`` in one transaction; ``body`` may run several times and must
-        change only the database.
-
-        Raises:
-            UserError: the database cannot be written. Nothing was changed, or the message says that
-                this is unknown.
+        change only the database. Raises ``UserError``: the database cannot be written. Nothing was
+        changed, or the message says that this is unknown.
         """
         write = uuid.uuid4().bytes
         for attempt in range(ATTEMPTS):
@@ -166,9 +156,7 @@ class Database:
                 with self._queue, self._writer.begin() as connection:
                     result = body(connection.execution_options(**{WRITE: write}))
                     if not self.sqlite:
-                        transaction = connection.scalar(
-                            sa.text("SELECT CAST(pg_current_xact_id_if_assigned() AS text)")
-                        )
+                        transaction = connection.scalar(_TRANSACTION)
                 return result
             except exc.DBAPIError as error:
                 lost = _lost(error) and not self.sqlite
@@ -270,10 +258,8 @@ class Database:
             raise self._explain(error) from error
 
     def _is_current(self, connection: sa.Connection) -> bool:
-        """True for a catalog of this version, False for an empty database.
-
-        Raises:
-            UserError: the database is of another version, or has tables of something else.
+        """True for a catalog of this version, False for an empty database. Raises ``UserError``:
+        the database is of another version, or has tables of something else.
         """
         there = set(sa.inspect(connection).get_table_names())
         if tables.version.name not in there:
@@ -320,18 +306,10 @@ def _write_ahead(connection: sqlite3.Connection) -> None:
             time.sleep(0.005)
 
 
-def _may_only_read(path: Path) -> bool:
-    return path.is_file() and not (os.access(path, os.W_OK) and os.access(path.parent, os.W_OK))
-
-
 def _read_only_uri(path: Path) -> str:
-    """The URI of a read-only database.
-
-    SQLite's write-ahead log needs an index file, which a reader cannot make. While a writer is
-    open, the index is there. Without a log, the file alone is complete.
-
-    Raises:
-        DatabaseFailed: a log without its index: its commits would be invisible.
+    """The URI of a read-only database. SQLite's write-ahead log needs an index file, which a reader
+    cannot make. While a writer is open, the index is there. Without a log, the file alone is
+    complete. Raises ``DatabaseFailed``: a log without its index: its commits would be invisible.
     """
     log, index = (path.with_name(path.name + end) for end in ("-wal", "-shm"))
     quoted = quote(str(path))

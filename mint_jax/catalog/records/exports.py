@@ -38,25 +38,15 @@ from mint_jax.safetensors_header import header_size
 
 @dataclasses.dataclass(frozen=True)
 class Export:
-    """One adapter to export.
+    """One adapter to export."""
 
-    Attributes:
-        policy: ``name`` or ``tenant/name``.
-        data: the packed object.
-        step: number of optimizer steps done.
-        session: the right to write, if a session is open.
-        origin: source of the adapter, in words.
-        force: accept an adapter with NaN or infinite weights, for debugging.
-        sampling: sampling parameters of training rollouts, for evaluations of the revision.
-    """
-
-    policy: str
-    data: Buffer
-    step: int
-    session: Session | None = None
-    origin: str = ""
-    force: bool = False
-    sampling: Mapping[str, Any] | None = None
+    policy: str  # ``name`` or ``tenant/name``
+    data: Buffer  # the packed object
+    step: int  # number of optimizer steps done
+    session: Session | None = None  # the right to write, if a session is open
+    origin: str = ""  # source of the adapter, in words
+    force: bool = False  # accept NaN and infinite weights, for debugging
+    sampling: Mapping[str, Any] | None = None  # parameters of training rollouts, for evaluations
 
 
 class Prepared(NamedTuple):
@@ -91,15 +81,10 @@ def export(
 def export_many(
     catalog: Handle, items: Sequence[Export], *, create: bool = False, **signed: Unpack[Signed]
 ) -> list[Revision]:
-    """Makes packed adapters revisions, all or none, durable and visible on return.
-
-    Args:
-        create: create missing policies, with their first adapter's schema.
-
-    Raises:
-        UserError: a policy is unknown, retired or written by another session; an adapter does not
-            match its policy's schema, or has NaN or infinite weights without ``force``; storage or
-            database cannot be written.
+    """Makes packed adapters revisions, all or none, durable and visible on return. Raises
+    ``UserError``: a policy is unknown, retired or written by another session; an adapter does not
+    match its policy's schema, or has NaN or infinite weights without ``force``; storage or database
+    cannot be written. ``create``: create missing policies, with their first adapter's schema.
     """
     if not items:
         return []
@@ -146,10 +131,8 @@ def branch(
 
 
 def prepare(item: Export) -> Prepared:
-    """Checks the bytes and computes their digest.
-
-    Raises:
-        UserError: not a packed adapter, or NaN or infinite weights without ``force``.
+    """Checks the bytes and computes their digest. Raises ``UserError``: not a packed adapter, or
+    NaN or infinite weights without ``force``.
     """
     key = names.parse_policy(item.policy)
     full = full_name(*key)
@@ -215,10 +198,10 @@ def commit(
                 "step": one.export.step,
                 "digest": one.digest,
                 "origin": one.export.origin,
+                "sampling": one.sampling,
+                "created_at": max(author.now, policy.touched_at),
                 "pinned": False,
                 "state": "live",
-                "created_at": max(author.now, policy.touched_at),
-                "sampling": one.sampling,
             }
     if new:
         insert = revisions.insert().returning(revisions.c.id, sort_by_parameter_order=True)
@@ -315,10 +298,7 @@ def _advance_latest(connection: sa.Connection, author: Author, made: list[tuple[
 
 def schema_text(data: Buffer) -> str:
     """Returns the schema of a packed object, checked as ``unpack`` does but without reading the
-    factors.
-
-    Raises:
-        UserError: not a packed adapter.
+    factors. Raises ``UserError``: not a packed adapter.
     """
     try:
         metadata, tensors, _ = header.read(as_bytes(data))

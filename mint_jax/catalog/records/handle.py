@@ -58,10 +58,8 @@ class Handle:
         active: bool = False,
         **signed: Unpack[Signed],
     ) -> T:
-        """Runs ``body(connection, author, policy's locked row)`` in one transaction.
-
-        Args:
-            active: refuse a retired policy.
+        """Runs ``body(connection, author, policy's locked row)`` in one transaction. ``active``:
+        refuse a retired policy.
         """
         key, author = names.parse_policy(policy), self.author(**signed)
         return self.database.write(lambda c: body(c, author, lock(c, *key, active=active)))
@@ -82,9 +80,7 @@ def find(connection: sa.Connection, tenant: str, name: str, query: sa.Select = P
 
 def lock(connection: sa.Connection, tenant: str, name: str, active: bool = False) -> sa.Row:
     """Like ``find``, and keeps other transactions from changing the policy until this one ends.
-
-    Raises:
-        UserError: the policy does not exist, or is retired and must be ``active``.
+    Raises ``UserError``: the policy does not exist, or is retired and must be ``active``.
     """
     found = find(connection, tenant, name, POLICIES.with_for_update(of=policies))
     if active:

@@ -44,20 +44,14 @@ def lease(
 def lease_many(
     catalog: Handle, digests: Sequence[str], owner: str, seconds: float = 60.0
 ) -> list[Lease]:
-    """Takes leases on payloads in one transaction: all of them or none.
-
-    Raises:
-        UserError: a payload was removed.
+    """Takes leases on payloads in one transaction: all of them or none. Raises ``UserError``: a
+    payload was removed.
     """
     return _take(catalog, lambda _: digests, owner, seconds)
 
 
 def renew_lease(catalog: Handle, lease: Lease, seconds: float = 60.0) -> Lease:
-    """Postpones a lease's expiry.
-
-    Raises:
-        UserError: it expired and was removed.
-    """
+    """Postpones a lease's expiry. Raises ``UserError``: it expired and was removed."""
     expires = catalog.clock() + duration("length of a lease", seconds)
     if not catalog.database.read_only:
         update = leases.update().where(leases.c.id == lease.id).values(expires_at=expires)
@@ -78,10 +72,8 @@ def release(catalog: Handle, *leased: Lease) -> None:
 
 def read_leased(catalog: Handle, lease: Lease, verified: bool = True) -> np.ndarray:
     """Loads the packed object that a lease keeps, also after its revision was retired.
-
-    Args:
-        verified: compare the bytes with the digest; False for a caller that does so itself, such
-            as residency.
+    ``verified``: compare the bytes with the digest; False for a caller that does so itself, such as
+    residency.
     """
     return lookup.load_payload(catalog, lease.digest, verified)
 

@@ -6,7 +6,7 @@ statements. The bytes' digest is verified when they are read.
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,35 +24,24 @@ from mint_jax.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Revision:
-    """An immutable export of a policy's adapter.
-
-    Attributes:
-        bytes: length of the packed object.
-        state: ``live`` or ``retired``.
-        sampling: sampling parameters of training rollouts, as ``rollout.request.Request`` names
-            them; None where training drew no rollouts or they are unknown.
-    """
+    """An immutable export of a policy's adapter."""
 
     id: int
     policy: str
     number: int
     step: int
     digest: str
-    bytes: int
+    bytes: int  # of the packed object
     origin: str
     pinned: bool
-    state: str
+    state: str  # ``live`` or ``retired``
     created_at: float
-    sampling: dict[str, Any] | None = None
+    sampling: dict[str, Any] | None = None  # of training rollouts, by the fields of ``Request``
 
 
 @dataclasses.dataclass(frozen=True)
 class Resolved:
-    """A revision that a name resolved to, and the place of its bytes.
-
-    Attributes:
-        finite: all weights are finite, as checked on export.
-    """
+    """A revision that a name resolved to, and the place of its bytes."""
 
     policy: str
     number: int
@@ -60,7 +49,7 @@ class Resolved:
     place: Place
     schema: str
     revision_id: int
-    finite: bool
+    finite: bool  # all weights are finite, as checked on export
 
 
 _POLICIES = sa.join(policies, revisions, revisions.c.policy_id == policies.c.id)
@@ -149,14 +138,9 @@ _COPIED = ("id", "number", "step", "origin", "pinned", "state", "created_at")
 
 
 def resolve(catalog: Handle, name: str, tenant: str | None = None) -> Resolved:
-    """Resolves a name.
-
-    Args:
-        tenant: tenant of plain names; other tenants' names are refused, and digests are looked up
-            among this tenant's revisions only.
-
-    Raises:
-        UserError: unknown, ambiguous or retired.
+    """Resolves a name. Raises ``UserError``: unknown, ambiguous or retired. ``tenant``: tenant of
+    plain names; other tenants' names are refused, and digests are looked up among this tenant's
+    revisions only.
     """
     named = parse_revision(name, tenant)
     return catalog.database.read(lambda c: resolved(find(c, named, name)))
@@ -202,56 +186,32 @@ def holds(catalog: Handle, pairs: Sequence[tuple[str, str]]) -> list[bool]:
 
 def load(catalog: Handle, name: str, tenant: str | None = None) -> np.ndarray:
     """Loads a revision's packed object: ``uint8``, read-only, digest verified; memory-mapped from a
-    folder.
-
-    Raises:
-        UserError: unknown name, or the bytes do not match the digest.
+    folder. Raises ``UserError``: unknown name, or the bytes do not match the digest.
     """
-    found = resolve(catalog, name, tenant)
-    return _read(
-        catalog, found.digest, lambda: resolve(catalog, found.digest, tenant).place, found.place
-    )
+    return load_payload(catalog, resolve(catalog, name, tenant).digest)
 
 
 def load_payload(catalog: Handle, digest: str, verified: bool = True) -> np.ndarray:
-    """Loads any payload by its digest, as ``load`` does.
-
-    Args:
-        verified: compare the bytes with the digest; False for a caller that does so itself.
+    """Loads any payload by its digest, as ``load`` does. ``verified``: compare the bytes with the
+    digest; False for a caller that does so itself.
     """
-
-    def find_place() -> Place:
-        return catalog.database.read(lambda c: place_of(c, digest))
-
-    return _read(catalog, digest, find_place, find_place(), verified)
-
-
-def _read(
-    catalog: Handle,
-    digest: str,
-    find_place: Callable[[], Place],
-    place: Place,
-    verified: bool = True,
-) -> np.ndarray:
-    expected = digest if verified else None
-    try:
-        return catalog.store.read(place, expected)
-    except PackMissing:  # compaction may have moved it since
-        moved = find_place()
-        if moved == place:
-            raise
-        return catalog.store.read(moved, expected)
-    except PackDamaged as error:
-        raise UserError(
-            f"payload {digest[:12]} is damaged: {error}; export it again, or roll back"
-        ) from None
+    places: list[Place] = []
+    while True:
+        places.append(catalog.database.read(lambda c: place_of(c, digest)))
+        try:
+            return catalog.store.read(places[-1], digest if verified else None)
+        except PackMissing:
+            if places[-1] in places[:-1]:  # else compaction may have moved it since
+                raise
+        except PackDamaged as error:
+            raise UserError(
+                f"payload {digest[:12]} is damaged: {error}; export it again, or roll back"
+            ) from None
 
 
 def find(connection: sa.Connection, named: RevisionName, text: str) -> sa.Row:
     """Returns the row of a revision, retired ones too. ``text`` is the name as written, for errors.
-
-    Raises:
-        UserError: unknown or ambiguous.
+    Raises ``UserError``: unknown or ambiguous.
     """
     key: dict[str, Any] = {"tenant": named.tenant, "policy": named.policy}
     if named.digest is not None:
@@ -276,10 +236,8 @@ def find_in(
     connection: sa.Connection, policy: sa.Row, which: int | str, live: bool = False
 ) -> sa.Row:
     """Returns the row of a policy's revision by number, alias, digest, prefix of a digest, or full
-    name.
-
-    Raises:
-        UserError: unknown, ambiguous, of another policy, or retired and must be ``live``.
+    name. Raises ``UserError``: unknown, ambiguous, of another policy, or retired and must be
+    ``live``.
     """
     text = str(which)
     if not isinstance(which, str):

@@ -33,9 +33,8 @@ class RevisionName:
 
 def clean(what: str, text: str) -> str:
     """Returns ``text`` in unicode's composed form (NFC), so that one visible name is one key.
-
-    Raises:
-        UserError: empty, longer than 200 characters, or with characters not allowed in a name.
+    Raises ``UserError``: empty, longer than 200 characters, or with characters not allowed in a
+    name.
     """
     if not isinstance(text, str):
         raise UserError(f"{what} is {type(text).__name__}; a name is text")
@@ -95,10 +94,8 @@ def parse_policy(text: str, tenant: str | None = None) -> tuple[str, str]:
 
 
 def parse_revision(text: str, tenant: str | None = None) -> RevisionName:
-    """Parses any of the forms above.
-
-    Raises:
-        UserError: malformed, or a name of another tenant than ``tenant``.
+    """Parses any of the forms above. Raises ``UserError``: malformed, or a name of another tenant
+    than ``tenant``.
     """
     if not isinstance(text, str):
         raise UserError(f"revision name is {type(text).__name__}; a name is text")

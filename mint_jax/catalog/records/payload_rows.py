@@ -97,16 +97,14 @@ def add_payloads(
     places: dict[bytes, Place],
     finite: Mapping[bytes, bool] = MappingProxyType({}),
 ) -> None:
-    """Adds payload rows.
+    """Adds payload rows. Raises ``Vanished``: payloads that are neither in the database nor in
+    ``places``.
 
     Args:
         needed: schema ids by digest; None for a payload that is not an adapter.
         places: places of new payloads, whose packs are entered too. A pack of ours that no payload
             is in, because all came from other writers meanwhile, is marked dead.
         finite: True for payloads whose weights are all finite.
-
-    Raises:
-        Vanished: payloads that are neither in the database nor in ``places``.
     """
     new = {digest: places[digest] for digest in sorted(needed) if digest in places}
     if new:
@@ -153,10 +151,8 @@ def enter_packs(
 
 
 def place_of(connection: sa.Connection, digest: str) -> Place:
-    """Returns the place of any payload, of a revision or not.
-
-    Raises:
-        UserError: the catalog does not hold it.
+    """Returns the place of any payload, of a revision or not. Raises ``UserError``: the catalog
+    does not hold it.
     """
     query = sa.select(packs.c.name, payloads.c.offset, payloads.c.length).join_from(payloads, packs)
     found = connection.execute(query.where(payloads.c.digest == bytes.fromhex(digest))).first()

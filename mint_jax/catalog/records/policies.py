@@ -30,31 +30,21 @@ DELETED = "deleted"
 
 @dataclasses.dataclass(frozen=True)
 class PolicyRecord:
-    """A named sequence of adapter revisions over one base.
-
-    Attributes:
-        base: fingerprint of the base.
-        schema: JSON text of the revisions' schema.
-        parent: the revision it branched from, ``policy@number``.
-        state: ``active``, ``retired`` or ``deleted``.
-        keep_last: number of newest revisions that retention keeps; None keeps all.
-        revisions: number of the last revision, removed ones included.
-        session_owner: owner of the open training session.
-    """
+    """A named sequence of adapter revisions over one base."""
 
     id: int
     tenant: str
     name: str
-    base: str
-    schema: str
-    parent: str | None
-    state: str
-    keep_last: int | None
+    base: str  # fingerprint of the base
+    schema: str  # JSON text of the revisions' schema
+    parent: str | None  # the revision it branched from, ``policy@number``
+    state: str  # ``active``, ``retired`` or ``deleted``
+    keep_last: int | None  # number of newest revisions that retention keeps; None keeps all
     created_at: float
     touched_at: float
-    revisions: int
+    revisions: int  # number of the last revision, removed ones included
     session_number: int
-    session_owner: str | None
+    session_owner: str | None  # owner of the open training session
     session_expires: float | None
 
     @property
@@ -71,14 +61,12 @@ def create_policy(
     keep_last: int | None = None,
     **signed: Unpack[Signed],
 ) -> PolicyRecord:
-    """Creates a policy whose revisions have ``schema``.
+    """Creates a policy whose revisions have ``schema``. Raises ``UserError``: the name is taken or
+    not allowed.
 
     Args:
         name: ``name`` or ``tenant/name``.
         keep_last: number of newest revisions that ``gc`` keeps; None keeps all.
-
-    Raises:
-        UserError: the name is taken or not allowed.
     """
     key, author = names.parse_policy(name), catalog.author(**signed)
 
@@ -164,13 +152,9 @@ def set_state(
 
 def delete(catalog: Handle, policy: str, **signed: Unpack[Signed]) -> None:
     """Removes a retired policy: its revisions, aliases, tags, checkpoints' and rollouts' records.
-
     ``gc`` then frees the bytes that nothing else refers to. The name is free again; the audit log
-    and the evaluations stay.
-
-    Raises:
-        UserError: the policy is not retired, is being trained, or one of its revisions is leased or
-            another policy's parent.
+    and the evaluations stay. Raises ``UserError``: the policy is not retired, is being trained, or
+    one of its revisions is leased or another policy's parent.
     """
 
     def body(connection: sa.Connection, author: Author, row: sa.Row) -> None:
@@ -232,28 +216,17 @@ def insert(
     wanted: Mapping[tuple[str, str], str],
     keep_last: int | None = None,
 ) -> set[tuple[str, str]]:
-    """Creates policies with their audit entries; returns those that did not exist.
-
-    Args:
-        wanted: text of the schema, by tenant and name.
+    """Creates policies with their audit entries; returns those that did not exist. ``wanted``: text
+    of the schema, by tenant and name.
     """
     _check_keep_last(keep_last)
     ids = schema_ids(connection, set(wanted.values()))
-    rows = [
-        {
-            "tenant": tenant,
-            "name": name,
-            "base": read_schema(text).base,
-            "schema_id": ids[text],
-            "state": "active",
-            "keep_last": keep_last,
-            "created_at": author.now,
-            "touched_at": author.now,
-            "last_number": 0,
-            "session_number": 0,
-        }
-        for (tenant, name), text in wanted.items()
-    ]
+    new = {"state": "active", "keep_last": keep_last, "last_number": 0, "session_number": 0}
+    new |= {"created_at": author.now, "touched_at": author.now}
+    rows = []
+    for (tenant, name), text in wanted.items():
+        about = {"base": read_schema(text).base, "schema_id": ids[text]}
+        rows.append({"tenant": tenant, "name": name, **about, **new})
     statement = dialect_insert(connection, policies).on_conflict_do_nothing()
     columns = (policies.c.id, policies.c.tenant, policies.c.name, policies.c.touched_at)
     made = {

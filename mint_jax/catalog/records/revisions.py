@@ -24,10 +24,7 @@ def retire(
     catalog: Handle, policy: str, revision: int | str | None = None, **signed: Unpack[Signed]
 ) -> None:
     """Takes a policy, or one of its revisions, out of use: it no longer resolves, and ``gc`` may
-    remove the revision.
-
-    Raises:
-        UserError: an alias points at the revision.
+    remove the revision. Raises ``UserError``: an alias points at the revision.
     """
 
     def body(connection: sa.Connection, author: Author, row: sa.Row) -> None:
@@ -103,12 +100,8 @@ def tag(
     catalog: Handle, name: str, changes: Mapping[str, str | None], **signed: Unpack[Signed]
 ) -> dict[str, str]:
     """Sets tags of a policy (``policy``) or of a revision (``policy@…``), and returns all its tags.
-
-    Args:
-        changes: values by key; None removes a tag.
-
-    Raises:
-        UserError: an invalid key or value, or an unknown policy or revision.
+    Raises ``UserError``: an invalid key or value, or an unknown policy or revision. ``changes``:
+    values by key; None removes a tag.
     """
     wanted = {
         names.clean("tag", key): None if value is None else _check_value(key, value)

@@ -20,18 +20,14 @@ from mint_jax.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Session:
-    """The right to write a policy, until a newer session of that policy opens.
-
-    Attributes:
-        start: number of the revision that ``latest`` pointed at when the session opened.
-    """
+    """The right to write a policy, until a newer session of that policy opens."""
 
     policy: str
     policy_id: int
     number: int
     owner: str
     expires_at: float
-    start: int | None
+    start: int | None  # number of the revision that ``latest`` pointed at when the session opened
 
 
 def open_session(
@@ -44,7 +40,7 @@ def open_session(
     instead_of: str | None = None,
     **signed: Unpack[Signed],
 ) -> Session:
-    """Takes the right to write a policy.
+    """Takes the right to write a policy. Raises ``UserError``: another owner's session is open.
 
     Args:
         owner: the same owner may take its own session over at once.
@@ -52,9 +48,6 @@ def open_session(
         force: take over from any owner.
         instead_of: take over from owners whose name starts with this and who are known to have
             ended, such as a killed job.
-
-    Raises:
-        UserError: another owner's session is open.
     """
     note("owner", owner, 400)
     if not owner:
@@ -79,13 +72,8 @@ def open_session(
         latest = current(connection, row, LATEST)
         start = None if latest is None else latest.number
         number, expires = row.session_number + 1, author.now + seconds
-        values = {
-            "session_number": number,
-            "session_owner": owner,
-            "session_expires": expires,
-            "session_seconds": seconds,
-            "session_revision": start,
-        }
+        values = {"session_number": number, "session_owner": owner, "session_revision": start}
+        values |= {"session_expires": expires, "session_seconds": seconds}
         details = {"session": number, "owner": owner, "seconds": seconds, "fenced": holder}
         record(connection, author, row, "open session", details, **values)
         return Session(full, row.id, number, owner, expires, start)
@@ -97,10 +85,8 @@ def open_session(
 
 
 def renew_session(catalog: Handle, session: Session, seconds: float = 60.0) -> Session:
-    """Postpones a session's expiry; the audit log does not record it.
-
-    Raises:
-        UserError: a newer session fenced it off.
+    """Postpones a session's expiry; the audit log does not record it. Raises ``UserError``: a newer
+    session fenced it off.
     """
 
     def body(connection: sa.Connection, author: Author, row: sa.Row) -> Session:

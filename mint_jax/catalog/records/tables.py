@@ -35,6 +35,10 @@ _Digest = _Bytes(32)
 _Time = sa.Double()
 
 
+def _table(name: str, *parts: sa.Column | sa.Constraint | sa.Index) -> sa.Table:
+    return sa.Table(name, metadata, *parts)
+
+
 def _column(name: str, kind, *more, **options) -> sa.Column:
     """A column that is not null."""
     return sa.Column(name, kind, *more, nullable=False, **options)
@@ -48,18 +52,16 @@ def _policy(**options) -> sa.Column:
     return _column("policy_id", _Id, sa.ForeignKey("policies.id"), **options)
 
 
-schemas = sa.Table(
+schemas = _table(
     "schemas",
-    metadata,
     _id(),
     _column("digest", _Digest, unique=True),  # of the text, which may be too long for an index
     _column("json", sa.Text),
 )
 
 _PARENT = sa.ForeignKey("revisions.id", name="policies_parent", use_alter=True)
-policies = sa.Table(
+policies = _table(
     "policies",
-    metadata,
     _id(),
     _column("tenant", _Name),
     _column("name", _Name),
@@ -79,9 +81,8 @@ policies = sa.Table(
     sa.UniqueConstraint("tenant", "name"),
 )
 
-packs = sa.Table(
+packs = _table(
     "packs",
-    metadata,
     _id(),
     _column("name", _Name, unique=True),
     _column("bytes", sa.BigInteger),
@@ -90,9 +91,8 @@ packs = sa.Table(
     _column("changed_at", _Time),
 )
 
-payloads = sa.Table(
+payloads = _table(
     "payloads",
-    metadata,
     sa.Column("digest", _Digest, primary_key=True),
     sa.Column("schema_id", _Id, sa.ForeignKey("schemas.id")),  # null: not an adapter
     _column("pack_id", _Id, sa.ForeignKey("packs.id"), index=True),
@@ -102,9 +102,8 @@ payloads = sa.Table(
     sa.Column("finite", sa.Boolean),  # all weights are finite; null: not an adapter
 )
 
-revisions = sa.Table(
+revisions = _table(
     "revisions",
-    metadata,
     _id(),
     _policy(),
     _column("number", sa.Integer),
@@ -119,9 +118,8 @@ revisions = sa.Table(
     sa.Index("revisions_digest", "digest", "policy_id"),
 )
 
-aliases = sa.Table(
+aliases = _table(
     "aliases",
-    metadata,
     _policy(primary_key=True, autoincrement=False),
     sa.Column("name", _Name, primary_key=True),
     _column("revision_id", _Id, sa.ForeignKey("revisions.id"), index=True),
@@ -129,9 +127,8 @@ aliases = sa.Table(
     _column("updated_at", _Time),
 )
 
-tags = sa.Table(
+tags = _table(
     "tags",
-    metadata,
     _policy(primary_key=True, autoincrement=False),
     sa.Column("number", sa.Integer, primary_key=True, autoincrement=False),  # 0: the policy itself
     sa.Column("key", _Name, primary_key=True),
@@ -139,9 +136,8 @@ tags = sa.Table(
     sa.Index("tags_key", "key", "value"),
 )
 
-audit = sa.Table(
+audit = _table(
     "audit",
-    metadata,
     _id(),
     _column("at", _Time),
     _column("actor", sa.String),
@@ -161,9 +157,8 @@ audit = sa.Table(
     sa.Index("audit_policy", "policy_id", "id"),
 )
 
-checkpoints = sa.Table(
+checkpoints = _table(
     "checkpoints",
-    metadata,
     _id(),
     _policy(),
     _column("step", sa.BigInteger),
@@ -172,9 +167,8 @@ checkpoints = sa.Table(
     sa.Index("checkpoints_policy", "policy_id", "id"),
 )
 
-rollouts = sa.Table(
+rollouts = _table(
     "rollouts",
-    metadata,
     _id(),
     _policy(),
     _column("step", sa.BigInteger),
@@ -186,9 +180,8 @@ rollouts = sa.Table(
 )
 
 _REMOVED = sa.ForeignKey("revisions.id", ondelete="SET NULL")
-evaluations = sa.Table(
+evaluations = _table(
     "evaluations",
-    metadata,
     _id(),
     sa.Column("revision_id", _Id, _REMOVED, index=True),  # null once retention removed it
     _column("digest", _Digest, index=True),
@@ -203,9 +196,8 @@ evaluations = sa.Table(
     _column("created_at", _Time),
 )
 
-leases = sa.Table(
+leases = _table(
     "leases",
-    metadata,
     _id(),
     _column("digest", _Digest, sa.ForeignKey("payloads.digest"), index=True),
     _column("owner", sa.String),

@@ -82,10 +82,8 @@ class Bucket:
         return self._store.write(key, data)
 
     def wait(self, future: Any, doing: str) -> Any:
-        """Returns a request's result.
-
-        Raises:
-            UserError: it failed or timed out; after a timeout it may still arrive.
+        """Returns a request's result. Raises ``UserError``: it failed or timed out; after a timeout
+        it may still arrive.
         """
         try:
             return future.result(timeout=self._timeout)

@@ -54,10 +54,10 @@ class Folder:
         return path
 
     def read(self, pieces: Iterable[Piece]) -> Iterator[np.ndarray]:
-        for key, begin, end in pieces:
-            yield self._read(key, begin, end)
+        return (self._read(*piece) for piece in pieces)
 
     def _read(self, key: str, begin: int, end: int) -> np.ndarray:
+        damage = f"{key} in {self.url} ends before byte {end}: it was cut off"
         with self.explained("read"):
             try:
                 handle = os.open(f"{self.url}/{key}", os.O_RDONLY | os.O_CLOEXEC)
@@ -69,35 +69,29 @@ class Folder:
                 if end - begin >= pack_format.MAPPED:
                     # before allocating; a map beyond the end would kill the process
                     if os.fstat(handle).st_size < end:
-                        raise PackDamaged(
-                            f"{key} in {self.url} ends before byte {end}: it was cut off"
-                        )
+                        raise PackDamaged(damage)
                     if begin % pack_format.PAGE == 0:
-                        return _map(handle, begin, end - begin)
+                        return np.asarray(_Mapping(handle, begin, end - begin))
                 data = _aligned(end - begin)
                 if os.preadv(handle, [data.data], begin) != data.size:
-                    raise PackDamaged(f"{key} in {self.url} ends before byte {end}: it was cut off")
+                    raise PackDamaged(damage)
             finally:
                 os.close(handle)
         data.flags.writeable = False
         return data
 
     def list(self, prefix: str) -> Iterator[str]:
-        """Yields keys of files below ``prefix``, a folder or the start of a folder's name."""
-        folder, _, start = prefix.rpartition("/")
-        with self.explained("list"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            with os.scandir(self.root / folder) as found:
-                entries = sorted(
-                    (e.name, e.is_dir(follow_symlinks=False))
-                    for e in found
-                    if e.name.startswith(start)
-                )
-            for name, is_folder in entries:
-                key = f"{folder}/{name}" if folder else name
-                if is_folder:
-                    yield from self.list(f"{key}/")
-                else:
-                    yield key
+        """Yields keys of files below ``prefix``, a folder."""
+
+        def fail(error: OSError) -> None:
+            if not isinstance(error, FileNotFoundError):
+                raise error
+
+        with self.explained("list"):
+            for folder, folders, files in os.walk(self.root / prefix, onerror=fail):
+                folders.sort()
+                for name in sorted(files):
+                    yield os.path.relpath(f"{folder}/{name}", self.root)
 
     def modified(self, key: str) -> float | None:
         """Returns when a file was last written, seconds since 1970; None if it does not exist."""
@@ -208,7 +202,3 @@ class _Mapping:
     def __del__(self, munmap=_LIBC.munmap):  # globals may be gone when the interpreter ends
         if self._address is not None:
             munmap(self._address, self._length)
-
-
-def _map(handle: int, offset: int, length: int) -> np.ndarray:
-    return np.asarray(_Mapping(handle, offset, length))

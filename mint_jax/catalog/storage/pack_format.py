@@ -1,12 +1,9 @@
 """A pack: one immutable object that holds packed objects back to back; and the interface of a place
-for packs, which ``folder`` and ``bucket`` implement.
+for packs. An object starts at a multiple of 64 bytes, one of 1 MiB or more at a multiple of 4096.
 
-An object starts at a multiple of 64 bytes, one of 1 MiB or more at a multiple of 4096, so that it
-can be mapped alone. The database records where each object lies and its digest.
-
-The name of a pack, ``<32 hex>-<bytes>`` or ``<32 hex>-<bytes>-<part bytes>``, records when its
-writing started (12 digits: milliseconds since 1970 by the writer's clock) and its length. Stores
-without appending, such as S3, get a long pack as equal parts; the last one has the pack's name.
+A pack's name, ``<32 hex>-<bytes>`` or ``<32 hex>-<bytes>-<part bytes>``, records when its writing
+started (12 digits: milliseconds since 1970 by the writer's clock) and its length. Stores without
+appending, such as S3, get a long pack as equal parts; the last one has the pack's name.
 """
 
 import re
@@ -40,17 +37,11 @@ class PackDamaged(UserError):
 
 
 class Name(NamedTuple):
-    """A parsed pack name.
+    """A parsed pack name."""
 
-    Attributes:
-        stem: start of its parts' names; random after the time.
-        size: bytes of the whole pack.
-        part: bytes of every part but the last; 0 for a pack in one object.
-    """
-
-    stem: str
-    size: int
-    part: int
+    stem: str  # start of its parts' names; random after the time
+    size: int  # bytes of the whole pack
+    part: int  # bytes of every part but the last; 0 for a pack in one object
 
     def __str__(self) -> str:
         return f"{self.stem}-{self.size}" + (f"-{self.part}" if self.part else "")

@@ -62,10 +62,8 @@ class PayloadStore:
 
     def put(self, objects: Iterable[Buffer]) -> list[Place]:
         """Stores objects, read one by one, in one new pack; returns their places. All are durable
-        on return, none is stored after an error.
-
-        Raises:
-            UserError: the storage is full, refuses or does not answer.
+        on return, none is stored after an error. Raises ``UserError``: the storage is full, refuses
+        or does not answer.
         """
         writer, places, position, start = None, [], 0, time.monotonic()
         try:
@@ -95,17 +93,17 @@ class PayloadStore:
 
     def read(self, place: Place, digest: str | None = None) -> np.ndarray:
         """Returns an object's bytes, read-only uint8; from a folder a memory map if 1 MiB or more.
-
-        Args:
-            digest: compared with all bytes if given.
-
-        Raises:
-            PackMissing: no such pack.
-            PackDamaged: the pack is too short, or the bytes do not match the digest.
-            UserError: the storage refuses or does not answer.
+        Raises ``PackMissing``: no such pack; ``PackDamaged``: the pack is too short, or the bytes
+        do not match the digest; ``UserError``: the storage refuses or does not answer. ``digest``:
+        compared with all bytes if given.
         """
         data = next(self.read_many([place]))
-        return data if digest is None else _verified(data, digest, place)
+        if digest is not None and (found := digest_of(data)) != digest:
+            raise PackDamaged(
+                f"revision {digest[:12]} is damaged: {place.length} bytes at {place.offset} of pack"
+                f" {place.pack} have digest {found[:12]}; export or import it again"
+            )
+        return data
 
     def read_many(self, places: Iterable[Place]) -> Iterator[np.ndarray]:
         """Yields the objects in order; from a bucket with several requests in flight."""
@@ -131,29 +129,24 @@ class PayloadStore:
 
     def packs(self) -> Iterator[PackInfo]:
         """Lists all committed packs."""
-        for digit in "0123456789abcdef":
-            for key in self._storage.list(f"packs/{digit}"):
-                name = _name_in(key)
-                modified = None if name is None else self._storage.modified(key)
-                if name is not None and modified is not None:
-                    yield PackInfo(str(name), name.size, modified)
+        for key in self._storage.list("packs/"):
+            name = _name_in(key)
+            modified = None if name is None else self._storage.modified(key)
+            if name is not None and modified is not None:
+                yield PackInfo(str(name), name.size, modified)
 
     def sweep(self, older_s: float = ABANDONED_S, dry_run: bool = False) -> list[str]:
         """Removes leftovers of killed writers: staged files, and parts of uncommitted packs.
-
-        Args:
-            older_s: minimum age in seconds. Less than the default only while no process writes.
+        ``older_s``: minimum age in seconds. Less than the default only while no process writes.
 
         Returns:
             Keys removed, or that would be.
         """
         found = list(self._storage.list("staging/"))
-        for digit in "0123456789abcdef":
-            if parts := list(self._storage.list(f"parts/{digit}")):
-                # packs are listed after parts: these were not committed in between
-                packs = self._storage.list(f"packs/{digit}")
-                whole = {pack_format.stem_of(key) for key in packs}
-                found += [key for key in parts if pack_format.stem_of(key) not in whole]
+        if parts := list(self._storage.list("parts/")):
+            # packs are listed after parts: these were not committed in between
+            whole = {pack_format.stem_of(key) for key in self._storage.list("packs/")}
+            found += [key for key in parts if pack_format.stem_of(key) not in whole]
         limit = time.time() - older_s
         left = [key for key in found if (self._storage.modified(key) or limit + 1) <= limit]
         for key in [] if dry_run else left:
@@ -179,16 +172,6 @@ def _open_storage(url: str, timeout: float) -> Storage:
     from mint_jax.catalog.storage.bucket import Bucket
 
     return Bucket(url, parts.scheme, parts.netloc, parts.path.strip("/"), timeout)
-
-
-def _verified(data: np.ndarray, digest: str, place: Place) -> np.ndarray:
-    found = digest_of(data)
-    if found != digest:
-        raise PackDamaged(
-            f"revision {digest[:12]} is damaged: {place.length} bytes at {place.offset} of pack"
-            f" {place.pack} have digest {found[:12]}; export or import it again"
-        )
-    return data
 
 
 def _name_in(key: str) -> Name | None:

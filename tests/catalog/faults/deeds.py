@@ -17,24 +17,14 @@ from typing import Any
 import sqlalchemy as sa
 
 from mint_jax.catalog.lifecycle import Catalog
+from mint_jax.catalog.packed import digest_of
 from mint_jax.catalog.records.exports import Export
 from mint_jax.catalog.storage import folder
 from mint_jax.errors import UserError
 from tests.catalog.adapters import SCHEMA, packed
 
-KINDS = (
-    "compact",
-    "gc",
-    "export",
-    "export_many",
-    "import_many",
-    "promote",
-    "rollback",
-    "rollout",
-    "branch",
-    "checkpoint",
-    "retire",
-)
+# all other changes are one transaction, as a promotion is
+KINDS = ("compact", "gc", "export_many", "promote", "rollout")
 TRASH = "trash"  # keeps its last two revisions; all others keep theirs
 SHARED = "shared"
 _PER_WORKER = 10_000  # values of one worker
@@ -84,7 +74,7 @@ class Worker:
 
     def exports(self, kind: str, policies: list[str], step: int, create: bool) -> list:
         items = [Export(policy, packed(self.value()), step) for policy in policies]
-        adds = [[item.policy, _digest(item.data), step] for item in items]
+        adds = [[item.policy, digest_of(item.data), step] for item in items]
         return self.deed(
             kind,
             lambda by: self.catalog.export_many(items, create=create, by=by),
@@ -92,57 +82,20 @@ class Worker:
             create=create,
         )
 
-    def export(self) -> None:
-        self._numbers += [one.number for one in self.exports("export", [self._own], 1, True)]
-
     def export_many(self) -> None:
-        made = self.exports("export_many", [self._own, SHARED, TRASH, TRASH], 2, True)
+        """Some of the policies are new."""
+        new = f"lab/in{self.value()}"
+        made = self.exports("export_many", [self._own, SHARED, TRASH, TRASH, new], 2, True)
         self._numbers.append(made[0].number)
-
-    def import_many(self) -> None:
-        first = self.value()
-        self.exports("import_many", [f"lab/in{first}-{i}" for i in range(5)], 3, True)
 
     def promote(self) -> None:
         number = self._numbers[self.value() % len(self._numbers)]
-        self.deed(
-            "promote",
-            lambda by: self.catalog.promote(self._own, number, by=by),
-            alias=[self._own, "serving", number],
-        )
-
-    def rollback(self) -> None:
-        self.deed("rollback", lambda by: self.catalog.rollback(self._own, "candidate", by=by))
+        self.deed("promote", lambda by: self.catalog.promote(self._own, number, by=by))
 
     def rollout(self) -> None:
         data = packed(self.value())
         call = lambda by: self.catalog.rollout(self._own, 4, data, tokens=7, mean_reward=0.5, by=by)  # noqa: E731
-        self.deed("rollout", call, rollout=[self._own, _digest(data)])
-
-    def branch(self) -> None:
-        number, name = self._numbers[-1], f"branch{self.value()}"
-        digest = self.catalog.revision(self._own, number).digest
-        step = self.catalog.revision(self._own, number).step
-        call = lambda by: self.catalog.branch(name, f"{self._own}@{number}", by=by)  # noqa: E731
-        self.deed("branch", call, revisions=[[name, digest, step]], create=True)
-
-    def checkpoint(self) -> None:
-        place = f"/checkpoints/{self.value()}"
-        self.deed(
-            "checkpoint",
-            lambda by: self.catalog.checkpoint(self._own, 5, place, by=by),
-            checkpoint=[self._own, place],
-        )
-
-    def retire(self) -> None:
-        def call(by: str) -> None:
-            try:
-                self.catalog.retire(TRASH, self._expendable, by=by)
-            except UserError:  # another worker's collection may have had it first
-                if self._expendable in [one.number for one in self.catalog.revisions(TRASH)]:
-                    raise
-
-        self.deed("retire", call)
+        self.deed("rollout", call, rollout=[self._own, digest_of(data)])
 
     def gc(self) -> None:
         self.deed("gc", lambda by: self.catalog.gc(grace_s=self.grace_s, compact=False, by=by))
@@ -153,18 +106,7 @@ class Worker:
     def ready(self, kind: str) -> None:
         """Makes what a deed needs to have something to do."""
         while len(self._numbers) < 2:
-            self.export()
-        if kind == "rollback":
-            for number in self._numbers[-2:]:
-                self.deed(
-                    "promote",
-                    lambda by, number=number: self.catalog.promote(
-                        self._own, number, "candidate", by=by
-                    ),
-                )
-        if kind == "retire":
-            self._expendable = self.exports("export", [TRASH, SHARED], 6, True)[0].number
-            self.exports("export", [TRASH], 6, True)
+            self.export_many()
         if kind in ("gc", "compact"):
             for _ in range(3):
                 self.exports("export", [TRASH], 7, True)
@@ -174,12 +116,6 @@ class Worker:
             (Path(self.catalog.store.url) / "staging" / f"{self.value():032x}").write_bytes(
                 b"half a pack"
             )
-
-
-def _digest(data: Any) -> str:
-    from mint_jax.catalog.packed import digest_of
-
-    return digest_of(data)
 
 
 def warm(catalog: Catalog) -> None:
@@ -202,8 +138,7 @@ def warm(catalog: Catalog) -> None:
 def for_ever(catalog: Catalog, number: int, log: str, seed: int, grace_s: float) -> None:
     """Deeds in random order, until killed."""
     worker, choice = Worker(catalog, number, log, grace_s), random.Random(seed)
-    worker.export()
-    worker.export()
+    worker.ready("promote")
     worker.say(begun=True)
     while True:
         kind = choice.choice(KINDS)

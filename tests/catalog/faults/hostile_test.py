@@ -2,73 +2,11 @@
 exactly; nothing else changes.
 """
 
-import pytest
-
-from mint_jax.catalog.records.exports import Export
-from mint_jax.errors import UserError
-from tests.catalog.adapters import SCHEMA, packed
+from tests.catalog.adapters import packed
 from tests.catalog.conftest import same_bytes
 
-BAD_NAMES = {
-    "traversal": "../../etc/passwd",
-    "backslashes and a drive": "a@..\\..\\c:",
-    "NUL": "a\0b",
-    "escape": "a\x1b[2Jb",
-    "bidi override": "a\u202etxt.exe",
-    "zero width": "pass\u200bword",
-    "line separator": "a\u2028b",
-    "lone surrogate": "a\ud800",
-    "long": "a" * 100_000,
-    "long in composition": "e\u0301" * 50_000,
-    "empty": "",
-    "many slashes": "a/b/c",
-}
-ODD_NAMES = [
-    "'; DROP TABLE policies; --",
-    'p" OR 1=1 --',
-    "%",
-    "_",
-    "p%' ESCAPE '\\",
-    "${jndi:ldap:x}",
-    "{0.__class__}",
-    "%s%n",
-    "\u0440",  # Cyrillic, looks like p
-    "\uff50",  # full width
-    "naïve",
-    "政策",
-    "🦀",
-    "-rf",
-    "NULL",
-    "CON",
-    "a\\b",
-    "~root",
-]
-
-
-@pytest.mark.parametrize("name", BAD_NAMES.values(), ids=BAD_NAMES)
-def test_a_harmful_name_is_refused_everywhere(catalog, name):
-    catalog.export("p", packed(1), 1, create=True)
-    before = catalog.stats()
-    calls = [
-        lambda: catalog.create_policy(name, SCHEMA),
-        lambda: catalog.export(name, packed(2), 1, create=True),
-        lambda: catalog.export_many(
-            [Export("fresh", packed(3), 1), Export(name, packed(2), 1)], create=True
-        ),
-        lambda: catalog.promote("p", 1, name),
-        lambda: catalog.branch(name, "p@1"),
-        lambda: catalog.resolve(name),
-        lambda: catalog.load(f"p@{name}"),
-        lambda: catalog.resolve("p", tenant=name),
-        lambda: catalog.lease(name, "me"),
-        lambda: catalog.policy(name),
-    ]
-    for call in calls:
-        with pytest.raises(UserError) as caught:
-            call()
-        assert len(str(caught.value)) < 1000
-        assert str(caught.value).isprintable()
-    assert catalog.stats() == before
+ODD_NAMES = ["'; DROP TABLE policies; --", "%", "p%' ESCAPE '\\", "${jndi:ldap:x}", "%s%n"]
+ODD_NAMES += ["\u0440", "\uff50", "政策", "🦀", "-rf", "NULL", "a\\b"]  # two look like p
 
 
 def test_odd_names_are_names_and_nothing_more(catalog, place):

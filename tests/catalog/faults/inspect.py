@@ -8,6 +8,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from mint_jax.catalog.gc import Report
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.records import tables
 from mint_jax.errors import UserError
@@ -78,53 +79,25 @@ def inspect(catalog: Catalog, logs: str, collect: bool) -> list[str]:
     elif not wrong:
         catalog.gc(grace_s=-10.0, compact=False, by="inspector")
         second = catalog.gc(grace_s=-10.0, compact=False, by="inspector")
-        told = [
-            second.revisions,
-            second.payloads,
-            second.packs,
-            second.abandoned,
-            second.leftovers,
-            second.waiting,
-        ]
-        if told != [[], 0, 0, 0, 0, 0]:
+        if second != Report(False):
             wrong.append(f"a second collection still found {second}")
-        with catalog.database.engine.connect() as connection:
-            named = {
-                name
-                for (name,) in connection.execute(
-                    sa.select(tables.packs.c.name).where(tables.packs.c.state == "live")
-                )
-            }
+        query = sa.select(tables.packs.c.name).where(tables.packs.c.state == "live")
+        named = catalog.database.read(lambda c: set(c.scalars(query)))
         stored = {info.name for info in catalog.store.packs()}
         if named != stored:
-            wrong.append(
-                f"packs named but not stored: {named - stored}; stored but not named:"
-                f" {stored - named}"
-            )
-        if left := list(catalog.store._storage.list("staging/")) + list(
-            catalog.store._storage.list("parts/")
-        ):
+            wrong.append(f"packs named or stored, but not both: {named ^ stored}")
+        if left := list(catalog.store._storage.list("staging/")):
             wrong.append(f"files of killed writers are left: {left}")
         wrong += _loads(catalog, live)
     return wrong
 
 
 def _live(connection: sa.Connection) -> list[tuple[str, str]]:
-    query = sa.select(
-        tables.policies.c.tenant,
-        tables.policies.c.name,
-        tables.revisions.c.number,
-        tables.revisions.c.digest,
-    )
-    query = query.join_from(
-        tables.policies, tables.revisions, tables.revisions.c.policy_id == tables.policies.c.id
-    )
-    found = connection.execute(query.where(tables.revisions.c.state == "live"))
-    return [
-        (f"{row.tenant}/{row.name}@{row.number}", row.digest.hex())
-        for row in found
-        if row.name != TRASH
-    ]
+    policies, revisions = tables.policies, tables.revisions
+    query = sa.select(policies.c.tenant, policies.c.name, revisions.c.number, revisions.c.digest)
+    query = query.join_from(policies, revisions, revisions.c.policy_id == policies.c.id)
+    found = connection.execute(query.where(revisions.c.state == "live", policies.c.name != TRASH))
+    return [(f"{row.tenant}/{row.name}@{row.number}", row.digest.hex()) for row in found]
 
 
 def _loads(catalog: Catalog, live: list[tuple[str, str]]) -> list[str]:
@@ -188,22 +161,16 @@ def _against(connection: sa.Connection, said: Logs) -> list[str]:
     wrong += [f"nobody made policy {name}" for name in set(names.values()) - policies]
     if strangers := authors - said.announced.keys() - {"nursery", "inspector"}:
         wrong.append(f"the audit log names {strangers}")
-    for kind, table in (("checkpoint", tables.checkpoints), ("rollout", tables.rollouts)):
-        there = [
-            (names[row.policy_id], row.digest.hex() if kind == "rollout" else row.place)
-            for row in connection.execute(sa.select(table))
-        ]
-        must = [tuple(said.announced[by][kind]) for by in said.done if kind in said.announced[by]]
-        may = [tuple(line[kind]) for line in said.in_flight().values() if kind in line]
-        if (
-            set(must) - set(there)
-            or set(there) - set(must) - set(may)
-            or len(there) != len(set(there))
-        ):
-            wrong.append(
-                f"{kind}s: lost {set(must) - set(there)}, unknown"
-                f" {set(there) - set(must) - set(may)}"
-            )
+    there = [
+        (names[row.policy_id], row.digest.hex())
+        for row in connection.execute(sa.select(tables.rollouts))
+    ]
+    must = {
+        tuple(said.announced[by]["rollout"]) for by in said.done if "rollout" in said.announced[by]
+    }
+    may = must | {tuple(line["rollout"]) for line in said.in_flight().values() if "rollout" in line}
+    if not must <= set(there) <= may or len(there) != len(set(there)):
+        wrong.append(f"rollouts: lost {must - set(there)}, unknown {set(there) - may}")
     return wrong
 
 

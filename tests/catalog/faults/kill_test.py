@@ -2,20 +2,23 @@
 there whole or not at all.
 """
 
+import multiprocessing
 import os
 import random
 import shutil
-import signal
 import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.catalog.conftest import DATABASES, make_place
-from tests.catalog.faults import deeds
-from tests.catalog.faults.nursery import Nursery
+from mint_jax.catalog.lifecycle import Catalog
+from tests.catalog.conftest import DATABASES, Place, make_place
+from tests.catalog.faults import deeds, inspect
 from tests.catalog.postgres import _roomy
+
+SERVER = multiprocessing.get_context("forkserver")  # imports once, forks for every worker
+SERVER.set_forkserver_preload(["tests.catalog.faults.inspect", "pytest"])
 
 
 @pytest.fixture
@@ -29,40 +32,58 @@ def memory(tmp_path):
 
 
 @pytest.fixture(params=DATABASES)
-def nursery(request, memory):
-    """With a catalog that nobody else has open, and so must be recovered by whoever comes next."""
-    place = make_place(request, request.param, memory)
-    found = Nursery(place.database, place.payloads)
-    found.logs = str(memory / "logs")
-    yield found
-    found.close()
+def killing(request, memory):
+    """A catalog that nobody else has open, and so must be recovered by whoever comes next."""
+    found = Killing(make_place(request, request.param, memory), str(memory / "logs"))
+    assert found.wait(found.fork(deeds.warm)) == (0, None)
+    return found
+
+
+def work(place: Place, task, arguments: dict, answer) -> None:
+    """The life of a worker, whose catalog is its own."""
+    with Catalog.open(place.database, place.payloads, actor="nursery") as catalog:
+        answer.send(task(catalog, **arguments))
 
 
 class Killing:
     """Kills workers and looks at what they leave."""
 
-    def __init__(self, nursery: Nursery):
-        self.nursery, self.kills, self.workers = nursery, 0, 0
+    def __init__(self, place: Place, logs: str):
+        self.place, self.logs, self.kills, self.workers = place, logs, 0, 0
 
     def log(self) -> str:
         self.workers += 1
-        return f"{self.nursery.logs}/{self.workers}"
+        return f"{self.logs}/{self.workers}"
+
+    def fork(self, task, **arguments):
+        """Starts ``task(catalog, **arguments)`` in a fresh process; it and its answer's pipe."""
+        receiver, sender = SERVER.Pipe(duplex=False)
+        bare = Place(self.place.database, self.place.payloads, None)  # type: ignore[arg-type]
+        process = SERVER.Process(target=work, args=(bare, task, arguments, sender))
+        process.start()
+        sender.close()
+        return process, receiver
+
+    def wait(self, started) -> tuple[int, object]:
+        """Exit code, negative for a signal, and the value returned."""
+        process, receiver = started
+        try:
+            value = receiver.recv()
+        except EOFError:
+            value = None
+        process.join()
+        assert process.exitcode in (0, -9)
+        return process.exitcode, value
 
     def inspect(self, collect: bool) -> None:
-        assert self.nursery.run("inspect.inspect", logs=self.nursery.logs, collect=collect) == []
+        assert self.wait(self.fork(inspect.inspect, logs=self.logs, collect=collect)) == (0, [])
 
     def every_boundary(self, kind: str, reads: bool) -> int:
         """Kills a deed at each of its boundaries in turn; how many there were."""
         for boundary in range(1000):
-            log = self.log()
-            arguments = {
-                "number": self.workers,
-                "log": log,
-                "kind": kind,
-                "boundary": boundary,
-                "reads": reads,
-            }
-            code, passed = self.nursery.wait(self.nursery.fork("deeds.killed_at", **arguments))
+            log, where = self.log(), {"kind": kind, "boundary": boundary, "reads": reads}
+            started = self.fork(deeds.killed_at, number=self.workers, log=log, **where)
+            code, passed = self.wait(started)
             if code == 0:
                 assert passed <= boundary
                 self.inspect(collect=True)
@@ -74,27 +95,23 @@ class Killing:
         """Kills some workers that write at once, each at a random moment after it has begun."""
         running = []
         for _ in range(together):
-            log = self.log()
-            arguments = {
-                "number": self.workers,
-                "log": log,
-                "seed": choice.getrandbits(30),
-                "grace_s": 0.0 if together == 1 else 3600.0,
-            }
-            running.append((self.nursery.fork("deeds.for_ever", **arguments), Path(log)))
-        for process, log in running:
+            log, seed = self.log(), choice.getrandbits(30)
+            how = {"seed": seed, "grace_s": 0.0 if together == 1 else 3600.0}
+            started = self.fork(deeds.for_ever, number=self.workers, log=log, **how)
+            running.append((started, Path(log)))
+        for (process, _), log in running:
             while not (log.exists() and '"begun"' in log.read_text()):
                 time.sleep(0.001)
             time.sleep(choice.uniform(0, 0.03))
-            os.kill(process, signal.SIGKILL)
-        for process, _ in running:
-            assert self.nursery.wait(process)[0] == -9
+            process.kill()
+        for started, _ in running:
+            assert self.wait(started)[0] == -9
             self.kills += 1
         self.inspect(collect=together == 1)
 
 
 @pytest.mark.parametrize(
-    ("nursery", "reads"),
+    ("killing", "reads"),
     [
         pytest.param("sqlite", False, marks=pytest.mark.long),
         *(
@@ -103,18 +120,16 @@ class Killing:
         ),
     ],
     ids=["sqlite-writes", "postgres-writes", "sqlite-every call", "postgres-every call"],
-    indirect=["nursery"],
+    indirect=["killing"],
 )
-def test_killed_at_every_boundary(nursery, reads):
-    killing = Killing(nursery)
+def test_killed_at_every_boundary(killing, reads):
     counts = {kind: killing.every_boundary(kind, reads) for kind in deeds.KINDS}
     print(f"\n{killing.kills} kills: {counts}")
     assert min(counts.values()) >= 3, "a transaction has a beginning, a statement and an end"
 
 
-@pytest.mark.parametrize("kills", [20, pytest.param(2000, marks=pytest.mark.slow)])
-def test_killed_at_random_moments(nursery, kills):
+@pytest.mark.parametrize("kills", [12, pytest.param(2000, marks=pytest.mark.slow)])
+def test_killed_at_random_moments(killing, kills):
     choice = random.Random(int(os.environ["MINT_TEST_SEED"]))
-    killing = Killing(nursery)
     while killing.kills < kills:
         killing.random_moment(choice, choice.choice([1, 4, 8]))

@@ -17,7 +17,7 @@ from mint_jax.catalog.storage.payloads import PayloadStore
 from mint_jax.errors import UserError
 from tests.catalog import buckets
 from tests.catalog.adapters import packed
-from tests.catalog.conftest import DATABASES, make_place, same_bytes
+from tests.catalog.conftest import DATABASES, make_place, rows, same_bytes
 from tests.catalog.payloads_test import proxy, s3  # noqa: F401 - fixtures
 from tests.disks import LIMITS, run_limited
 from tests.marks import first
@@ -36,13 +36,9 @@ def test_a_server_that_crashes_while_many_export(request, postgres_server, tmp_p
         while not (crashed.is_set() and step >= 10):
             value = 1000 * worker + step
             try:
-                one = catalog.export_many(
-                    [
-                        Export("shared", packed(value), value),
-                        Export(f"own{worker}", packed(value), value),
-                    ],
-                    create=True,
-                )
+                names = ("shared", f"own{worker}")
+                items = [Export(name, packed(value), value) for name in names]
+                one = catalog.export_many(items, create=True)
             except UserError as error:
                 told.append((value, worker, None, str(error)))
             else:
@@ -179,9 +175,5 @@ def test_a_bucket_that_goes_on_failing_changes_nothing(in_bucket, s3):  # noqa: 
     catalog.gc(grace_s=-10.0)
     catalog.gc(grace_s=-10.0)
     assert list(catalog.verify()) == []
-    with catalog.database.engine.connect() as connection:
-        live = {
-            name
-            for (name,) in connection.exec_driver_sql("SELECT name FROM packs WHERE state = 'live'")
-        }
+    live = {name for (name,) in rows(catalog, "SELECT name FROM packs WHERE state = 'live'")}
     assert {info.name for info in catalog.store.packs()} == live
