@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from mint_jax.errors import UserError
+from mint_jax.models import published
 from mint_jax.models.kernels import Kernels
 
 
@@ -444,14 +445,7 @@ def _checked_family(given: dict[str, Any]) -> Family:
             f"config.json: architectures is {names!r} but model_type is {given['model_type']!r};"
             " transformers uses model_type: correct the wrong one"
         )
-    keys = ("quantization_config", "compression_config", "quantization")  # the last is MLX's
-    if quantised := next((given[key] for key in keys if given.get(key)), None):
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
-        raise UserError(
-            f"the checkpoint is quantised (quant_method {method!r}), which is not read: take the"
-            " unquantised checkpoint, or write one with transformers (from_pretrained, dequantize,"
-            " save_pretrained)"
-        )
+    published.scheme_of(given)
     for field, values in (ONLY | family.only).items():
         if field in given and not any(given[field] == value for value in values):
             raise UserError(

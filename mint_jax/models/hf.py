@@ -26,7 +26,7 @@ from mint_jax import params as params_lib
 from mint_jax import sharding as sharding_lib
 from mint_jax.errors import UserError
 from mint_jax.lora.peft import BaseNames
-from mint_jax.models import quantised, stored, transformer
+from mint_jax.models import published, quantised, stored, transformer
 from mint_jax.models.config import ModelConfig, read_config
 from mint_jax.params import ParamSpec
 from mint_jax.safetensors_header import header_size, parse_object
@@ -189,6 +189,13 @@ class Checkpoint:
             (p for p in PREFIXES if f"{p}layers.0.input_layernorm.weight" in self.stored), "model."
         )
         self._names = {_plain_name(name, prefix): name for name in self.stored}
+        self._scheme = published.read_scheme(self.directory)
+        self._quantised: dict[str, tuple[str, ...]] = {}  # weight -> its stored parts
+        if self._scheme is not None:
+            for module in published.quantised_modules(self._scheme, self._names):
+                parts = [self._names.pop(f"{module}.{part}") for part in self._scheme.parts]
+                self._names[f"{module}.weight"] = parts[0]
+                self._quantised[f"{module}.weight"] = tuple(parts)
         if tied and EMBED not in self._names and HEAD in self._names:
             self._names[EMBED] = self._names.pop(HEAD)
         self.files = {name: self.stored[stored] for name, stored in self._names.items()}
@@ -215,7 +222,17 @@ class Checkpoint:
                 f"{self.directory} has no tensor {name!r}{hint}: config.json and weights do not"
                 " match"
             )
-        return self._open(self.files[name]).get_slice(self._names[name])
+        if self._scheme is None or name not in self._quantised:
+            return self._slice(self._names[name])
+        parts = [self._slice(part) for part in self._quantised[name]]
+        return published.Dequantised(name, self._scheme, parts)
+
+    def _slice(self, stored_name: str) -> Any:
+        file = self.stored[stored_name]
+        part = self._open(file).get_slice(stored_name)
+        if published.is_float8(part.get_dtype()):
+            return published.Float8(self.directory / file, stored_name)
+        return part
 
 
 def _weight_map(index: Path) -> dict[str, str]:

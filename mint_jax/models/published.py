@@ -1,0 +1,297 @@
+"""Quantised weights of published checkpoints, dequantised as they are read.
+
+``fp8`` (DeepSeek-V3, GLM-5-FP8, Qwen3-FP8) stores ``X.weight`` in float8 and one scale
+``X.weight_scale_inv`` per block of rows and columns. ``compressed-tensors`` with ``pack-quantized``
+(Kimi-K2-Thinking) stores integers in the words of ``X.weight_packed`` and one ``X.weight_scale``
+per row and group of columns. Numbers equal those of transformers and compressed-tensors bit by bit.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import ml_dtypes
+import numpy as np
+
+from mint_jax.errors import UserError
+from mint_jax.safetensors_header import header_size, parse_object
+
+MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors package
+_FLOAT8 = {
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+}
+_SCALES = ("F32", "BF16", "F16")
+_KINDS = {"weight", "weight_scale", "weight_scale_inv", "weight_packed", "weight_zero_point"}
+_REMEDY = "take an unquantised checkpoint, or write one with transformers (dequantize)"
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheme:
+    """Quantisation of a checkpoint's matrices.
+
+    Attributes:
+        bits: 0 for float8; otherwise the bits of a packed integer.
+        block: rows and columns of the file's ``[out, in]`` matrix that share a scale; 0 columns
+            means all.
+    """
+
+    bits: int
+    block: tuple[int, int]
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Suffixes of a module's tensors: values, scales and, if packed, the shape."""
+        if self.bits:
+            return "weight_packed", "weight_scale", "weight_shape"
+        return "weight", "weight_scale_inv"
+
+
+class Slice(Protocol):
+    """A lazily read tensor, as ``safetensors.safe_open(...).get_slice`` returns it."""
+
+    def get_shape(self) -> list[int]: ...
+    def get_dtype(self) -> str: ...
+    def __getitem__(self, index: Any) -> np.ndarray: ...
+
+
+def scheme_of(config: Mapping[str, Any]) -> Scheme | None:
+    """Returns the scheme of a ``config.json``; None if its weights are not quantised.
+
+    Raises:
+        UserError: a quantisation that is not read.
+    """
+    keys = ("quantization_config", "compression_config", "quantization")  # the last is MLX's
+    key = next((key for key in keys if config.get(key)), None)
+    if key is None:
+        return None
+    given = config[key]
+    method = given.get("quant_method") if isinstance(given, dict) else given
+    readers = {"fp8": _fp8, "compressed-tensors": _packed}
+    if key == "quantization" or method not in readers:
+        raise UserError(
+            f"the checkpoint is quantised (quant_method {method!r}); only {' and '.join(readers)}"
+            f" are read: {_REMEDY}"
+        )
+    return readers[method](given)
+
+
+def _only(given: Mapping[str, Any], where: str, **allowed: tuple[Any, ...]) -> None:
+    """Raises if a field that is present has none of its allowed values."""
+    for field, values in allowed.items():
+        if field in given and not any(given[field] == value for value in values):
+            expected = " or ".join(map(repr, values))
+            raise UserError(
+                f"config.json: {where}.{field} is {given[field]!r}; only {expected} is read:"
+                f" {_REMEDY}"
+            )
+
+
+def _fp8(given: Mapping[str, Any]) -> Scheme:
+    where = "quantization_config"
+    _only(given, where, activation_scheme=("dynamic",), fmt=("e4m3",), expert_dtype=("fp8",))
+    block = given.get("weight_block_size", (128, 128))
+    if (
+        not isinstance(block, list | tuple)
+        or len(block) != 2
+        or not all(type(n) is int and n > 0 for n in block)
+    ):
+        raise UserError(
+            f"config.json: {where}.weight_block_size is {block!r}; expected two positive integers:"
+            f" {_REMEDY}"
+        )
+    return Scheme(0, tuple(block))
+
+
+def _packed(given: Mapping[str, Any]) -> Scheme:
+    where = "quantization_config"
+    empty = (None, {}, [])
+    _only(
+        given,
+        where,
+        format=("pack-quantized",),
+        quantization_status=("compressed",),
+        kv_cache_scheme=empty,
+        sparsity_config=empty,
+        transform_config=empty,
+    )
+    groups = given.get("config_groups")
+    group = next(iter(groups.values())) if isinstance(groups, dict) and len(groups) == 1 else None
+    if not isinstance(group, dict) or not isinstance(group.get("weights"), dict):
+        raise UserError(
+            f"config.json: {where}.config_groups is {groups!r}; expected one group with weights:"
+            f" {_REMEDY}"
+        )
+    _only(group, f"{where}.config_groups", input_activations=(None,), output_activations=(None,))
+    weights = group["weights"]
+    _only(
+        {"num_bits": None, "type": "int", "symmetric": True, "strategy": None} | weights,
+        f"{where}.config_groups.weights",
+        num_bits=(4, 8),
+        type=("int",),
+        symmetric=(True,),
+        strategy=("group", "channel"),
+        dynamic=(False,),
+        actorder=(None, "weight", "static"),
+    )
+    size = weights.get("group_size") if weights["strategy"] == "group" else 0
+    if type(size) is not int or size < 0 or (weights["strategy"] == "group" and not size):
+        raise UserError(
+            f"config.json: {where}.config_groups.weights.group_size is {size!r}; expected a"
+            f" positive integer: {_REMEDY}"
+        )
+    return Scheme(weights["num_bits"], (1, size))
+
+
+def read_scheme(directory: Path) -> Scheme | None:
+    """Returns the scheme of a checkpoint directory; None without a ``config.json``."""
+    path = directory / "config.json"
+    return scheme_of(json.loads(path.read_text())) if path.is_file() else None
+
+
+def quantised_modules(scheme: Scheme, names: Iterable[str]) -> list[str]:
+    """Returns the modules among tensor ``names`` that have quantised weights.
+
+    Raises:
+        UserError: a module has a part of them only, or two kinds of weights.
+    """
+    names = set(names)
+    scale = scheme.parts[1]
+    modules = [name.removesuffix(f".{scale}") for name in names if name.endswith(f".{scale}")]
+    for module in modules:
+        if missing := [part for part in scheme.parts if f"{module}.{part}" not in names]:
+            raise UserError(
+                f"the checkpoint has {module}.{scale} but no {module}.{missing[0]}: fetch it again"
+            )
+        unread = {f"{module}.{kind}" for kind in _KINDS - set(scheme.parts)} & names
+        if unread:
+            raise UserError(
+                f"the checkpoint has both {module}.{scale} and {min(unread)}: remove the tensor"
+                " that is not part of it"
+            )
+    return modules
+
+
+class Dequantised:
+    """One quantised matrix ``[out, in]``, read and dequantised slice by slice.
+
+    Raises:
+        UserError: shapes or dtypes do not fit together; no values are read before.
+    """
+
+    def __init__(self, name: str, scheme: Scheme, parts: list[Slice]):
+        values, scales = parts[:2]
+        self._scheme, self._values, self._scales = scheme, values, scales
+        rows, *rest = values.get_shape()
+        expected = "I32" if scheme.bits else "F8_E4M3"
+        if len(rest) != 1 or values.get_dtype() != expected:
+            raise UserError(
+                f"the values of {name!r} are {values.get_dtype()} {values.get_shape()}; expected a"
+                f" matrix of {expected}: config.json and weights do not match"
+            )
+        columns = rest[0]
+        if scheme.bits:
+            declared = [int(n) for n in np.asarray(parts[2][:]).reshape(-1)]
+            per_word = 32 // scheme.bits
+            if len(declared) != 2 or [rows, columns] != [declared[0], -(-declared[1] // per_word)]:
+                raise UserError(
+                    f"{name!r} has words of shape {[rows, columns]} for a matrix of shape"
+                    f" {declared}: the checkpoint is damaged, fetch it again"
+                )
+            columns = declared[1]
+        self._shape = [rows, columns]
+        self._block = scheme.block[0], scheme.block[1] or columns
+        grid = [math.ceil(n / b) for n, b in zip(self._shape, self._block)]
+        allowed = _SCALES if scheme.bits else (*_SCALES, "F8_E8M0")
+        if scales.get_shape() != grid or scales.get_dtype() not in allowed:
+            raise UserError(
+                f"the scales of {name!r} are {scales.get_dtype()} {scales.get_shape()}; expected"
+                f" {' or '.join(allowed)} {grid}: config.json and weights do not match"
+            )
+
+    def get_shape(self) -> list[int]:
+        return list(self._shape)
+
+    def get_dtype(self) -> str:
+        return self._scales.get_dtype() if self._scheme.bits else "F32"
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        index = index if isinstance(index, tuple) else (index,)
+        index = tuple(i for i in index if i is not Ellipsis)
+        spans = [slice(*one.indices(n)) for one, n in zip(index, self._shape)]
+        spans += [slice(0, n, 1) for n in self._shape[len(spans) :]]
+        rows, columns = spans
+        assert rows.step == columns.step == 1
+        values = self._read(rows, columns)
+        blocks = tuple(slice(s.start // b, -(-s.stop // b)) for s, b in zip(spans, self._block))
+        scales = np.asarray(self._scales[blocks])
+        # A column's scales in full, one row of blocks at a time: a matrix of all scales would
+        # double the memory.
+        start = columns.start - blocks[1].start * self._block[1]
+        wide = np.repeat(scales.astype(np.float32), self._block[1], axis=1)
+        wide = wide[:, start : start + values.shape[1]]
+        if self._block[0] == 1:
+            values *= wide
+        else:
+            for i, factor in enumerate(wide):
+                first = (blocks[0].start + i) * self._block[0] - rows.start
+                values[max(first, 0) : max(first + self._block[0], 0)] *= factor
+        # compressed-tensors multiplies in the dtype of the scales, transformers in float32.
+        return values.astype(scales.dtype, copy=False) if self._scheme.bits else values
+
+    def _read(self, rows: slice, columns: slice) -> np.ndarray:
+        """Returns stored values as float32."""
+        bits = self._scheme.bits
+        if not bits:
+            return np.asarray(self._values[rows, columns]).astype(np.float32)
+        per_word = 32 // bits
+        words = slice(columns.start // per_word, -(-columns.stop // per_word))
+        packed = np.ascontiguousarray(self._values[rows, words]).view(np.uint8)
+        if bits == 4:
+            packed = np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)
+        start = columns.start - words.start * per_word
+        values = packed[:, start : start + columns.stop - columns.start].astype(np.float32)
+        values -= 1 << (bits - 1)
+        return values
+
+
+class Float8:
+    """A float8 tensor of a file, which the safetensors package does not read into NumPy."""
+
+    def __init__(self, path: Path, name: str):
+        entry, start = _entry(path, name)
+        self._dtype, self._shape = entry["dtype"], entry["shape"]
+        dtype = _FLOAT8[self._dtype]
+        raw = np.memmap(path, np.uint8, "r", start, math.prod(self._shape) or 1)
+        self._array = raw[: math.prod(self._shape)].view(dtype).reshape(self._shape)
+
+    def get_shape(self) -> list[int]:
+        return list(self._shape)
+
+    def get_dtype(self) -> str:
+        return self._dtype
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        return self._array[index]
+
+
+def is_float8(dtype: str) -> bool:
+    """Returns True for a dtype name of ``Float8``."""
+    return dtype in _FLOAT8
+
+
+def _entry(path: Path, name: str) -> tuple[dict[str, Any], int]:
+    """Returns a tensor's header entry, and the file position of its bytes."""
+    header, start = _header(path)
+    return header[name], start + header[name]["data_offsets"][0]
+
+
+@functools.lru_cache(maxsize=8)
+def _header(path: Path) -> tuple[dict[str, Any], int]:
+    with open(path, "rb") as file:
+        size = header_size(file.read(8), path.stat().st_size, MAX_HEADER, f"the header of {path}")
+        return parse_object(file.read(size), f"the header of {path}"), 8 + size

@@ -1,0 +1,314 @@
+"""Published quantised checkpoints: numbers of transformers and compressed-tensors, and refusals."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from compressed_tensors.compressors import PackedQuantizationCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from safetensors.torch import load_file, save_file
+
+from mint_jax.errors import UserError
+from mint_jax.mesh import make_mesh
+from mint_jax.models import hf, published, transformer
+from tests import oracles
+
+BLOCK = 2  # divides every width of the tiny bases: transformers reads no other blocks
+KEPT = ("mlp.gate.weight", "weights_proj.weight", "embed_tokens.weight", "lm_head.weight")
+
+
+def _write(directory: Path, tensors: dict[str, torch.Tensor], quantization: dict[str, Any]) -> Path:
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] = quantization
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def _matrices(tensors: dict[str, torch.Tensor]) -> list[str]:
+    return [name for name, w in tensors.items() if w.ndim == 2 and not name.endswith(KEPT)]
+
+
+def write_fp8(
+    source: Path, directory: Path, block: tuple[int, int] = (BLOCK, BLOCK), scales=torch.float32
+) -> Path:
+    """Writes a checkpoint as DeepSeek-V3 is published: float8 with a scale for each block."""
+    shutil.copytree(source, directory)
+    tensors = load_file(source / "model.safetensors")
+    for name in _matrices(tensors):
+        w = tensors[name]
+        rows, columns = (-(-n // b) for n, b in zip(w.shape, block))
+        padded = torch.zeros(rows * block[0], columns * block[1])
+        padded[: w.shape[0], : w.shape[1]] = w
+        blocks = padded.reshape(rows, block[0], columns, block[1])
+        scale = (blocks.abs().amax((1, 3)) / 448).to(scales)
+        q = (blocks / scale.float()[:, None, :, None]).reshape(padded.shape)
+        tensors[name] = q[: w.shape[0], : w.shape[1]].to(torch.float8_e4m3fn).contiguous()
+        tensors[f"{name}_scale_inv"] = scale
+    quantization = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+    skipped = ["lm_head", "gate", "weights_proj"]
+    quantization |= {"weight_block_size": list(block), "modules_to_not_convert": skipped}
+    return _write(directory, tensors, quantization)
+
+
+def write_packed(source: Path, directory: Path, bits: int, group: int | None) -> Path:
+    """Writes a checkpoint as Kimi-K2-Thinking is published, with compressed-tensors' packing."""
+    shutil.copytree(source, directory)
+    tensors = load_file(source / "model.safetensors")
+    strategy = "channel" if group is None else "group"
+    weights = {"num_bits": bits, "type": "int", "symmetric": True, "strategy": strategy}
+    weights |= {"group_size": group, "dynamic": False, "actorder": None}
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**weights))
+    for name in _matrices(tensors):
+        w = tensors.pop(name).bfloat16()
+        groups = w.reshape(w.shape[0], -1, group or w.shape[1])
+        scale = (groups.abs().amax(-1) / (2 ** (bits - 1) - 0.5)).bfloat16()
+        packed = PackedQuantizationCompressor.compress({"weight": w, "weight_scale": scale}, scheme)
+        tensors |= {f"{name.removesuffix('weight')}{part}": x for part, x in packed.items()}
+    quantization = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "kv_cache_scheme": None,
+        "ignore": ["lm_head", "re:.*mlp.gate$"],
+        "config_groups": {"group_0": {"weights": weights, "input_activations": None}},
+    }
+    return _write(directory, tensors, quantization)
+
+
+def unpacked(directory: Path) -> dict[str, torch.Tensor]:
+    """Returns the tensors of a packed checkpoint as compressed-tensors decompresses them."""
+    config = json.loads((directory / "config.json").read_text())["quantization_config"]
+    weights = QuantizationArgs(**config["config_groups"]["group_0"]["weights"])
+    scheme = QuantizationScheme(targets=["Linear"], weights=weights)
+    tensors = load_file(directory / "model.safetensors")
+    for name in [n for n in tensors if n.endswith(".weight_packed")]:
+        module = name.removesuffix(".weight_packed")
+        parts = ("weight_packed", "weight_scale", "weight_shape")
+        state = {part: tensors.pop(f"{module}.{part}") for part in parts}
+        decompressed = PackedQuantizationCompressor.decompress(state, scheme)
+        tensors[f"{module}.weight"] = decompressed["weight"]
+    return tensors
+
+
+def loaded(directory: Path, mesh: Any, dtype: Any = jnp.float32) -> dict[str, np.ndarray]:
+    cfg = hf.read_model(directory)
+    return dict(hf.tensors(hf.load(directory, cfg, mesh, dtype), cfg))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "deepseek_v3", "deepseek_v32", "glm"])
+def test_float8_blocks_are_the_numbers_of_transformers(name, hf_dirs, tmp_path, mesh, rng):
+    directory = write_fp8(hf_dirs(name), tmp_path / "fp8")
+    model = oracles.torch_model(directory)
+    cfg = hf.read_model(directory)
+    params = hf.load(directory, cfg, mesh)
+    ours = dict(hf.tensors(params, cfg))
+    theirs = model.state_dict()
+    compared = [key for key in ours if key in theirs]  # transformers stacks the experts
+    assert len(compared) > 3 * cfg.num_layers
+    for key in compared:
+        np.testing.assert_array_equal(ours[key], theirs[key].float().numpy(), err_msg=key)
+    tokens = rng.integers(1, cfg.vocab_size, (1, 8))  # up to index_topk: every key is attended
+    inputs = transformer.DecoderInputs(jnp.asarray(tokens), jnp.arange(8)[None])
+    hidden, _ = transformer.hidden_states(params, None, inputs, cfg)
+    got = np.asarray(transformer.logits(params, None, hidden))
+    keep = oracles.decided(model, tokens[0].tolist())
+    # Sums of float32 in another order, as for the unquantised bases in transformer_test.
+    np.testing.assert_allclose(
+        got[:, :keep], oracles.torch_logits(model, tokens)[:, :keep], atol=3e-5, rtol=3e-5
+    )
+
+
+@pytest.mark.parametrize(("bits", "group"), [(4, 4), (8, 2), (4, None)])
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_packed_integers_are_the_numbers_of_compressed_tensors(
+    name, bits, group, hf_dirs, tmp_path, mesh
+):
+    directory = write_packed(hf_dirs(name), tmp_path / "packed", bits, group)
+    ours, theirs = loaded(directory, mesh), unpacked(directory)
+    assert ours.keys() == theirs.keys()
+    for key, value in ours.items():
+        np.testing.assert_array_equal(value, theirs[key].float().numpy(), err_msg=key)
+
+
+@pytest.mark.parametrize("scales", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu])
+def test_blocks_may_reach_beyond_a_matrix(scales, hf_dirs, tmp_path, mesh):
+    """Scales cover the 576 rows of DeepSeek-V3's ``kv_a_proj_with_mqa`` in 4.5 blocks."""
+    directory = write_fp8(hf_dirs("deepseek_v3"), tmp_path / "fp8", (7, 9), scales)
+    raw, ours = load_file(directory / "model.safetensors"), loaded(directory, mesh)
+    for key in (k for k in raw if f"{k}_scale_inv" in raw):
+        rows, columns = raw[key].shape
+        scale = raw[f"{key}_scale_inv"].double().numpy()
+        wide = scale[np.arange(rows)[:, None] // 7, np.arange(columns)[None] // 9]
+        expected = raw[key].double().numpy() * wide
+        np.testing.assert_array_equal(ours[key], expected.astype(np.float32), err_msg=key)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "packed"])
+def test_every_slice_is_that_of_the_whole(kind, hf_dirs, tmp_path, rng):
+    source = hf_dirs("qwen3")
+    if kind == "fp8":
+        directory = write_fp8(source, tmp_path / kind, (7, 9))
+    else:
+        directory = write_packed(source, tmp_path / kind, 4, 16)
+    part = hf.Checkpoint(directory).tensor("model.layers.1.mlp.down_proj.weight")
+    rows, columns = part.get_shape()
+    whole = part[:]
+    for _ in range(50):
+        r, c = (np.sort(rng.choice(n + 1, 2, replace=False)) for n in (rows, columns))
+        index = slice(*map(int, r)), slice(*map(int, c))
+        np.testing.assert_array_equal(part[index], whole[index])
+
+
+@pytest.mark.parametrize("kind", ["fp8", "packed"])
+def test_eight_devices_and_other_dtypes_hold_the_same_numbers(kind, hf_dirs, tmp_path, mesh):
+    source = hf_dirs("qwen3_moe")
+    make = {"fp8": write_fp8, "packed": lambda a, b: write_packed(a, b, 4, 8)}[kind]
+    directory = make(source, tmp_path / kind)
+    whole = loaded(directory, mesh)
+    sharded = loaded(directory, make_mesh({"fsdp": 4, "expert": 2}))
+    half = loaded(directory, mesh, jnp.bfloat16)
+    for key, value in whole.items():
+        np.testing.assert_array_equal(sharded[key], value)
+        np.testing.assert_array_equal(half[key], value.astype(jnp.bfloat16))
+
+
+Q = "model.layers.1.self_attn.q_proj."
+
+
+def _replaced(**changes: Callable[[torch.Tensor], torch.Tensor | None]) -> Callable[[Path], None]:
+    """Returns a change of a checkpoint's tensors of one projection; None removes a tensor."""
+
+    def change(directory: Path) -> None:
+        tensors = load_file(directory / "model.safetensors")
+        for part, alter in changes.items():
+            new = alter(tensors.pop(Q + part, torch.zeros(0)))
+            if new is not None:
+                tensors[Q + part] = new.contiguous()
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+    return change
+
+
+def _configured(**changes: Any) -> Callable[[Path], None]:
+    """Returns a change of ``quantization_config``; ``a__b`` is a nested field."""
+
+    def change(directory: Path) -> None:
+        config = json.loads((directory / "config.json").read_text())
+        for path, value in changes.items():
+            *above, field = path.split("__")
+            node = config["quantization_config"]
+            for name in above:
+                node = node[name]
+            node[field] = value
+        (directory / "config.json").write_text(json.dumps(config))
+
+    return change
+
+
+def _truncated(directory: Path) -> None:
+    file = directory / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+def _dropped(tensor: torch.Tensor) -> None:
+    del tensor
+
+
+WEIGHTS = "config_groups__group_0__weights__"
+BAD_FP8 = {
+    "no scales": (_replaced(weight_scale_inv=_dropped), ["F8_E4M3", Q]),
+    "no values": (_replaced(weight=_dropped), ["no " + Q + "weight"]),
+    "both scales": (_replaced(weight_scale=lambda x: torch.ones(1)), ["both", "weight_scale"]),
+    "packed too": (_replaced(weight_packed=lambda x: torch.ones(1)), ["both", "weight_packed"]),
+    "values in float": (_replaced(weight=torch.Tensor.float), ["F32", "F8_E4M3"]),
+    "values in integers": (_replaced(weight=lambda x: x.view(torch.int8)), ["I8", "F8_E4M3"]),
+    "other float8": (_replaced(weight=lambda x: x.float().to(torch.float8_e5m2)), ["F8_E5M2"]),
+    "values of one axis": (_replaced(weight=lambda x: x.reshape(-1)), ["matrix of F8_E4M3"]),
+    "half of the rows": (_replaced(weight=lambda x: x[:32]), ["scales", "[16, 24]"]),
+    "transposed scales": (_replaced(weight_scale_inv=lambda x: x.T), ["[24, 32]", "[32, 24]"]),
+    "one scale": (_replaced(weight_scale_inv=lambda x: x[:1, :1]), ["[1, 1]", "[32, 24]"]),
+    "a scale for each row": (_replaced(weight_scale_inv=lambda x: x[:, :1]), ["[32, 1]"]),
+    "scales in float64": (_replaced(weight_scale_inv=torch.Tensor.double), ["F64", "F32"]),
+    "scales in integers": (_replaced(weight_scale_inv=torch.Tensor.int), ["I32", "F32"]),
+    "other blocks": (_configured(weight_block_size=[4, 4]), ["[32, 24]", "[16, 12]"]),
+    "no blocks": (_configured(weight_block_size=None), ["weight_block_size is None"]),
+    "blocks of nothing": (_configured(weight_block_size=[0, 2]), ["[0, 2]", "positive"]),
+    "static activations": (_configured(activation_scheme="static"), ["activation_scheme"]),
+    "e5m2": (_configured(fmt="e5m2"), ["fmt is 'e5m2'"]),
+    "experts in 4 bits": (_configured(expert_dtype="fp4"), ["expert_dtype is 'fp4'"]),
+    "another method": (_configured(quant_method="gptq"), ["'gptq'", "fp8", "compressed-tensors"]),
+    "no method": (_configured(quant_method=None), ["quant_method None"]),
+    "truncated": (_truncated, ["model.safetensors", "fetch the checkpoint again"]),
+}
+BAD_PACKED = {
+    "no scales": (_replaced(weight_scale=_dropped), ["no tensor", Q]),
+    "no words": (_replaced(weight_packed=_dropped), ["no " + Q + "weight_packed"]),
+    "no shape": (_replaced(weight_shape=_dropped), ["no " + Q + "weight_shape"]),
+    "zero points": (_replaced(weight_zero_point=lambda x: torch.ones(1)), ["weight_zero_point"]),
+    "plain too": (_replaced(weight=lambda x: torch.ones(64, 48)), ["both", Q + "weight"]),
+    "order of groups": (_replaced(weight_g_idx=lambda x: torch.ones(1)), ["weight_g_idx"]),
+    "words in int64": (_replaced(weight_packed=torch.Tensor.long), ["I64", "I32"]),
+    "too few words": (_replaced(weight_packed=lambda x: x[:, :5]), ["[64, 5]", "[64, 48]"]),
+    "another shape": (_replaced(weight_shape=lambda x: x + 8), ["[64, 6]", "[72, 56]"]),
+    "a shape of three": (_replaced(weight_shape=lambda x: torch.ones(3).long()), ["[1, 1, 1]"]),
+    "too few scales": (_replaced(weight_scale=lambda x: x[:, :3]), ["[64, 3]", "[64, 6]"]),
+    "scales in integers": (_replaced(weight_scale=torch.Tensor.int), ["I32", "BF16"]),
+    "other groups": (_configured(**{WEIGHTS + "group_size": 16}), ["[64, 6]", "[64, 3]"]),
+    "groups of nothing": (_configured(**{WEIGHTS + "group_size": 0}), ["group_size is 0"]),
+    "3 bits": (_configured(**{WEIGHTS + "num_bits": 3}), ["num_bits is 3", "4 or 8"]),
+    "8 bits": (_configured(**{WEIGHTS + "num_bits": 8}), ["[64, 6]", "[64, 48]"]),
+    "floats": (_configured(**{WEIGHTS + "type": "float"}), ["type is 'float'"]),
+    "asymmetric": (_configured(**{WEIGHTS + "symmetric": False}), ["symmetric is False"]),
+    "by tensor": (_configured(**{WEIGHTS + "strategy": "tensor"}), ["strategy is 'tensor'"]),
+    "by activation": (_configured(**{WEIGHTS + "actorder": "group"}), ["actorder is 'group'"]),
+    "dynamic": (_configured(**{WEIGHTS + "dynamic": True}), ["dynamic is True"]),
+    "another format": (_configured(format="nvfp4-pack-quantized"), ["format is 'nvfp4-pack"]),
+    "8-bit activations": (
+        _configured(config_groups__group_0__input_activations={"num_bits": 8}),
+        ["input_activations is {'num_bits': 8}"],
+    ),
+    "no groups": (_configured(config_groups={}), ["config_groups is {}", "one group"]),
+    "sparse": (_configured(sparsity_config={"format": "x"}), ["sparsity_config"]),
+    "quantised cache": (_configured(kv_cache_scheme={"num_bits": 8}), ["kv_cache_scheme"]),
+}
+BAD = [("fp8", name, *case) for name, case in BAD_FP8.items()]
+BAD += [("packed", name, *case) for name, case in BAD_PACKED.items()]
+
+
+@pytest.fixture(scope="module")
+def published_dirs(hf_dirs, tmp_path_factory):
+    root = tmp_path_factory.mktemp("published")
+    source = hf_dirs("qwen3")
+    return {
+        "fp8": write_fp8(source, root / "fp8"),
+        "packed": write_packed(source, root / "packed", 4, 8),
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "words"),
+    [(k, c, w) for k, _, c, w in BAD],
+    ids=[f"{k}: {n}" for k, n, *_ in BAD],
+)
+def test_a_bad_quantised_checkpoint_is_refused_before_a_value_is_read(
+    kind, change, words, published_dirs, tmp_path, mesh, monkeypatch
+):
+    directory = Path(shutil.copytree(published_dirs[kind], tmp_path / kind))
+    change(directory)
+
+    def read(*_: Any) -> None:
+        pytest.fail("values were read")
+
+    monkeypatch.setattr(published.Dequantised, "__getitem__", read)
+    monkeypatch.setattr(jax, "make_array_from_callback", read)
+    with pytest.raises(UserError) as caught:
+        hf.load(directory, hf.read_model(directory), mesh)
+    assert all(word in str(caught.value) for word in words), caught.value
