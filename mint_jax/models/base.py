@@ -18,7 +18,7 @@ from mint_jax import sharding
 from mint_jax.data.tokenizer import Tokenizer
 from mint_jax.errors import UserError, choice
 from mint_jax.files import new_directory
-from mint_jax.models import gguf, hf, quantised, stored, transformer
+from mint_jax.models import gguf, hf, layout, quantised, stored, transformer
 from mint_jax.models import names as base_names
 from mint_jax.models.config import Kernels, ModelConfig, from_hf
 from mint_jax.models.names import PACKAGED, RANDOM, cache_dir
@@ -197,7 +197,7 @@ def load(
     if quantise and quantise not in quantised.KINDS:
         raise choice("quantise", quantise, ["", *quantised.KINDS])
     directory = resolve(name)
-    cfg = hf.read_model(directory).replace(kernels=kernels)
+    cfg = layout.read_model(directory).replace(kernels=kernels)
     tokenizer = Tokenizer(directory) if (directory / "tokenizer.json").is_file() else None
     if tokenizer is not None and tokenizer.vocab_size > cfg.vocab_size:
         raise UserError(
@@ -206,6 +206,9 @@ def load(
         )
     if base_names.is_random(name):
         params = random_params(cfg, mesh, DTYPES[dtype], quantise, progress)
+    elif layout.is_converted(directory):
+        specs = transformer.abstract(cfg, DTYPES[dtype], quantise)
+        params = layout.load(directory, specs, mesh, DTYPES[dtype], quantise, progress)
     else:
         settings = DTYPES[dtype], quantise, list(mesh.devices.flat), kernels.layer_matmul
         as_stored = as_stored and not stored.reason_against(*settings)
@@ -214,9 +217,13 @@ def load(
 
 
 def fingerprint(name: str, directory: Path) -> str:
-    """Returns the hex digest of a base, by its name and its resolved directory."""
+    """Returns the hex digest of a base, by its name and its resolved directory. A conversion has
+    that of its source.
+    """
     if base_names.is_random(name):
         return _fingerprint_of_shape(base_names.shape(name))
+    if layout.is_converted(directory):
+        return layout.read_manifest(directory)["fingerprint"]
     return hf.fingerprint(directory)
 
 

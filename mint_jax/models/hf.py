@@ -390,6 +390,41 @@ def _harmless(name: str, ckpt: Checkpoint, cfg: ModelConfig) -> bool:
     return found[3] is not None and cfg.indexer is not None and not cfg.indexer.full[layer]
 
 
+Read = Callable[[tuple[slice, ...]], np.ndarray]
+
+
+def reader(
+    directory: str | Path,
+    cfg: ModelConfig,
+    dtype: Any,
+    quantise: str = "",
+    as_stored: bool = False,
+) -> tuple[Any, Callable[[str, ParamSpec], Read]]:
+    """Returns the specs of a base in memory, and a function that returns the reader of one
+    parameter's parts. Arguments and errors are those of ``load``.
+    """
+    ckpt, in_full = Checkpoint(directory, cfg.tie_embeddings), transformer.abstract(cfg, dtype)
+    _check_tensors(ckpt, in_full, cfg)
+    specs, block_file = resident_specs(directory, cfg, dtype, quantise, as_stored)
+    plain = dict(params_lib.leaves_with_path(in_full))
+    if (index := ckpt.directory / INDEX).is_file() and set(ckpt.files.values()) == {SINGLE}:
+        _log.warning("%s is read; the files of %s are not", ckpt.directory / SINGLE, index.name)
+
+    def of(path: str, spec: ParamSpec) -> Read:
+        owner, _, part = path.rpartition("/")
+        in_bits = quantise and (path not in plain or plain[path].dtype != spec.dtype)
+        matrix = f"{owner}/w" if in_bits else path
+        source = source_of(matrix, plain[matrix], cfg)
+        if in_bits:
+            return functools.partial(_read_quantised, ckpt, source, quantise, part)
+        if block_file is not None and spec.dtype == np.uint8:  # one device has all of it
+            blocks = block_file.tensor
+            return lambda index: _stack(source, index, lambda name, part: blocks(name)[part])
+        return lambda index: _read(ckpt, source, index, spec.dtype)
+
+    return specs, of
+
+
 def load(
     directory: str | Path,
     cfg: ModelConfig,
@@ -410,27 +445,10 @@ def load(
         UserError: a tensor that is missing, unused, or of a wrong shape or dtype; before any is
             loaded.
     """
-    ckpt, in_full = Checkpoint(directory, cfg.tie_embeddings), transformer.abstract(cfg, dtype)
-    _check_tensors(ckpt, in_full, cfg)
-    specs, block_file = resident_specs(directory, cfg, dtype, quantise, as_stored)
-    plain = dict(params_lib.leaves_with_path(in_full))
-    if (index := ckpt.directory / INDEX).is_file() and set(ckpt.files.values()) == {SINGLE}:
-        _log.warning("%s is read; the files of %s are not", ckpt.directory / SINGLE, index.name)
-
-    def reader(path: str, spec: ParamSpec) -> Callable[[tuple[slice, ...]], np.ndarray]:
-        owner, _, part = path.rpartition("/")
-        in_bits = quantise and (path not in plain or plain[path].dtype != spec.dtype)
-        matrix = f"{owner}/w" if in_bits else path
-        source = source_of(matrix, plain[matrix], cfg)
-        if in_bits:
-            return functools.partial(_read_quantised, ckpt, source, quantise, part)
-        if block_file is not None and spec.dtype == np.uint8:  # one device has all of it
-            blocks = block_file.tensor
-            return lambda index: _stack(source, index, lambda name, part: blocks(name)[part])
-        return lambda index: _read(ckpt, source, index, spec.dtype)
+    specs, read_leaf = reader(directory, cfg, dtype, quantise, as_stored)
 
     def leaf(path: str, spec: ParamSpec) -> jax.Array:
-        read, where = reader(path, spec), sharding_lib.sharding_of(spec, mesh)
+        read, where = read_leaf(path, spec), sharding_lib.sharding_of(spec, mesh)
         return jax.make_array_from_callback(spec.shape, where, lambda index: read(index or ()))
 
     return one_by_one(leaf, specs, progress)

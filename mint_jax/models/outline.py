@@ -11,7 +11,7 @@ from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.peft import BaseNames
 from mint_jax.lora.tree import Projection
 from mint_jax.models import base as base_lib
-from mint_jax.models import hf, transformer
+from mint_jax.models import hf, layout, transformer
 from mint_jax.models.config import ModelConfig
 from mint_jax.models.names import is_random
 
@@ -48,8 +48,9 @@ def outline(name: str, fingerprint: str | None = None) -> Outline:
         fingerprint: of the weights, if only ``config.json`` is available.
     """
     directory = base_lib.resolve(name)
-    cfg = hf.read_model(directory)
-    if is_random(name) or any(directory.glob("*.safetensors")):
+    cfg = layout.read_model(directory)
+    has_weights = layout.is_converted(directory) or any(directory.glob("*.safetensors"))
+    if is_random(name) or has_weights:
         found = _fingerprint(name, directory)
         if fingerprint is not None and fingerprint != found:
             raise UserError(

@@ -11,7 +11,7 @@ from mint_jax import mesh, params, trackers
 from mint_jax.harness import workdir
 from mint_jax.harness.options import BaseSettings, RecipeSettings, TrainingSettings
 from mint_jax.lora import tree as lora_tree
-from mint_jax.models import hf, names, stored, transformer
+from mint_jax.models import hf, layout, names, stored, transformer
 from mint_jax.models.base import DTYPES
 from mint_jax.recipes import reference
 from mint_jax.train import state as state_lib
@@ -36,9 +36,10 @@ def describe(config: RecipeSettings, folder: Path) -> dict[str, Any]:
     if (directory := names.local(config.base)) is None:
         why = f"base {config.base} is not on this machine yet; the job fetches it"
         return out | {"bytes": None, "why": why}
-    cfg, dtype, quantise = hf.read_model(directory), DTYPES[config.dtype], config.quantise
+    cfg, dtype = layout.read_model(directory), DTYPES[config.dtype]
+    quantise = config.quantise
     refused = stored.reason_against(dtype, quantise, jax.devices(), config.kernels.layer_matmul)
-    as_stored = config.as_stored and not refused
+    as_stored = config.as_stored and not refused and not layout.is_converted(directory)
     base, *_ = hf.resident_specs(directory, cfg, dtype, quantise, as_stored)
     sizes: dict[str, Any] = {"devices": {"base": params.nbytes(base)}, "disk": {}}
     if isinstance(config, TrainingSettings):

@@ -21,6 +21,7 @@ from mint_jax.harness.options import (
     EnvSettings,
     MeshSizes,
     PolicySettings,
+    Quantised,
     RecipeSettings,
     TrainingSettings,
     check_data,
@@ -29,6 +30,7 @@ from mint_jax.harness.options import (
 )
 from mint_jax.harness.settings import Amount, Count, Natural, Open, Place
 from mint_jax.lora.config import AdapterConfig
+from mint_jax.models import names
 from mint_jax.models.kernels import Kernels
 from mint_jax.rollout.ranges import check_ranges
 from mint_jax.train import advantages
@@ -356,6 +358,30 @@ class PretrainSettings(RecipeSettings):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ConvertSettings(RecipeSettings):
+    """Settings of a conversion."""
+
+    base: Place = setting("checkpoint directory, hub name, or name of a packaged base")
+    output: Place = setting("new directory, the base of later jobs; empty: WORKDIR/base", "")
+    dtype: Dtype = setting("storage and compute type of later jobs", "bfloat16")
+    quantise: Quantised = setting("type of the layers' matrices; empty: dtype", "")
+    mesh: MeshSizes = setting("division of the devices of later jobs", MeshSizes(data=1))
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Mesh axis -> size. Copies of the base do not matter."""
+        return vars(self.mesh) | {"data": 1}
+
+    def preflight(self) -> None:
+        names.check(self.base)
+        if min(self.sizes.values()) < 1:
+            raise UserError(
+                f"mesh is {self.sizes}; expected the size of every axis of the later jobs' mesh, at"
+                " least 1: the devices need not be here, so that none can be counted"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ScaleUpSettings(RecipeSettings):
     """Settings of a compilation for a pod."""
 
@@ -390,6 +416,7 @@ OF_JOB: dict[str, type[RecipeSettings]] = {  # recipes/JOB.py runs it
     "score": ScoreSettings,
     "serve": ServeSettings,
     "pretrain": PretrainSettings,
+    "convert": ConvertSettings,
     "scale_up": ScaleUpSettings,
 }
 

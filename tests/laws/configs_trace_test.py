@@ -177,6 +177,8 @@ def test_other_configs_build():
             sample.request_of(base, {"tokens": [1]}, vars(config.sampling), name)  # type: ignore[arg-type]
         elif config.job == "serve":
             assert serve.sizes_of(config).slots
+        elif config.job == "convert":
+            assert min(config.sizes.values()) == 1
         elif config.job == "pretrain":
             assert config_lib.from_hf({**config.model, "vocab_size": 10}).experts is not None
         else:

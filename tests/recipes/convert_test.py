@@ -1,0 +1,48 @@
+"""The conversion job: a base that other jobs, adapters and the dry run take as their checkpoint."""
+
+import json
+
+import pytest
+from ml_collections import ConfigDict
+
+from mint_jax.errors import UserError
+from mint_jax.models.outline import outline
+from mint_jax.recipes import dry_run
+from tests import configs
+
+ONE = {"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}
+
+
+def test_other_jobs_take_a_conversion_as_their_base(hf_dirs, tmp_path, capsys):
+    source, output = str(hf_dirs("llama_tied")), str(tmp_path / "base")
+    settings = {"job": "convert", "base": source, "output": output, "dtype": "float32"}
+    convert = ConfigDict(settings | {"mesh": {"fsdp": 2, "tensor": 2}})
+    convert.mesh.tensor = 1
+    result = configs.run_config(convert, tmp_path / "convert")
+    assert result["bytes"] > 0
+    assert "converting base" in capsys.readouterr().err
+    assert outline(output).fingerprint == outline(source).fingerprint
+
+    (tmp_path / "in.jsonl").write_text(json.dumps({"tokens": [1, 5, 9, 11]}) + "\n")
+    lines = []
+    for base in (source, output):
+        score = ConfigDict(
+            {
+                "job": "score",
+                "base": base,
+                "dtype": "float32",
+                "mesh": ONE,
+                "input": str(tmp_path / "in.jsonl"),
+                "output": str(tmp_path / f"{len(lines)}.jsonl"),
+            }
+        )
+        configs.run_config(score, tmp_path / "score")
+        lines.append((tmp_path / f"{len(lines)}.jsonl").read_text())
+        described = dry_run.describe(configs.read(score), tmp_path)
+        assert described["bytes"]["devices"]["base"] == result["bytes"]
+    assert lines[0] == lines[1]
+
+
+def test_an_unknown_mesh_size_is_refused_before_anything_is_read():
+    with pytest.raises(UserError, match=r"'fsdp': -1.*size of every axis"):
+        configs.load("configs/convert.py", "--config.mesh.fsdp=-1").preflight()
