@@ -52,9 +52,16 @@ def random_adapter(rng, base, config):
     return jax.tree.map(draw, tree.adapter_specs(transformer.abstract(base.cfg), config))
 
 
-def assert_same_logits(ours, theirs, bare):
+def looser(cfg) -> float:
+    """Factor on tolerances. A query nearly orthogonal to all keys of a state reads a small output,
+    whose rounding the norm after it enlarges, in torch as here.
+    """
+    return 1.0 if cfg.delta is None else 20.0
+
+
+def assert_same_logits(ours, theirs, bare, factor=1.0):
     # float32 sums of 48 to 97 terms over 3 layers, in another order than torch's
-    np.testing.assert_allclose(ours, theirs, rtol=0, atol=5e-6 * np.abs(theirs).max())
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=factor * 5e-6 * np.abs(theirs).max())
     assert np.abs(theirs - bare).max() > 1e-2, (
         "the adapter does nothing, so the comparison says nothing"
     )

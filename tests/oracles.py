@@ -133,6 +133,20 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV3Config",
         _LATENT | _EXPERTS | _WIDE | {"n_routed_experts": 8, "num_experts_per_tok": 2},
     ),
+    "qwen3_5": (
+        "Qwen3_5TextConfig",
+        {
+            "num_hidden_layers": 5,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 12,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "tie_word_embeddings": False,
+            # A query nearly orthogonal to all keys gives a small output, whose rounding the norm
+            # would enlarge 300 times: neither library is then within 1e-4 of float64.
+            "rms_norm_eps": 1e-2,
+        },
+    ),
     "moonlight_dense": ("DeepseekV3Config", _LATENT | {"q_lora_rank": None}),
 }
 

@@ -10,7 +10,7 @@ H head dim of queries and keys, V of values, M = G T queries of a kv head.
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -44,6 +44,7 @@ class Context(NamedTuple):
     cos: jax.Array  # this and sin: rotary tables `[B, T, rope_dim / 2]`
     sin: jax.Array
     segments: Segments | None  # of packed rows; None with a KV cache
+    lineage: Any = None  # of packed rows with layers that have a state, see `delta.Lineage`
 
 
 def packed_attention(

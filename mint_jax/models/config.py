@@ -4,7 +4,9 @@ A model is described by these fields, never by testing its name: a family is an 
 ``FAMILIES`` here, one of ``LAYER_NAMES`` in ``models/hf.py``, and its layer functions.
 """
 
+import collections
 import dataclasses
+import functools
 import json
 import math
 from pathlib import Path
@@ -79,6 +81,18 @@ class Indexer:
 
 
 @dataclasses.dataclass(frozen=True)
+class Delta:
+    """Gated delta nets (arXiv 2412.06464) in place of attention in some layers."""
+
+    key_heads: int
+    heads: int  # of values
+    key: int  # dimensions of a key
+    value: int  # dimensions of a value
+    taps: int  # of the short convolution
+    full: tuple[bool, ...]  # per layer, True if it has attention
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """Dimensions and switches of a decoder, with the axis letters D, F, N, K, H, V, L.
 
@@ -107,36 +121,80 @@ class ModelConfig:
     dense_layers: int = 0
     latent: Latent | None = None
     indexer: Indexer | None = None
+    delta: Delta | None = None
+    gated_attention: bool = False  # queries come with a gate of attention's output
+    rotary: float = 1.0  # share of a head's dimensions with rotary position
+    norm_offset: float = 0.0  # added to the scales of norms
     kernels: Kernels = Kernels()
     directory: str | None = dataclasses.field(default=None, compare=False, repr=False)
 
     @property
-    def stacks(self) -> dict[str, int]:
-        """Number of layers by kind, in execution order."""
+    def kinds(self) -> tuple[str, ...]:
+        """Kind of each layer: ``dense`` and ``moe`` have attention, ``delta`` has a state."""
         dense = self.num_layers if self.experts is None else self.dense_layers
-        return {
-            kind: layers
-            for kind, layers in (("dense", dense), ("moe", self.num_layers - dense))
-            if layers
-        }
+        kinds = ["dense"] * dense + ["moe"] * (self.num_layers - dense)
+        if self.delta is not None:
+            kinds = [kind if full else "delta" for kind, full in zip(kinds, self.delta.full)]
+        return tuple(kinds)
+
+    @property
+    def groups(self) -> tuple[dict[str, range], ...]:
+        """Stacks of layers with their layers' numbers, by groups that alternate, in order."""
+        return _groups(self.kinds)
+
+    @property
+    def stacks(self) -> dict[str, int]:
+        """Number of layers of each stack, in the order of their first layers."""
+        return {name: len(layers) for group in self.groups for name, layers in group.items()}
 
     @property
     def routed(self) -> bool:
         """True if any layer has experts; a model with experts may be all dense prefix."""
-        return "moe" in self.stacks
+        return "moe" in self.kinds
 
-    def layers_of(self, kind: str) -> range:
+    def kind_of(self, stack: str) -> str:
+        """Returns the kind of a stack's layers."""
+        return self.kinds[self.layers_of(stack)[0]]
+
+    def layers_of(self, stack: str) -> range:
         """Returns the layers of one stack, numbered through the model."""
-        first = 0 if kind == "dense" or "dense" not in self.stacks else self.stacks["dense"]
-        return range(first, first + self.stacks[kind])
+        return next(group[stack] for group in self.groups if stack in group)
 
     @property
     def rope_dim(self) -> int:
         """Dimensions of a head with rotary position."""
-        return self.latent.rope if self.latent is not None else self.head_dim
+        return self.latent.rope if self.latent is not None else int(self.head_dim * self.rotary)
 
     def replace(self, **changes: Any) -> "ModelConfig":
         return dataclasses.replace(self, **changes)
+
+
+@functools.lru_cache(64)
+def _groups(kinds: tuple[str, ...]) -> tuple[dict[str, range], ...]:
+    """Splits layers into runs of a repeated pattern, each as long as possible. Each place of a
+    pattern is a stack: the kind, with a number from the second stack of a kind on.
+    """
+    out: list[dict[str, range]] = []
+    count = collections.Counter[str]()
+    first = 0
+    while first < len(kinds):
+        rest = kinds[first:]
+
+        def covered(period: int, rest: tuple[str, ...] = rest) -> int:
+            repeats = 1
+            while rest[repeats * period :][:period] == rest[:period]:
+                repeats += 1
+            return repeats * period if repeats > 1 or period == 1 else 0
+
+        period = max(range(1, len(rest) + 1), key=lambda period: (covered(period), -period))
+        group = {}
+        for i, kind in enumerate(rest[:period]):
+            name = f"{kind}{count[kind] or ''}"
+            group[name] = range(first + i, first + covered(period), period)
+            count[kind] += 1
+        out.append(group)
+        first += covered(period)
+    return tuple(out)
 
 
 _GROUPED = {"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016}
@@ -162,6 +220,12 @@ _GLM |= {"num_hidden_layers": 78, "num_attention_heads": 64, "num_key_value_head
 _GLM |= {"q_lora_rank": 2048, "v_head_dim": 256, "qk_nope_head_dim": 192, "n_group": 1}
 _GLM |= {"topk_group": 1, "max_position_embeddings": 202752, "rms_norm_eps": 1e-5}
 _GLM |= {"index_n_heads": 32, "indexer_types": None}
+_QWEN3_5 = {"vocab_size": 248320, "hidden_size": 4096, "intermediate_size": 12288}
+_QWEN3_5 |= {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256}
+_QWEN3_5 |= {"attention_bias": False, "layer_types": None, "full_attention_interval": 4}
+_QWEN3_5 |= {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "partial_rotary_factor": 0.25}
+_QWEN3_5 |= {"linear_value_head_dim": 128, "linear_num_key_heads": 16}
+_QWEN3_5 |= {"linear_num_value_heads": 32}
 _OFF, _ONE = (None, False), (None, 1)
 # Fields that change the forward pass, in the transformers class or in the model's original code ->
 # supported values. Other values are rejected. Fields in no table have no effect in the class.
@@ -177,7 +241,6 @@ ONLY: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("no_rope_layers", "no_rope_layer_interval"), (None, [], 0)),
     **dict.fromkeys(("embedding_multiplier", "attention_multiplier", "residual_multiplier"), _ONE),
     **dict.fromkeys(("logits_scaling", "logit_scale", "scale_emb", "scale_depth"), _ONE),
-    "partial_rotary_factor": _ONE,
 }
 _LATENT_ONLY = dict.fromkeys(("attention_bias", "mlp_bias", "sliding_window"), _OFF)
 _LATENT_ONLY |= {"moe_layer_freq": _ONE, "scoring_func": (None, "sigmoid")}
@@ -195,6 +258,8 @@ class Family:
     qkv_bias: bool = False  # whatever ``attention_bias`` says
     any_head_dim: bool = True  # latent attention: a ``head_dim`` must be the rotary width
     shared_indexers: bool = False  # some layers reuse the choice of the one before
+    gated_attention: bool = False
+    norm_offset: float = 0.0
 
 
 FAMILIES = {  # `architectures` entry ->
@@ -221,6 +286,19 @@ FAMILIES = {  # `architectures` entry ->
         _LATENT_ONLY | {"indexer_rope_interleave": (None, True)},
         shared_indexers=True,
     ),
+    "Qwen3_5ForCausalLM": Family(
+        "qwen3_5_text",
+        _GROUPED | _QWEN3_5,
+        {"attn_output_gate": (None, True)},
+        qk_norm=True,
+        gated_attention=True,
+        norm_offset=1.0,
+    ),
+}
+# Classes of text and other media -> that of their ``text_config``
+WRAPPERS = {
+    "KimiK25ForConditionalGeneration": "DeepseekV3ForCausalLM",
+    "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
 }
 _ROPE_NEEDS = {  # rope_type -> keys that its formula needs
     "default": (),
@@ -281,11 +359,6 @@ def _rope(fields: _Fields) -> tuple[float, RopeScaling | None]:
             f"rope scaling {kind!r} is not supported; expected {', '.join(_ROPE_NEEDS)}: take a"
             " checkpoint of the model without it"
         )
-    if raw.get("partial_rotary_factor") not in _ONE:
-        raise UserError(
-            f"config.json: partial_rotary_factor is {raw['partial_rotary_factor']!r}, which is not "
-            "supported: all dimensions of a head rotate"
-        )
     if lacking := [key for key in _ROPE_NEEDS[kind] if key not in raw]:
         raise UserError(
             f"config.json: rope scaling {kind!r} has no {lacking[0]}: fetch the file again"
@@ -302,6 +375,51 @@ def _rope(fields: _Fields) -> tuple[float, RopeScaling | None]:
     factor = context / original if whole else rope.number("factor", float)
     truncate = bool(raw.get("truncate", True))
     return theta, RopeScaling(kind, factor, original, truncate=truncate, **numbers)
+
+
+def _rotary(given: dict[str, Any], fields: _Fields, known: dict[str, Any]) -> float:
+    """Returns the share of a head's dimensions that rotate."""
+    name = "partial_rotary_factor"
+    for of in (given.get("rope_scaling"), given.get("rope_parameters")):
+        if isinstance(of, dict) and of.get(name) is not None:
+            fields[name] = of[name]
+    if fields.get(name) is None:
+        fields[name] = known.get(name, 1)
+    share = fields.number(name, float)
+    if not 0 < share <= 1 or (name not in known and share != 1):
+        raise UserError(
+            f"config.json: {name} is {share}, which is not supported in this family: all dimensions"
+            " of a head rotate"
+        )
+    return share
+
+
+def _delta(fields: _Fields, layers: int) -> Delta:
+    types, every = fields["layer_types"], fields.number("full_attention_interval")
+    if types is None:
+        names = "full_attention", "linear_attention"
+        types = [names[bool((i + 1) % every)] for i in range(layers)]
+    _require(
+        len(types) == layers and set(types) <= {"full_attention", "linear_attention"},
+        f"layer_types is {types}; expected 'full_attention' or 'linear_attention' for each of"
+        f" {layers} layers",
+    )
+    names = (
+        "num_key_heads",
+        "num_value_heads",
+        "key_head_dim",
+        "value_head_dim",
+        "conv_kernel_dim",
+    )
+    sizes = [fields.number(f"linear_{name}") for name in names]
+    for name, size in zip(names, sizes):
+        _require(size > 0, f"linear_{name} is {size}")
+    _require(
+        sizes[1] % sizes[0] == 0,
+        f"linear_num_value_heads is {sizes[1]}, which linear_num_key_heads {sizes[0]} does not"
+        " divide",
+    )
+    return Delta(*sizes, full=tuple(one == "full_attention" for one in types))
 
 
 def _experts(given: dict[str, Any], fields: _Fields) -> Experts:
@@ -370,6 +488,7 @@ def from_hf(given: dict[str, Any]) -> ModelConfig:
     A missing field has the default of its transformers class. A field that would change the forward
     pass in an unsupported way raises ``UserError``; others have no effect.
     """
+    given = _text_of(given)
     family = _checked_family(given)
     known, dense, experts, latent, indexer = family.defaults, 0, None, None, None
     fields = _Fields(known | given)
@@ -397,6 +516,7 @@ def from_hf(given: dict[str, Any]) -> ModelConfig:
     if "index_topk" in known:
         _require(latent is not None and latent.q_latent > 0, "the indexer needs q_lora_rank")
         indexer = _indexer(given, fields, layers, family.shared_indexers)
+    delta = _delta(fields, layers) if "linear_num_value_heads" in known else None
     theta, scaling = _rope(fields)
     bias = bool(known.get("attention_bias") is False and fields["attention_bias"])
     cfg = ModelConfig(
@@ -421,12 +541,32 @@ def from_hf(given: dict[str, Any]) -> ModelConfig:
         dense_layers=dense,
         latent=latent,
         indexer=indexer,
+        delta=delta,
+        gated_attention=family.gated_attention,
+        rotary=_rotary(given, fields, known),
+        norm_offset=family.norm_offset,
     )
     if cfg.rope_dim % 2:
         raise UserError(
             f"config.json: {cfg.rope_dim} dimensions of a head rotate; expected an even number"
         )
     return cfg
+
+
+def _text_of(given: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of the text model, which classes of several media nest."""
+    name = str((given.get("architectures") or [None])[0])
+    if name not in WRAPPERS:
+        return given
+    text = given.get("text_config")
+    if not isinstance(text, dict):
+        raise UserError(f"config.json: {name} has no text_config: fetch the file again")
+    family = FAMILIES[WRAPPERS[name]]
+    outer = {
+        key: given[key] for key in ("tie_word_embeddings", "quantization_config") if key in given
+    }
+    own = {"architectures": [WRAPPERS[name]], "model_type": family.model_type}
+    return outer | text | own
 
 
 def _checked_family(given: dict[str, Any]) -> Family:
@@ -453,7 +593,8 @@ def _checked_family(given: dict[str, Any]) -> Family:
                 f" is supported in {names[0]}: take another checkpoint, or remove the field if the"
                 " model was trained without it"
             )
-    if not set(given.get("layer_types") or ()) <= {"full_attention", "indexed_attention"}:
+    known = {"full_attention", "indexed_attention"}
+    if "layer_types" not in family.defaults and not set(given.get("layer_types") or ()) <= known:
         raise UserError(
             f"config.json: layer_types is {given['layer_types']!r}; only full_attention is"
             " supported: sliding-window attention is not"

@@ -80,11 +80,31 @@ _MOE = {  # {e} is the expert
     **_matrices("moe/experts", "mlp.experts.{e}", *_MLP),
     **_matrices("moe/shared", "mlp.shared_experts", *_MLP),
 }
+_DELTA = _DECODER | {
+    "delta/norm": "input_layernorm.weight",
+    **{
+        f"delta/{ours}/w": f"linear_attn.{theirs}.weight"
+        for ours, theirs in {
+            **{name: f"in_proj_{name}" for name in ("qkv", "z")},
+            **{"beta": "in_proj_b", "decay": "in_proj_a", "out": "out_proj"},
+        }.items()
+    },
+    "delta/convolution": "linear_attn.conv1d.weight",
+    "delta/log_rate": "linear_attn.A_log",
+    "delta/bias": "linear_attn.dt_bias",
+    "delta/out_norm": "linear_attn.norm.weight",
+}
 LAYER_NAMES: dict[str, dict[str, str]] = {
     **dict.fromkeys(("llama", "qwen2", "qwen3"), _DECODER),
     "qwen3_moe": _DECODER | _MOE,
+    "qwen3_5_text": _DELTA,
     "deepseek_v3": _LATENT | _MOE,
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), _SPARSE | _MOE),
+}
+# Prefixes of tensors of other media and of multi-token prediction, which text does not pass through
+OTHER_PARTS = {
+    "qwen3_5_text": ("mtp.", "model.visual."),
+    "deepseek_v3": ("vision_tower.", "mm_projector."),
 }
 FLOATS = ("F64", "F32", "F16", "BF16")  # supported dtypes, as named by safetensors
 PREFIXES = {  # prefix of the decoder's names in a file -> prefix of the head's
@@ -364,6 +384,11 @@ def _check_tensors(ckpt: Checkpoint, specs: Any, cfg: ModelConfig) -> None:
                     " take the unquantised checkpoint"
                 )
         wanted.update(source.names)
+    others = OTHER_PARTS.get(cfg.family, ())
+    skipped = [name for name in ckpt.files if name.startswith(others)] if others else []
+    if skipped:
+        _log.info("%s: %d tensors of other parts are not read", ckpt.directory, len(skipped))
+    wanted.update(skipped)
     unread = [name for name in ckpt.files if name not in wanted and not _harmless(name, ckpt, cfg)]
     if unread:
         raise UserError(

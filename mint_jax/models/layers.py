@@ -32,6 +32,11 @@ AXES: dict[str, Ends] = {  # logical axes of every projection's in and out dimen
     "up": ("embed", "ffw"),
     "down": ("ffw", "embed"),
     "router": ("embed", None),
+    "qkv": ("embed", "q_heads"),
+    "z": ("embed", "q_heads"),
+    "beta": ("embed", None),
+    "decay": ("embed", None),
+    "out": ("q_heads", "embed"),
 }
 
 
@@ -86,36 +91,38 @@ def norm(L: int, D: int, dtype: Any) -> ParamSpec:
     return ParamSpec((L, D), ("layers", "norm"), dtype, "ones")
 
 
-def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """Returns ``x / rms(x) * scale`` over the last axis, in float32, in the dtype of ``x``.
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float, offset: float = 0.0) -> jax.Array:
+    """Returns ``x / rms(x) * (offset + scale)`` over the last axis, in float32, in the dtype of
+    ``x``.
 
     Zhang and Sennrich 2019, arXiv 1910.07467.
     """
-    return _rms_norm(x, scale, eps)
+    return _rms_norm(x, scale, eps, offset)
 
 
 # The gradient is written out: the backward pass stores only ``x`` and one scalar per row.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _rms_norm(x, scale, eps):
-    return _norm_forward(x, scale, eps)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _rms_norm(x, scale, eps, offset):
+    return _norm_forward(x, scale, eps, offset)[0]
 
 
-def _norm_forward(x, scale, eps):
+def _norm_forward(x, scale, eps, offset):
     x32 = x.astype(jnp.float32)
     inv = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return (x32 * inv * _wide(scale, x)).astype(x.dtype), (x, inv, scale)
+    return (x32 * inv * _wide(scale, x, offset)).astype(x.dtype), (x, inv, scale)
 
 
-def _wide(scale, x):
-    return jnp.expand_dims(scale.astype(jnp.float32), tuple(range(x.ndim - 1)))
+def _wide(scale, x, offset):
+    wide = jnp.expand_dims(scale.astype(jnp.float32), tuple(range(x.ndim - 1)))
+    return wide + offset if offset else wide
 
 
-def _norm_backward(eps, residuals, g):
+def _norm_backward(eps, offset, residuals, g):
     # y = x r s with r = (mean(x^2) + eps)^(-1/2):  dx = r (g s - x r^2 mean(g s x))
     del eps
     x, inv, scale = residuals
     x32, g32 = x.astype(jnp.float32), g.astype(jnp.float32)
-    gs = g32 * _wide(scale, x)
+    gs = g32 * _wide(scale, x, offset)
     dx = inv * (gs - x32 * (inv * inv) * jnp.mean(gs * x32, axis=-1, keepdims=True))
     dscale = jnp.sum(g32 * x32 * inv, axis=tuple(range(x.ndim - 1)))
     return dx.astype(x.dtype), dscale.astype(scale.dtype)
@@ -137,10 +144,13 @@ def rope_tables(positions_BT: jax.Array, cfg: ModelConfig) -> tuple[jax.Array, j
 
 
 def rotate(x_BTNH: jax.Array, cos_BTH: jax.Array, sin_BTH: jax.Array) -> jax.Array:
-    """Rotates each head; tables are ``[B, T, H / 2]``; returns the dtype of ``x``."""
+    """Rotates the first dimensions of each head, twice as many as the tables ``[B, T, H / 2]``
+    have; returns the dtype of ``x``.
+    """
     cos, sin = cos_BTH[:, :, None], sin_BTH[:, :, None]
-    first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
-    rotated = [first * cos - second * sin, second * cos + first * sin]
+    x, half = x_BTNH.astype(jnp.float32), cos.shape[-1]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    rotated = [first * cos - second * sin, second * cos + first * sin, rest]
     return jnp.concatenate(rotated, axis=-1).astype(x_BTNH.dtype)
 
 

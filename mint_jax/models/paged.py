@@ -38,6 +38,22 @@ class Teams(NamedTuple):
     place: jax.Array
 
 
+class StateSlots(NamedTuple):
+    """Slots of the cache that rows read their state from, and write it to.
+
+    A state belongs to the tokens of a prefix. Blocks of prefill that continue the block before take
+    its state without a slot.
+    """
+
+    load: jax.Array  # [B] int32; EMPTY, or FOLLOW for the state after the row before
+    save: jax.Array  # [B] out of range: nowhere
+    keep: jax.Array  # [B] a second slot to write, of a snapshot; out of range: nowhere
+    count: jax.Array  # [B] tokens of the row in use
+
+
+EMPTY, FOLLOW = -1, -2
+
+
 class View(NamedTuple):
     """Pages of each row, and where its new tokens are written."""
 
@@ -51,6 +67,7 @@ class View(NamedTuple):
     teams: Teams | None = None  # None if no row is in one
     # int32, number of the B x T new tokens in use, at the front; None: all
     used: jax.Array | None = None
+    states: StateSlots | None = None  # of layers with a state
 
     @property
     def capacity(self) -> int:

@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mint_jax import sharding
 from mint_jax.lora.view import AdapterView, batch_delta, embedding_delta
-from mint_jax.models import dsa, layers, mla, moe, paged, quantised, stacked, stored
+from mint_jax.models import delta, dsa, layers, mla, moe, paged, quantised, stacked, stored
 from mint_jax.models.attention import Context, Segments, packed_attention
 from mint_jax.models.config import ModelConfig
 from mint_jax.models.layers import matrix, norm, project, project_each, rms_norm, rotate
@@ -54,16 +54,19 @@ def abstract(cfg: ModelConfig, dtype: Any = jnp.float32, quantise: str = "") -> 
     D = cfg.d_model
     table = {"w": ParamSpec((cfg.vocab_size, D), ("vocab", "embed"), dtype, fan_in=D)}
     specs: dict[str, Any] = {"embed": table}
-    for kind, L in cfg.stacks.items():
-        if cfg.latent is None:
-            attn = attention_specs(cfg, L, dtype)
+    for stack, L in cfg.stacks.items():
+        kind = cfg.kind_of(stack)
+        if kind == "delta":
+            mixer = {"delta": delta.specs(cfg, L, dtype)}
+        elif cfg.latent is None:
+            mixer = {"attn": attention_specs(cfg, L, dtype)}
         else:
-            attn = mla.specs(cfg, L, dtype) | dsa.specs(cfg, kind, dtype)
+            mixer = {"attn": mla.specs(cfg, L, dtype) | dsa.specs(cfg, stack, dtype)}
         if kind == "moe":
-            specs[kind] = {"attn": attn, "moe": moe.specs(cfg, L, dtype)}
+            specs[stack] = mixer | {"moe": moe.specs(cfg, L, dtype)}
         else:
             mlp = layers.mlp_specs(L, D, cfg.d_ff, dtype, cfg.mlp_bias)
-            specs[kind] = {"attn": attn, "mlp": mlp}
+            specs[stack] = mixer | {"mlp": mlp}
     specs["final_norm"] = ParamSpec((D,), ("norm",), dtype, "ones")
     if not cfg.tie_embeddings:
         specs["unembed"] = table
@@ -74,7 +77,8 @@ def attention_specs(cfg: ModelConfig, L: int, dtype: Any) -> dict[str, Any]:
     D, H, qkv = cfg.d_model, cfg.head_dim, cfg.qkv_bias
     attn: dict[str, Any] = {
         "norm": norm(L, D, dtype),
-        "q": matrix("q", L, D, cfg.num_heads * H, dtype, qkv),
+        # A head's gate comes after its query.
+        "q": matrix("q", L, D, cfg.num_heads * H * (1 + cfg.gated_attention), dtype, qkv),
         "k": matrix("k", L, D, cfg.num_kv_heads * H, dtype, qkv),
         "v": matrix("v", L, D, cfg.num_kv_heads * H, dtype, qkv),
         "o": matrix("o", L, cfg.num_heads * H, D, dtype, cfg.o_bias),
@@ -95,14 +99,18 @@ def cache_heads(cfg: ModelConfig) -> int | None:
 
 
 def cache_specs(
-    cfg: ModelConfig, pages: int, dtype: Any = jnp.float32, routes: bool = False
+    cfg: ModelConfig,
+    pages: int,
+    dtype: Any = jnp.float32,
+    routes: bool = False,
+    states: int = 0,
 ) -> Any:
     """Returns the shapes of a cache: ``{"dense": {"k": [L, U, K, PAGE, H], "v": ...}, "moe":
     ...}``.
 
     With latent attention ``latent [L, U, PAGE, C]`` and ``rope [L, U, PAGE, J]``, and ``index``
     with an indexer; ``routes [L, U, PAGE, X]`` of MoE layers if wanted, for replay in training
-    (R3).
+    (R3). Stacks with a state have ``states`` slots instead of pages, see ``delta.cache_specs``.
     """
 
     def entry(width: int, *heads: int, dtype: Any = dtype) -> Any:
@@ -114,7 +122,12 @@ def cache_specs(
     else:
         names = {"latent": entry(cfg.latent.kv_latent), "rope": entry(cfg.latent.rope)}
         names |= {} if cfg.indexer is None else {"index": entry(cfg.indexer.width)}
-    out = {kind: {name: make(L) for name, make in names.items()} for kind, L in cfg.stacks.items()}
+    out = {}
+    for stack, L in cfg.stacks.items():
+        if cfg.kind_of(stack) == "delta":
+            out[stack] = delta.cache_specs(cfg, L, states, dtype)
+        else:
+            out[stack] = {name: make(L) for name, make in names.items()}
     if routes and cfg.routed and cfg.experts is not None:
         # The smallest dtype that holds an expert's number.
         kind = jnp.uint8 if cfg.experts.count <= 256 else jnp.uint16
@@ -165,77 +178,109 @@ def hidden_states(
     if segments is None and view is None:
         zeros = jnp.zeros_like(tokens_BT)
         segments = Segments(zeros, zeros)
-    ctx = Context(*layers.rope_tables(positions_BT, cfg), segments)
+    lineage = None if cfg.delta is None or segments is None else delta.lineage(segments)
+    ctx = Context(*layers.rope_tables(positions_BT, cfg), segments, lineage)
     with jax.named_scope("embed"):
         x = embed(params, lora, tokens_BT)
     B, T = tokens_BT.shape
-    chosen = dsa.undecided(B, T, view, cfg)
-    kept = {}
-    for kind in cfg.stacks:
-        scanned, whole = stacked.detach(params[kind], view is not None and sharding.one_device())
-        adapters, apart = _below(lora, kind), None
-        if view is not None and dispatch.platform_of_mesh() == "cuda":
-            # Numbers and vectors of layers are not sliced one by one: each would be a launch.
-            scanned, apart = stacked.side_by_side(scanned)
-
-        def layer(carry, layer_inputs, whole=whole, adapters=adapters, apart=apart):
-            x, chosen, pool, count = carry
-            p, a, number, position, routes = layer_inputs
-            p, number = (p, number) if apart is None else (apart(p), count)
-            used = None if view is None else view.used
-            p = stacked.attach(p, whole, number, cfg.kernels.layer_matmul, used)
-            a = None if adapters is None else adapters.in_layer(number, a)
-            own = whole.get("attn", {}).get("indexer")
-            indexer = None if position is None else dsa.Layer(own, *position)
-            cache = None if view is None else paged.Cache(pool, number, view)
-            x, chosen, pool, route = _layer(x, chosen, p, a, cache, indexer, routes, ctx, cfg)
-            return (x, chosen, pool, None if count is None else count + 1), (
-                {"routes": route.ids, "missed": route.missed} if keep_routes and route else {}
-            )
-
+    chosen, kept = dsa.undecided(B, T, view, cfg), {}
+    for group in cfg.groups:
+        bound = [_bind(stack, params, lora, inputs, ctx, cfg, keep_routes) for stack in group]
+        runs, xs = zip(*bound)
         if REMAT[remat] is not None:
             # Inside a scan XLA cannot merge the recomputation with the original, so the barriers
             # against that are not needed.
-            layer = jax.checkpoint(layer, policy=REMAT[remat], prevent_cse=False)
+            policy = REMAT[remat]
+            runs = tuple(jax.checkpoint(run, policy=policy, prevent_cse=False) for run in runs)
+
+        def scanned(carry, layer_inputs, runs=runs):
+            x, chosen, pools, count = carry
+            pools, kept = list(pools), []
+            for i, run in enumerate(runs):
+                x, chosen, pools[i], routes = run(x, chosen, pools[i], count, layer_inputs[i])
+                kept.append(routes)
+            return (x, chosen, tuple(pools), None if count is None else count + 1), tuple(kept)
+
         # The pool is carried, not scanned over: as scan input and output it is copied in every step
         # (387 MB of temporaries instead of 17), and so would be the stacks of adapters.
-        pool = None if view is None else inputs.pool[kind]
-        xs = (
-            scanned,
-            None if adapters is None else adapters.taps,
-            jnp.arange(cfg.stacks[kind]) if apart is None else None,
-            dsa.positions(cfg, kind),
-            replay if kind == "moe" else None,
-        )
-        carry = x, chosen, pool, None if apart is None else jnp.int32(0)
-        (x, chosen, pool, _), kept[kind] = jax.lax.scan(layer, carry, xs, cfg.stacks[kind])
-        if view is not None:
-            kept[kind] = pool
+        pools = tuple(None if view is None else inputs.pool[stack] for stack in group)
+        counted = jnp.int32(0) if _counts(view) else None
+        length = len(next(iter(group.values())))
+        carry, routes = jax.lax.scan(scanned, (x, chosen, pools, counted), xs, length)
+        x, chosen, pools, _ = carry
+        kept |= dict(zip(group, routes if view is None else pools))
     with jax.named_scope("final_norm"):
-        x = rms_norm(x, params["final_norm"], cfg.norm_eps)
+        x = _norm(x, params["final_norm"], cfg)
     return x, kept
+
+
+def _norm(x: jax.Array, scale: jax.Array, cfg: ModelConfig) -> jax.Array:
+    return rms_norm(x, scale, cfg.norm_eps, cfg.norm_offset)
+
+
+def _counts(view: paged.View | None) -> bool:
+    """Returns True if layers count themselves: a GPU copies each slice of an array of numbers, and
+    of vectors, by a launch of its own.
+    """
+    return view is not None and dispatch.platform_of_mesh() == "cuda"
+
+
+def _bind(stack, params, lora, inputs: DecoderInputs, ctx: Context, cfg: ModelConfig, keep_routes):
+    """Returns a function of one layer of a stack, and its inputs to scan over."""
+    view = inputs.view
+    scanned, whole = stacked.detach(params[stack], view is not None and sharding.one_device())
+    adapters, apart = _below(lora, stack), None
+    if _counts(view):
+        scanned, apart = stacked.side_by_side(scanned)
+
+    def run(x, chosen, pool, count, layer_inputs):
+        p, a, number, position, routes = layer_inputs
+        p, number = (p, number) if apart is None else (apart(p), count)
+        used = None if view is None else view.used
+        p = stacked.attach(p, whole, number, cfg.kernels.layer_matmul, used)
+        a = None if adapters is None else adapters.in_layer(number, a)
+        own = whole.get("attn", {}).get("indexer")
+        indexer = None if position is None else dsa.Layer(own, *position)
+        cache = None if view is None else paged.Cache(pool, number, view)
+        x, chosen, pool, route = _layer(x, chosen, p, a, cache, indexer, routes, ctx, cfg)
+        kept = {"routes": route.ids, "missed": route.missed} if keep_routes and route else {}
+        return x, chosen, pool, kept
+
+    xs = (
+        scanned,
+        None if adapters is None else adapters.taps,
+        jnp.arange(cfg.stacks[stack]) if apart is None else None,
+        dsa.positions(cfg, stack),
+        inputs.replay if cfg.kind_of(stack) == "moe" else None,
+    )
+    return run, xs
 
 
 def _layer(x, chosen, p, lora, cache, indexer, replay, ctx, cfg):
     x = constrain(checkpoint_name(x, "residual"), "batch", "tokens", "act_embed")
-    with jax.named_scope("attn"):
-        h = rms_norm(x, p["attn"]["norm"], cfg.norm_eps)
-        inputs = h, p["attn"], _below(lora, "attn"), cache, ctx, cfg
-        if cfg.latent is None:
-            out, pool = _attention(*inputs)
-        else:
-            out, pool, chosen = mla.latent_attention(*inputs, indexer, chosen)
-        x = constrain(checkpoint_name(x + out, "residual"), "batch", "tokens", "act_embed")
+    if "delta" in p:
+        with jax.named_scope("delta"):
+            h, own = _norm(x, p["delta"]["norm"], cfg), _below(lora, "delta")
+            out, pool = delta.mixer(h, p["delta"], own, ctx.lineage, cache, cfg)
+    else:
+        with jax.named_scope("attn"):
+            h = _norm(x, p["attn"]["norm"], cfg)
+            arguments = h, p["attn"], _below(lora, "attn"), cache, ctx, cfg
+            if cfg.latent is None:
+                out, pool = _attention(*arguments)
+            else:
+                out, pool, chosen = mla.latent_attention(*arguments, indexer, chosen)
+    x = constrain(checkpoint_name(x + out, "residual"), "batch", "tokens", "act_embed")
     if "moe" in p:
         with jax.named_scope("moe"):
-            h = rms_norm(x, p["moe"]["norm"], cfg.norm_eps)
+            h = _norm(x, p["moe"]["norm"], cfg)
             out, route = moe.moe(h, p["moe"], _below(lora, "moe"), cfg, replay)
             if cache is not None and pool is not None and "routes" in pool:
                 recorded = paged.record(pool["routes"], route.ids, cache, cache_heads(cfg))
                 pool = pool | {"routes": recorded}
             return x + out, chosen, pool, route
     with jax.named_scope("mlp"):
-        h = rms_norm(x, p["mlp"]["norm"], cfg.norm_eps)
+        h = _norm(x, p["mlp"]["norm"], cfg)
         out = layers.mlp(h, p["mlp"], _below(lora, "mlp"))
         return x + out, chosen, pool, None
 
@@ -246,14 +291,16 @@ def _below(lora: Any, name: str) -> Any:
 
 def _attention(h_BTD, p, lora, cache: paged.Cache | None, ctx: Context, cfg: ModelConfig):
     B, T, _ = h_BTD.shape
-    q, k, v = (
-        y.reshape(B, T, -1, cfg.head_dim) for y in project_each(h_BTD, p, lora, ("q", "k", "v"))
-    )
+    q, k, v = project_each(h_BTD, p, lora, ("q", "k", "v"))
+    k, v = (y.reshape(B, T, -1, cfg.head_dim) for y in (k, v))
+    q, gate = q.reshape(B, T, cfg.num_heads, -1), None
+    if cfg.gated_attention:
+        q, gate = jnp.split(q, 2, axis=-1)
     if cfg.qk_norm:
         # The norm's gradient needs its input. If only the output is kept, both projections run
         # twice, 6 % of the matmuls of a training step of Qwen3-4B.
         q, k = checkpoint_name(q, "query"), checkpoint_name(k, "key")
-        q, k = rms_norm(q, p["q_norm"], cfg.norm_eps), rms_norm(k, p["k_norm"], cfg.norm_eps)
+        q, k = _norm(q, p["q_norm"], cfg), _norm(k, p["k_norm"], cfg)
     q, k = rotate(q, ctx.cos, ctx.sin), rotate(k, ctx.cos, ctx.sin)
     scale, pool = cfg.head_dim**-0.5, None
     if cache is None:
@@ -269,6 +316,8 @@ def _attention(h_BTD, p, lora, cache: paged.Cache | None, ctx: Context, cfg: Mod
             q, new, own, cache.layer, cache.view, scale, cfg.kernels.paged_attention
         )
         pool = cache.pool | kv
+    if gate is not None:
+        out = out * jax.nn.sigmoid(gate.astype(jnp.float32)).astype(out.dtype)
     return project(out.reshape(B, T, -1), p, lora, "o"), pool
 
 

@@ -223,7 +223,9 @@ class ActiveRequests:
         return True
 
     def _prefill(self, todo: list[list[tuple[CachedPrompt, int]]], score: bool = False) -> None:
-        plan = plans.blocks_plan(todo, self.blocks, self.table, self.calls.stacks, score)
+        plan = plans.blocks_plan(
+            todo, self.blocks, self.table, self.calls.stacks, score, self.calls.states > 0
+        )
         if not self._read:
             self._read_from = time.perf_counter()
         scores = self.calls.prefill(plan)
@@ -238,7 +240,8 @@ class ActiveRequests:
 
     def _decode(self, running: list[tuple[SampleState, int]], rows: int) -> None:
         plan, places = plans.rows_plan(
-            running, rows, self.parts, self.table, self.base.cfg.vocab_size, self.calls.stacks
+            *(running, rows, self.parts, self.table, self.base.cfg.vocab_size, self.calls.stacks),
+            has_states=self.calls.states > 0,
         )
         steps = 1 if any(sample.matcher is not None for sample, _ in running) else self.steps
         if self.schedule.waiting or self.schedule.swapped:
@@ -293,12 +296,13 @@ class ActiveRequests:
 
     def _preempt(self, sample: SampleState) -> Any:
         self.counts["preempted"] += 1
-        return self.calls.swap_out(sample.prompt.part, sample.pages[: pages_for(sample.own, PAGE)])
+        pages = sample.pages[: pages_for(sample.own, PAGE)]
+        return self.calls.swap_out(sample.prompt.part, pages, sample.state)
 
     def _restore(self, sample: SampleState) -> None:
         if sample.swapped is not None:
             pages = sample.pages[: pages_for(sample.own, PAGE)]
-            self.calls.swap_in(sample.swapped, sample.prompt.part, pages)
+            self.calls.swap_in(sample.swapped, sample.prompt.part, pages, sample.state)
             sample.swapped = None
 
     def _finish(self, sample: SampleState, reason: str) -> None:
@@ -310,7 +314,8 @@ class ActiveRequests:
                 if prompt.routes is None:
                     pages = [block.page for block in prompt.blocks]
                     prompt.routes = routes(prompt.part, pages, prompt.length)
-            if self.reuse_decoded and not job.is_unnamed:
+            # Blocks of drawn tokens have no snapshot of states.
+            if self.reuse_decoded and not job.is_unnamed and not self.calls.states:
                 self.schedule.extend(sample, self.calls.move)
         self._end(sample)
         sample.finish = reason
@@ -363,5 +368,6 @@ class ActiveRequests:
     def ensure_cache(self, requests: Sequence[Request] | None) -> None:
         """Makes the cache large enough for ``requests``, or as large as possible."""
         if self.calls.ensure_capacity(requests):
-            pages = [PagePool(self.calls.pages, PAGE) for _ in range(self.parts)]
-            self.schedule = Scheduler(pages, self.rows[-1] // self.parts)
+            states = self.calls.states
+            pages = [PagePool(self.calls.pages, PAGE, states) for _ in range(self.parts)]
+            self.schedule = Scheduler(pages, self.rows[-1] // self.parts, states > 0)

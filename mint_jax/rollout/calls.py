@@ -20,7 +20,7 @@ from mint_jax import host, messages, multihost
 from mint_jax.errors import UserError
 from mint_jax.lora.tree import Stacks
 from mint_jax.models.base import Base
-from mint_jax.models.paged import PAGE, Teams
+from mint_jax.models.paged import PAGE, StateSlots, Teams
 from mint_jax.rollout import device
 from mint_jax.rollout.device import DecodePlan, Drawn, PageMoves, PrefillPlan, PromptScoring
 from mint_jax.rollout.pages import pages_for
@@ -34,7 +34,7 @@ CACHE_BYTES = 1 << 30  # on CPUs; accelerators use CACHE_SHARE of their free mem
 CACHE_SHARE = 0.6
 LEAST_PAGES = 16
 SWAP_PAGES = 8  # pages of each part in one swap call
-PLANS = PromptScoring, PrefillPlan, Penalties, DecodePlan, SamplingParams, Teams
+PLANS = PromptScoring, PrefillPlan, Penalties, DecodePlan, SamplingParams, StateSlots, Teams
 DEVICE_CALLS: dict[str, Callable[..., Any]] = {}
 
 
@@ -74,7 +74,7 @@ class DeviceCalls:
 
     Attributes:
         pool: the pages on the devices; None before ``make``.
-        pages, most: allocated and maximum pages of each part.
+        pages, most: allocated and maximum pages of each part; states: its slots of states.
         stacks: adapter stacks of the current call.
     """
 
@@ -90,6 +90,8 @@ class DeviceCalls:
         self._swapped: dict[int, list[Any]] = {}
         self._visited: dict[int, np.ndarray] = {}  # expert ids of this call, if followers answer
         self._open, self._answered = False, False
+        # Own states of rows, those of prompts that run or are prefilled ahead, and snapshots.
+        self.states = 0 if base.cfg.delta is None else 4 * -(-rows // self.parts)
         self.pages = 0
         self.most = multihost.agree("pages of the cache", lambda: self._count(nbytes))
 
@@ -164,11 +166,11 @@ class DeviceCalls:
 
     @everywhere
     def make(self, pages: int) -> None:
-        """Allocates an empty pool of ``pages`` pages in each part."""
+        """Allocates an empty pool of ``pages`` pages in each part, and the slots of states."""
         self._free()
         self.pages = pages
         cfg, mesh, dtype = self.base.cfg, self.base.mesh, self.base.dtype
-        self.pool = device.empty_pool(cfg, mesh, pages, dtype, self.keep_routes)
+        self.pool = device.empty_pool(cfg, mesh, pages, dtype, self.keep_routes, self.states)
 
     @everywhere
     def release(self) -> None:
@@ -203,23 +205,32 @@ class DeviceCalls:
             plan[4] = NOWHERE
             some = np.array(moves[i : i + SWAP_PAGES], np.int32).reshape(-1, 5).T
             plan[:, part * SWAP_PAGES : part * SWAP_PAGES + some.shape[1]] = some
-            self.pool = device.move_pages(self.pool, PageMoves(*plan), cfg=self.base.cfg)
+            pages = device.paged(self.pool, self.base.cfg)
+            self.pool |= device.move_pages(pages, PageMoves(*plan), cfg=self.base.cfg)
 
     @everywhere
-    def swap_out(self, part: int, pages: Sequence[int]) -> SwappedPages:
-        """Copies the contents of pages of one part to the host."""
+    def swap_out(self, part: int, pages: Sequence[int], state: int | None) -> SwappedPages:
+        """Copies the contents of pages of one part, and a slot of states, to the host."""
         swapped = SwappedPages(next(self._numbers), part)
-        self._swapped[swapped.number] = self._read(self.pool, part, pages)
+        self._swapped[swapped.number] = [
+            self._read(device.paged(self.pool, self.base.cfg, bool(of_states)), part, places)
+            for of_states, places in enumerate(_places(pages, state))
+        ]
         return swapped
 
     @everywhere
-    def swap_in(self, swapped: SwappedPages, part: int, pages: Sequence[int]) -> None:
-        """Writes the contents into as many pages of any part, and drops the host copy."""
-        shift, parts = (part - swapped.part) * SWAP_PAGES, self._swapped.pop(swapped.number)
-        for ids, contents in zip(self._ids(part, pages, NOWHERE), parts, strict=True):
-            if shift:
-                contents = jax.tree.map(lambda x: np.roll(x, shift, axis=1), contents)
-            self.pool = device.write_pages(self.pool, ids, contents, cfg=self.base.cfg)
+    def swap_in(
+        self, swapped: SwappedPages, part: int, pages: Sequence[int], state: int | None
+    ) -> None:
+        """Writes the contents into as many pages of any part, and a slot, and drops the copy."""
+        shift, copies = (part - swapped.part) * SWAP_PAGES, self._swapped.pop(swapped.number)
+        for of_states, places in enumerate(_places(pages, state)):
+            ids = self._ids(part, places, NOWHERE)
+            for some, contents in zip(ids, copies[of_states], strict=True):
+                if shift:
+                    contents = jax.tree.map(lambda x: np.roll(x, shift, axis=1), contents)
+                pool = device.paged(self.pool, self.base.cfg, bool(of_states))
+                self.pool |= device.write_pages(pool, some, contents, cfg=self.base.cfg)
 
     @everywhere
     def discard(self, swapped: SwappedPages) -> None:
@@ -304,6 +315,11 @@ class DeviceCalls:
                     f"process 0 sent {word!r}, which this process does not know: run the same"
                     " version in every process"
                 )
+
+
+def _places(pages: Sequence[int], state: int | None) -> list[Sequence[int]]:
+    """Returns the places of a row in the parts of the pool with pages and with states."""
+    return [pages] if state is None else [pages, [state]]
 
 
 NUMBERS = {"tokens": np.int32, "logprobs": np.float64, "drawn_logprobs": np.float64}

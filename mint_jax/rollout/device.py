@@ -20,10 +20,10 @@ from jax.sharding import Mesh, NamedSharding
 from mint_jax import sharding
 from mint_jax.lora.tree import Stacks
 from mint_jax.lora.view import attach_rows
-from mint_jax.models import paged
+from mint_jax.models import paged as paged_lib
 from mint_jax.models.attention import split, unsplit
 from mint_jax.models.config import ModelConfig
-from mint_jax.models.paged import PAGE, Teams, View
+from mint_jax.models.paged import PAGE, StateSlots, Teams, View
 from mint_jax.models.precision import as_stored
 from mint_jax.models.transformer import (
     DecoderInputs,
@@ -75,6 +75,7 @@ class PrefillPlan(NamedTuple):
     slots: Any
     used: Any
     scoring: "PromptScoring | None" = None
+    states: StateSlots | None = None
 
 
 class PromptScoring(NamedTuple):
@@ -139,6 +140,9 @@ class DecodePlan(NamedTuple):
     slots: Any
     sampling: SamplingParams
     teams: Teams
+    # `[R]` slots of the states that rows read first, and that they keep
+    source: Any = None
+    state: Any = None
 
 
 class PageMoves(NamedTuple):
@@ -179,7 +183,9 @@ def lanes(mesh: Mesh) -> int:
     return 128 if mesh.devices.flat[0].platform == "tpu" else 1
 
 
-def pool_specs(cfg: ModelConfig, pages: int, dtype: Any, routes: bool, lanes: int = 1) -> Any:
+def pool_specs(
+    cfg: ModelConfig, pages: int, dtype: Any, routes: bool, lanes: int = 1, states: int = 0
+) -> Any:
     """Returns the shapes of a pool: ``transformer.cache_specs`` with widths rounded up to
     ``lanes``.
     """
@@ -188,9 +194,15 @@ def pool_specs(cfg: ModelConfig, pages: int, dtype: Any, routes: bool, lanes: in
         wide = lanes if jnp.issubdtype(x.dtype, jnp.floating) else 1
         return jax.ShapeDtypeStruct((*x.shape[:-1], -(-x.shape[-1] // wide) * wide), x.dtype)
 
-    return {"tokens": jax.ShapeDtypeStruct((1, pages, PAGE, 1), jnp.int32)} | jax.tree.map(
-        of, cache_specs(cfg, pages, dtype, routes)
-    )
+    specs = cache_specs(cfg, pages, dtype, routes, states)
+    specs |= {stack: jax.tree.map(of, specs[stack]) for stack in paged(specs, cfg)}
+    return {"tokens": jax.ShapeDtypeStruct((1, pages, PAGE, 1), jnp.int32)} | specs
+
+
+def paged(pool: Pool, cfg: ModelConfig, states: bool = False) -> Pool:
+    """Returns the parts of a pool that have pages, or those that have states."""
+    of_states = {stack for stack in cfg.stacks if cfg.kind_of(stack) == "delta"}
+    return {name: x for name, x in pool.items() if (name in of_states) == states}
 
 
 def page_bytes(cfg: ModelConfig, dtype: Any, routes: bool, lanes: int = 1) -> int:
@@ -209,20 +221,28 @@ def pool_shardings(cfg: ModelConfig, specs: Any, mesh: Mesh) -> Any:
     def of(leaf: Any) -> NamedSharding:
         return NamedSharding(mesh, sharding.partition(_axes(leaf, rows, heads), mesh))
 
-    return jax.tree.map(of, specs)
+    with_pages = paged(specs, cfg)
+    whole = NamedSharding(mesh, sharding.partition((None, rows), mesh))
+    return jax.tree.map(lambda _: whole, specs) | jax.tree.map(of, with_pages)
 
 
-def empty_pool(cfg: ModelConfig, mesh: Mesh, pages: int, dtype: Any, routes: bool = False) -> Pool:
-    """Returns an empty pool of ``pages`` pages on each part of the mesh (``page_parts``)."""
+def empty_pool(
+    cfg: ModelConfig, mesh: Mesh, pages: int, dtype: Any, routes: bool = False, states: int = 0
+) -> Pool:
+    """Returns an empty pool of ``pages`` pages and ``states`` slots of states on each part of the
+    mesh (``page_parts``).
+    """
     with jax.set_mesh(mesh):
-        return _maker(cfg, mesh, pages, jnp.dtype(dtype), routes)()
+        return _maker(cfg, mesh, pages, jnp.dtype(dtype), routes, states)()
 
 
 def abstract_pool(
-    cfg: ModelConfig, mesh: Mesh, pages: int, dtype: Any, routes: bool = False
+    cfg: ModelConfig, mesh: Mesh, pages: int, dtype: Any, routes: bool = False, states: int = 0
 ) -> Pool:
     """Returns the shapes and shardings of ``empty_pool`` for ahead-of-time compiling."""
-    specs = pool_specs(cfg, pages * page_parts(cfg, mesh), jnp.dtype(dtype), routes, lanes(mesh))
+    parts = page_parts(cfg, mesh)
+    sizes = pages * parts, jnp.dtype(dtype), routes, lanes(mesh), states * parts
+    specs = pool_specs(cfg, *sizes)
     return jax.tree.map(
         lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at),
         specs,
@@ -232,9 +252,9 @@ def abstract_pool(
 
 @functools.lru_cache(16)  # an engine with keep_cache=False allocates a pool in every call
 def _maker(
-    cfg: ModelConfig, mesh: Mesh, pages: int, dtype: Any, routes: bool
+    cfg: ModelConfig, mesh: Mesh, pages: int, dtype: Any, routes: bool, states: int
 ) -> Callable[[], Pool]:
-    specs = abstract_pool(cfg, mesh, pages, dtype, routes)
+    specs = abstract_pool(cfg, mesh, pages, dtype, routes, states)
     return jax.jit(
         lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), specs),
         out_shardings=jax.tree.map(lambda s: s.sharding, specs),
@@ -258,7 +278,11 @@ def prefill(
     chex.assert_shape([blocks.start, blocks.page], (C,))
     positions = blocks.start[:, None] + jnp.arange(T, dtype=jnp.int32)[None]
     none = jnp.zeros((C,), jnp.int32)
-    view = View(blocks.table, blocks.start, none, none, blocks.page, used=blocks.used)
+    view = View(
+        *(blocks.table, blocks.start, none, none, blocks.page),
+        used=blocks.used,
+        states=blocks.states,
+    )
     lora = attach_rows(stacks, blocks.slots, cfg.kernels.slot_lora, T)
     inputs = DecoderInputs(blocks.tokens, positions, pool=pool, view=view)
     h, kept = hidden_states(params, lora, inputs, cfg)
@@ -309,8 +333,8 @@ def _in_use(live: jax.Array) -> jax.Array:
 
 
 def _write_tokens(pool: jax.Array, tokens_BT: jax.Array, view: View, cfg: ModelConfig) -> jax.Array:
-    return paged.record(
-        pool, tokens_BT[..., None], paged.Cache({}, jnp.int32(0), view), cache_heads(cfg)
+    return paged_lib.record(
+        pool, tokens_BT[..., None], paged_lib.Cache({}, jnp.int32(0), view), cache_heads(cfg)
     )
 
 
@@ -333,19 +357,24 @@ def decode(
     """Draws up to ``min(steps, STEPS)`` tokens for every row; ends early when no row is live."""
     R, A = rows.token.shape[0], min(ALTERNATIVES, cfg.vocab_size)
     lora = attach_rows(stacks, rows.slots, cfg.kernels.slot_lora, 1)
-    runs_of_prefix = -(-rows.prefix // paged.RUN)
+    runs_of_prefix = -(-rows.prefix // paged_lib.RUN)
     nowhere = jax.tree.leaves(pool["tokens"])[0].shape[1]  # a page number that is out of range
 
-    def view_of(own: jax.Array, live: jax.Array) -> View:
-        entry = runs_of_prefix * paged.RUN_PAGES + own // PAGE
+    def view_of(own: jax.Array, live: jax.Array, step: jax.Array) -> View:
+        entry = runs_of_prefix * paged_lib.RUN_PAGES + own // PAGE
         entry = jnp.minimum(entry, rows.table.shape[1] - 1)[:, None]
         page = jnp.take_along_axis(rows.table, entry, axis=1)[:, 0]
         page, place = jnp.where(live, page, nowhere), own % PAGE
         prefix = rows.table, rows.prefix, own, rows.first
-        return View(*prefix, page, place, rows.teams, _in_use(live))
+        states = None
+        if rows.state is not None:
+            load = jnp.where(step == 0, rows.source, rows.state)
+            save = jnp.where(live, rows.state, nowhere)
+            states = StateSlots(load, save, jnp.full_like(save, nowhere), live.astype(jnp.int32))
+        return View(*prefix, page, place, rows.teams, _in_use(live), states)
 
     def body(s: _State) -> _State:
-        view = view_of(s.own, s.live)
+        view = view_of(s.own, s.live, s.step)
 
         def layers(view: View, pool: Pool) -> tuple[jax.Array, Pool]:
             at = (rows.prefix + s.own)[:, None]
@@ -436,7 +465,7 @@ def _penalised(
         ids = tokens[0, view.table].reshape(len(z_RV), -1)  # [R, D PAGE]
         place = jnp.arange(view.capacity)[None]
         # The first own token is the last token of the prompt.
-        own = place - (-(-view.prefix // paged.RUN) * paged.RUN)[:, None]
+        own = place - (-(-view.prefix // paged_lib.RUN) * paged_lib.RUN)[:, None]
         prompt = (place < view.prefix[:, None]) | (own == 0)
         return penalised(z_RV, penalties, ids, prompt, (own > 0) & (own <= view.own[:, None]))
 

@@ -25,7 +25,8 @@ class Root:
 class Block:
     """A page of a prompt, for ``users`` prompts. Only the last block of a prompt may have fewer
     tokens than a page; other prompts can find those that are ``indexed``. ``ready``: it is written,
-    or a call that writes it is enqueued. ``parent`` is the previous block, or the root.
+    or a call that writes it is enqueued. ``parent`` is the previous block, or the root. ``state``:
+    slot with a snapshot of the layers' states after it, which ``pins`` prompts read.
     """
 
     parent: "Block | Root"
@@ -35,18 +36,23 @@ class Block:
     indexed: bool
     users: int = 1
     ready: bool = False
+    state: int | None = None
+    pins: int = 0
     children: "dict[tuple[int, ...], Block]" = dataclasses.field(default_factory=dict)
 
 
 class PagePool:
-    """The ``count`` pages of one part, of ``size`` tokens each."""
+    """The ``count`` pages of one part, of ``size`` tokens each, and its slots of ``states``."""
 
-    def __init__(self, count: int, size: int):
+    def __init__(self, count: int, size: int, states: int = 0):
         self.count, self.size = count, size
         self._free = list(range(count - 1, -1, -1))
         self._roots: dict[Hashable, Root] = {}  # roots that have blocks
         # Blocks without users, least recently used first.
         self._idle: OrderedDict[Block, None] = OrderedDict()
+        self._states = list(range(states))
+        # Blocks with a snapshot, least recently used first.
+        self._snapshots: OrderedDict[Block, None] = OrderedDict()
 
     @property
     def available(self) -> int:
@@ -63,6 +69,38 @@ class PagePool:
         while len(self._free) < n:
             self._drop(self._idle.popitem(last=False)[0])
         return [self._free.pop() for _ in range(n)]
+
+    def take_state(self) -> int | None:
+        """Returns a slot for a state, which may be that of the oldest snapshot."""
+        if not self._states:
+            unread = (block for block in self._snapshots if not block.pins)
+            if (block := next(unread, None)) is None:
+                return None
+            self._drop_snapshot(block)
+        return self._states.pop()
+
+    def give_state(self, slot: int) -> None:
+        self._states.append(slot)
+
+    def snapshot(self, block: Block) -> int | None:
+        """Returns a slot for a snapshot after a block that is being written, if one is free."""
+        if block.indexed and block.state is None and (slot := self.take_state()) is not None:
+            block.state = slot
+            self._snapshots[block] = None
+        return block.state
+
+    def _drop_snapshot(self, block: Block) -> None:
+        del self._snapshots[block]
+        assert block.state is not None
+        self.give_state(block.state)
+        block.state = None
+
+    def known(self, blocks: Sequence[Block]) -> int:
+        """Returns the number of leading blocks up to the last with a snapshot."""
+        found = [i for i, block in enumerate(blocks, 1) if block.ready and block.state is not None]
+        if found:
+            self._snapshots.move_to_end(blocks[found[-1] - 1])
+        return found[-1] if found else 0
 
     def give(self, pages: Sequence[int]) -> None:
         """Returns pages of ``take`` to the free list."""
@@ -170,6 +208,8 @@ class PagePool:
             del block.parent.children[block.tokens]
             if block.parent is block.root and not block.root.closed and not block.root.children:
                 del self._roots[block.root.key]
+        if block.state is not None:
+            self._drop_snapshot(block)
         self.give([block.page])
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mint_jax.lora.tree import Slot
-from mint_jax.models.paged import PAGE, RUN, TEAM, Teams
+from mint_jax.models.paged import EMPTY, FOLLOW, PAGE, RUN, TEAM, StateSlots, Teams
 from mint_jax.rollout.device import ALTERNATIVES, DecodePlan, PrefillPlan, PromptScoring
 from mint_jax.rollout.grammar import mask_of, words
 from mint_jax.rollout.request import MAX_BIASES, MAX_STOP_IDS, Request, seed_of
@@ -25,6 +25,7 @@ def blocks_plan(
     table: int,
     buckets: Iterable[int],
     scored: bool = False,
+    has_states: bool = False,
 ) -> PrefillPlan:
     """Returns the plan of a prefill of ``count`` blocks over all parts.
 
@@ -53,7 +54,31 @@ def blocks_plan(
             used = max(used, c * PAGE + n)
     scoring = PromptScoring(targets, draws, seed) if scored else None
     slots, places = _slots(adapters, buckets), np.array(used, np.int32)
-    return PrefillPlan(tokens, start, page, tables, slots, places, scoring)
+    states = _states_of_blocks(todo, count) if has_states else None
+    return PrefillPlan(tokens, start, page, tables, slots, places, scoring, states)
+
+
+def _slot(slot: int | None) -> int:
+    assert slot is not None
+    return slot
+
+
+def _states_of_blocks(todo: Sequence[Sequence[tuple[CachedPrompt, int]]], count: int) -> StateSlots:
+    load, tokens = np.full(count, EMPTY, np.int32), np.zeros(count, np.int32)
+    save, keep = np.full(count, NOWHERE, np.int32), np.full(count, NOWHERE, np.int32)
+    for part, blocks in enumerate(todo):
+        for c, (prompt, i) in enumerate(blocks, part * (count // len(todo))):
+            at, block = c - part * (count // len(todo)), prompt.blocks[i]
+            if at and blocks[at - 1] == (prompt, i - 1):
+                load[c] = FOLLOW
+            elif i:
+                before, read = prompt.blocks[i - 1], prompt.read
+                load[c] = _slot(prompt.state if read is not before else before.state)
+            if at + 1 == len(blocks) or blocks[at + 1] != (prompt, i + 1):
+                save[c] = _slot(prompt.state)
+            keep[c] = NOWHERE if block.state is None else block.state
+            tokens[c] = len(block.tokens)
+    return StateSlots(load, save, keep, tokens)  # type: ignore[arg-type]
 
 
 def rows_plan(
@@ -63,6 +88,7 @@ def rows_plan(
     table: int,
     vocab: int,
     buckets: Iterable[int],
+    has_states: bool = False,
 ) -> tuple[DecodePlan, list[int]]:
     """Returns the plan of a decode dispatch of ``rows`` rows over all parts, and the row of each
     sample. ``running`` has the samples, and the number of own tokens that each may reach.
@@ -106,8 +132,14 @@ def rows_plan(
         slots=_slots([None if s is None else s.prompt.request.adapter for s in samples], buckets),
         sampling=_sampling(samples),
         teams=teams,
+        source=column(np.int32, _source) if has_states else None,
+        state=column(np.int32, lambda s: s.state) if has_states else None,
     )
     return plan, places
+
+
+def _source(sample: SampleState) -> int:
+    return _slot(sample.state) if sample.own else sample.prompt.source
 
 
 def _slots(adapters: Sequence[Slot | None], buckets: Iterable[int]) -> dict[int, Any]:

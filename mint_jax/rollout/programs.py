@@ -17,31 +17,37 @@ def programs(active: ActiveRequests, stacks: Stacks) -> list[Program]:
     """Returns every program that an engine over these stacks runs."""
     base = active.base
     cfg, params, shapes, calls = base.cfg, base.params, abstract(stacks), active.calls
-    pool = device.abstract_pool(cfg, base.mesh, calls.most, base.dtype, active.keep_routes)
+    sizes, has_states = (calls.most, base.dtype, active.keep_routes, calls.states), calls.states > 0
+    pool = device.abstract_pool(cfg, base.mesh, *sizes)
 
     def lowered(function: Any, *args: Any) -> None:
         with jax.set_mesh(base.mesh):
             function.lower(*args, cfg=cfg).compile()
 
     def prefill(score: bool = False) -> None:
-        plan = plans.blocks_plan([[]] * active.parts, active.blocks, active.table, stacks, score)
+        plan = plans.blocks_plan(
+            [[]] * active.parts, active.blocks, active.table, stacks, score, has_states
+        )
         lowered(device.prefill, params, shapes, pool, plan)
 
     def decode(rows: int) -> None:
-        plan, _ = plans.rows_plan([], rows, active.parts, active.table, cfg.vocab_size, stacks)
+        sizes = rows, active.parts, active.table, cfg.vocab_size
+        plan, _ = plans.rows_plan([], *sizes, stacks, has_states)
         lowered(device.decode, params, shapes, pool, plan, np.int32(0))
 
     def pages() -> None:
         ids = calls.nowhere()
-        lowered(device.read_pages, pool, ids)
-        with jax.set_mesh(base.mesh):
-            contents = jax.eval_shape(functools.partial(device.read_pages, cfg=cfg), pool, ids)
-        contents = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), contents)
-        lowered(device.write_pages, pool, ids, contents)
+        paged = [device.paged(pool, cfg, states) for states in (False, True)[: 1 + has_states]]
+        for part in paged:
+            lowered(device.read_pages, part, ids)
+            with jax.set_mesh(base.mesh):
+                contents = jax.eval_shape(functools.partial(device.read_pages, cfg=cfg), part, ids)
+            contents = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), contents)
+            lowered(device.write_pages, part, ids, contents)
         if active.keep_routes:
             lowered(device.read_pages, {"routes": pool["moe"]["routes"]}, ids)
         if active.reuse_decoded:
-            lowered(device.move_pages, pool, device.PageMoves(*[ids] * 5))
+            lowered(device.move_pages, paged[0], device.PageMoves(*[ids] * 5))
 
     out = [Program("prefill", f"prefill of {active.blocks * PAGE} tokens", prefill, 0)]
     for r in active.rows:

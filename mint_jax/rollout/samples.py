@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from mint_jax.models.paged import PAGE, RUN, RUN_PAGES, TEAM
+from mint_jax.models.paged import EMPTY, PAGE, RUN, RUN_PAGES, TEAM
 from mint_jax.rollout.device import Drawn
 from mint_jax.rollout.pages import Block, pages_for
 from mint_jax.rollout.request import Completion, Request
@@ -16,6 +16,10 @@ class CachedPrompt:
     ``blocks`` of a mesh ``part``, for the tenant and version of ``key``. ``reused`` tokens were
     cached when it was first opened. ``routes`` and ``scores``, by block number, are of its tokens,
     if requested.
+
+    On bases with states ``state`` is the slot after its last written block, ``written`` counts the
+    leading blocks whose states are known, and ``read`` is the block whose snapshot it starts from,
+    pinned while it is open.
     """
 
     request: Request
@@ -24,6 +28,9 @@ class CachedPrompt:
     blocks: list[Block] = dataclasses.field(default_factory=list)
     users: int = 0
     reused: int | None = None
+    state: int | None = None
+    read: Block | None = None
+    written: int = 0
     routes: Any = None
     scores: dict[int, list[Any]] = dataclasses.field(default_factory=dict)
 
@@ -37,7 +44,23 @@ class CachedPrompt:
 
     @property
     def ready(self) -> bool:
-        return all(block.ready for block in self.blocks)
+        """True if every block is written."""
+        return not any(map(self.lacks, range(len(self.blocks))))
+
+    def lacks(self, number: int) -> bool:
+        """Returns True if a block is to be written, or the states after it are not known."""
+        block = self.blocks[number]
+        return not block.ready or (self.state is not None and number >= self.written)
+
+    @property
+    def source(self) -> int:
+        """Slot of the states after the prefix."""
+        if not self.blocks:
+            return EMPTY
+        if self.read is not None and self.read is self.blocks[-1]:
+            assert self.read.state is not None
+            return self.read.state
+        return -1 if self.state is None else self.state
 
     @property
     def scored_from(self) -> int | None:
@@ -46,6 +69,12 @@ class CachedPrompt:
         """
         first = self.request.first_scored
         return None if first is None else first // PAGE
+
+    @property
+    def shared(self) -> int:
+        """Number of whole blocks that later prompts can find."""
+        whole = self.length // PAGE
+        return whole if self.scored_from is None else min(whole, self.scored_from)
 
     def scored(self) -> dict[str, Any]:
         """Returns the requested scores, keyed by the fields of ``Completion``."""
@@ -87,7 +116,7 @@ class SampleState:
 
     Attributes:
         number, order: index among the request's samples, and admission order, smallest first.
-        pages: its own pages.
+        pages, state: its own pages, and its slot of states.
         swapped: handle of its pages' contents while they are on the host.
         finish: reason that it ended; None while it runs.
         matcher, stops: state of its grammar, and search for its stop strings.
@@ -98,6 +127,7 @@ class SampleState:
     order: int
     owner: Any = None
     pages: list[int] = dataclasses.field(default_factory=list)
+    state: int | None = None
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     drawn_logprobs: list[float] = dataclasses.field(default_factory=list)

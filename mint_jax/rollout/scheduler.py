@@ -15,12 +15,15 @@ from mint_jax.models.paged import PAGE
 from mint_jax.rollout.pages import PagePool, pages_for
 from mint_jax.rollout.samples import CachedPrompt, SampleState
 
+# Blocks between two snapshots of a prompt's states; its last whole block has one too.
+SNAPSHOT = 16
+
 
 class Scheduler:
     """Sequences and pages of every part; at most ``rows`` rows of a part run at once."""
 
-    def __init__(self, pages: Sequence[PagePool], rows: int):
-        self.pages, self.rows = list(pages), rows
+    def __init__(self, pages: Sequence[PagePool], rows: int, has_states: bool = False):
+        self.pages, self.rows, self.has_states = list(pages), rows, has_states
         self.waiting: deque[SampleState] = deque()
         self.swapped: list[SampleState] = []
         self.running: list[SampleState] = []
@@ -89,6 +92,13 @@ class Scheduler:
                 continue
             if (pages := self._take(part, wanted, prompt)) is None:
                 continue
+            if self.has_states:
+                sequence.state = self._take_state(part, prompt)
+                if sequence.state is None:
+                    self.pages[part].give(pages)
+                    if not prompt.users:
+                        self._close(prompt)
+                    continue
             if prompt in self.ahead:
                 self.ahead.remove(prompt)
             prompt.users += 1
@@ -111,11 +121,27 @@ class Scheduler:
             if not (give_up and self._give_up(part)):
                 return False
         prompt.part, (prompt.blocks, found) = part, opened
+        if self.has_states:
+            pool = self.pages[part]
+            found = prompt.written = pool.known(prompt.blocks[:found])
+            if found:
+                prompt.read = prompt.blocks[found - 1]
+                prompt.read.pins += 1
+            prompt.state = self._take_state(part, prompt)
+            if prompt.state is None:
+                self._close(prompt)
+                return False
         if prompt.reused is None:
             prompt.reused = found * PAGE
         return True
 
     def _close(self, prompt: CachedPrompt) -> None:
+        if prompt.read is not None:
+            prompt.read.pins -= 1
+            prompt.read = None
+        if prompt.state is not None:
+            self.pages[prompt.part].give_state(prompt.state)
+            prompt.state, prompt.written = None, 0
         self.pages[prompt.part].close(prompt.blocks)
         prompt.blocks = []
         if prompt in self.ahead:
@@ -129,6 +155,12 @@ class Scheduler:
             if not self._give_up(part, but):
                 return None
         return pages
+
+    def _take_state(self, part: int, but: CachedPrompt | None = None) -> int | None:
+        while (slot := self.pages[part].take_state()) is None:
+            if not self._give_up(part, but):
+                return None
+        return slot
 
     def _give_up(self, part: int, but: CachedPrompt | None = None) -> bool:
         """Releases the last prompt prefilled ahead in a part; its full blocks stay in the index.
@@ -157,9 +189,9 @@ class Scheduler:
         for prompt in dict.fromkeys(s.prompt for s in self.running):
             first = len(prompt.blocks) if prompt.scored_from is None else prompt.scored_from
             if not scored:
-                _write(prompt, range(first), out[prompt.part], count)
-            elif all(block.ready for block in prompt.blocks[:first]):
-                _write(prompt, range(first, len(prompt.blocks)), out[prompt.part], count)
+                self._write(prompt, range(first), out[prompt.part], count)
+            elif not any(map(prompt.lacks, range(first))):
+                self._write(prompt, range(first, len(prompt.blocks)), out[prompt.part], count)
         if any(out) and not scored and not self.swapped:
             self._read_ahead(out, count, loaded)
         return out
@@ -185,7 +217,8 @@ class Scheduler:
                 ):
                     return
                 self.ahead.append(prompt)
-            _write(prompt, range(len(prompt.blocks))[: prompt.scored_from], out[prompt.part], count)
+            numbers = range(len(prompt.blocks))[: prompt.scored_from]
+            self._write(prompt, numbers, out[prompt.part], count)
 
     def to_decode(
         self, steps: int, preempt: Callable[[SampleState], Any]
@@ -268,18 +301,29 @@ class Scheduler:
 
     def _release(self, sequence: SampleState) -> None:
         self.running.remove(sequence)
-        self.pages[sequence.prompt.part].give(sequence.pages)
+        pool = self.pages[sequence.prompt.part]
+        pool.give(sequence.pages)
         sequence.pages = []
+        if sequence.state is not None:
+            pool.give_state(sequence.state)
+            sequence.state = None
         sequence.prompt.users -= 1
         if not sequence.prompt.users:
             self._close(sequence.prompt)
 
-
-def _write(
-    prompt: CachedPrompt, numbers: Iterable[int], into: list[tuple[CachedPrompt, int]], count: int
-) -> None:
-    """Appends a prompt's unwritten blocks until ``into`` has ``count``."""
-    for i in numbers:
-        if not prompt.blocks[i].ready and len(into) < count:
-            prompt.blocks[i].ready = True
-            into.append((prompt, i))
+    def _write(
+        self,
+        prompt: CachedPrompt,
+        numbers: Iterable[int],
+        into: list[tuple[CachedPrompt, int]],
+        count: int,
+    ) -> None:
+        """Appends a prompt's unwritten blocks until ``into`` has ``count``."""
+        for i in numbers:
+            if prompt.lacks(i) and len(into) < count:
+                prompt.blocks[i].ready = True
+                if prompt.state is not None:
+                    prompt.written = i + 1
+                    if (i + 1) % SNAPSHOT == 0 or i + 1 == prompt.shared:
+                        self.pages[prompt.part].snapshot(prompt.blocks[i])
+                into.append((prompt, i))

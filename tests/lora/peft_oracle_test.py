@@ -18,6 +18,7 @@ from tests import oracles
 from tests.exchange import (
     assert_same_logits,
     decided_tokens,
+    looser,
     peft_gradients,
     peft_model,
     random_adapter,
@@ -39,6 +40,10 @@ LATENT = (
     AdapterConfig(3, 5.0, ("q_a", "q_b", "kv_a", "kv_b", "o"), rslora=True),
 )
 NO_Q_LATENT = (AdapterConfig(2, 4.0, ("q", "o")), AdapterConfig(3, 5.0, ("q", "kv_a", "kv_b", "o")))
+STATES = (
+    AdapterConfig(2, 4.0, ("qkv", "beta", "out", "q"), rslora=True),
+    AdapterConfig(3, 5.0, (ALL_LINEAR,)),
+)
 EXPERTS = (AdapterConfig(2, 6.0, (ALL_LINEAR,)), AdapterConfig(3, 4.0, (ALL_LINEAR,)))
 
 
@@ -65,6 +70,7 @@ def logits_and_gradients(params, stacks, tokens_BT, pull_BTV, cfg, blocks, base_
         ("qwen3", MIXED),
         ("moonlight_dense", NO_Q_LATENT),
         ("qwen3_moe", EXPERTS),
+        ("qwen3_5", STATES),
         # experts chosen group by group, shared ones, and a dense layer
         pytest.param("deepseek_v3", EXPERTS, marks=pytest.mark.long),
         pytest.param("deepseek_v3_dense", LATENT, marks=pytest.mark.long),
@@ -91,14 +97,16 @@ def test_logits_and_gradients_of_a_mixed_batch_match_peft_policy_by_policy(
     )
     plain = oracles.torch_logits(bare, tokens_BT)
     # float32 sums of 48 to 97 terms over 3 layers in another order, relative to the largest entry
-    np.testing.assert_allclose(ours[-2:], plain[-2:], rtol=0, atol=5e-6 * np.abs(plain).max())
+    np.testing.assert_allclose(
+        ours[-2:], plain[-2:], rtol=0, atol=5e-6 * np.abs(plain).max() * looser(base.cfg)
+    )
     experts = base.cfg.experts
     sizes = (experts.count, experts.width) if experts else (0, 0)
     for i, (model, config) in enumerate(zip(models, configs)):
         mine, slot = slice(2 * i, 2 * i + 2), slots[str(config.rank)]
         theirs = model(torch.tensor(tokens_BT[mine])).logits
         (theirs * torch.tensor(pull_BTV[mine])).sum().backward()
-        assert_same_logits(ours[mine], theirs.detach().numpy(), plain[mine])
+        assert_same_logits(ours[mine], theirs.detach().numpy(), plain[mine], looser(base.cfg))
         wanted = peft_gradients(model, names, config.rank, *sizes)
         own = jax.tree.map(
             lambda x, s=slot, r=config.rank: x[:, s.index, ..., :r, :], grads[slot.bucket]
@@ -107,5 +115,5 @@ def test_logits_and_gradients_of_a_mixed_batch_match_peft_policy_by_policy(
         assert wanted.keys() <= got.keys()
         for path, want in wanted.items():
             want = want.reshape(got[path].shape)
-            most = 2e-5 * np.abs(want).max() + 1e-6
+            most = looser(base.cfg) * 2e-5 * np.abs(want).max() + 1e-6
             np.testing.assert_allclose(got[path], want, rtol=0, atol=most, err_msg=path)

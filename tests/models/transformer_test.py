@@ -19,7 +19,7 @@ from mint_jax.models.transformer import DecoderInputs, hidden_states
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Request
 from tests import oracles
-from tests.exchange import decoder_logits
+from tests.exchange import decoder_logits, looser
 from tests.marks import first
 from tests.models.paged_test import continued
 
@@ -142,12 +142,15 @@ def _assert_same_gradients(tree, theirs, cfg):
     assert set(ours) == set(theirs)
     for name, want in theirs.items():
         # float32 sums over tokens
-        np.testing.assert_allclose(ours[name], want, atol=1e-4 * np.abs(want).max(), err_msg=name)
+        np.testing.assert_allclose(
+            ours[name], want, atol=1e-4 * looser(cfg) * np.abs(want).max(), err_msg=name
+        )
 
 
 @pytest.mark.parametrize(
     ("name", "remat"),
-    [("qwen3", remat) for remat in transformer.REMAT] + [("llama_bias", "none"), *LATENT],
+    [("qwen3", remat) for remat in transformer.REMAT]
+    + [("llama_bias", "none"), ("qwen3_5", "names"), *LATENT],
 )
 def test_gradients_equal_torch_under_every_remat_policy(
     name, remat, hf_dirs, tiny_base, rng, monkeypatch
@@ -165,7 +168,7 @@ def test_gradients_equal_torch_under_every_remat_policy(
     _assert_same_gradients(grads, _grads_under_torch(hf_dirs(name), tokens_BT, g_BTV), base.cfg)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "deepseek_v3_dense"])
+@pytest.mark.parametrize("name", ["qwen3", "deepseek_v3_dense", "qwen3_5"])
 def test_a_packed_row_equals_its_rows_apart(name, hf_dirs, tiny_base, rng):
     """A prompt, three rollouts that see it, an unrelated text, and padding, all in one row."""
     base, V = tiny_base(name), tiny_base(name).cfg.vocab_size
