@@ -167,6 +167,29 @@ def test_blocks_equal_rows_that_name_their_slots(T, rng):
 # Bits: whatever the other rows name.
 
 
+@pytest.mark.bits
+@pytest.mark.parametrize("T", [1, 3])
+@pytest.mark.parametrize("mixture", ["one slot, and the base", "several of two, one of the last"])
+def test_a_slot_that_is_not_finite_changes_no_bit_of_other_rows(mixture, T, rng):
+    """In every rank bucket and projection, tables too: 0 x NaN is NaN."""
+    stacks, x, tokens = _stacks(rng), _normal(rng, 8, T, D), rng.integers(V, size=(8, T))
+    slots, run = _named(MIXTURES[mixture]), _program(_deltas)
+    clean = jax.device_get(run(stacks, slots, x, tokens))
+    for rank, stack in stacks.items():
+        for slot, bad in zip(range(S), (np.nan, np.inf, -np.inf, np.nan, np.inf), strict=True):
+
+            def spoil(leaf, slot=slot, bad=bad):
+                return np.where(np.arange(S)[None, :, None, None] == slot, bad, leaf)
+
+            spoilt = stack.replace(factors=jax.tree.map(spoil, stack.factors))
+            got = jax.device_get(run(stacks | {rank: spoilt}, slots, x, tokens))
+            others = slots[rank] != slot
+            for name, delta in got.items():
+                np.testing.assert_array_equal(delta[others], clean[name][others])
+                if name in BUCKETS[rank]:
+                    assert not np.isfinite(delta[~others]).all(axis=(1, 2)).any()
+
+
 def _neighbours(rng, B, slots):
     """All rows name slot 0; some do and no other slot; others name any slot; all but one."""
     every, few, thirds = np.zeros((3, B), np.int32)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
 from mint_jax.models import quantised
 from pallas_kernels.packed_matmul import pallas_tpu, reference, xla
@@ -76,6 +77,23 @@ def test_matrices_may_be_of_8_bits_with_a_scale_for_each_column(rng, kind, case)
     run = FORMS["pallas_tpu"]
     close(run(x, stack, *rest, first=jnp.int32(0), w_scale=w_scale), wanted, case[-1])
     close(run(x, stack, *rest, first=jnp.int32(len(w[0])), w_scale=w_scale), other, case[-1])
+
+
+@pytest.mark.long
+def test_the_kernel_has_no_races_and_reads_nothing_that_was_not_written(rng):
+    """In the interpreter that keeps the device's memories and clocks, where scratch begins as NaN;
+    several chunks and tiles, and two experts in a tile.
+    """
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+
+    x, w, _, a, b, _ = arguments(rng, 48, 128, (128,), 64, 4, 2, "float32")
+    sizes, counts = jnp.array([20, 22], jnp.int32), (3, 7, 2, 7, 1, 9, 1, 1, 5, 12)
+    factor = jnp.array(np.repeat([0, 2, 4, 6, -1, 1, 3, 5, 7, -1], counts), jnp.int32)
+    how = {"how": pallas_tpu.Config(rows=16, columns=128)}
+    how["interpret"] = pltpu.InterpretParams(detect_races=True)
+    made = pallas_tpu.matmul(x, w, sizes, a, b, factor, **how)
+    close(made, reference.packed_matmul(x, w, sizes, a, b, factor), "float32")
+    assert not interpret_pallas_call.races.races_found
 
 
 # of rank 16: half a chunk and less, and several chunks
