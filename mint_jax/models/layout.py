@@ -158,7 +158,7 @@ def _raw(values: np.ndarray) -> np.ndarray:
 
 
 def _open(directory: Path, path: str, spec: ParamSpec, chunk: tuple[int, ...] | None) -> Any:
-    """Opens one parameter's array; creates it anew with ``chunk``."""
+    """Opens one parameter's array; with ``chunk``, creates it."""
     request: dict[str, Any] = {
         "driver": "zarr3",
         "kvstore": {"driver": "file", "path": str(directory / "arrays" / path) + "/"},
