@@ -222,8 +222,8 @@ _GLM |= {"topk_group": 1, "max_position_embeddings": 202752, "rms_norm_eps": 1e-
 _GLM |= {"index_n_heads": 32, "indexer_types": None}
 _QWEN3_5 = {"vocab_size": 248320, "hidden_size": 4096, "intermediate_size": 12288}
 _QWEN3_5 |= {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256}
-_QWEN3_5 |= {"attention_bias": False, "layer_types": None, "full_attention_interval": 4}
-_QWEN3_5 |= {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "partial_rotary_factor": 0.25}
+_QWEN3_5 |= {"attention_bias": False, "layer_types": None}
+_QWEN3_5 |= {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128}
 _QWEN3_5 |= {"linear_value_head_dim": 128, "linear_num_key_heads": 16}
 _QWEN3_5 |= {"linear_num_value_heads": 32}
 _OFF, _ONE = (None, False), (None, 1)
@@ -259,6 +259,7 @@ class Family:
     any_head_dim: bool = True  # latent attention: a ``head_dim`` must be the rotary width
     shared_indexers: bool = False  # some layers reuse the choice of the one before
     gated_attention: bool = False
+    rotary: float = 1.0  # share of a head's dimensions that rotate; 1: no other is supported
     norm_offset: float = 0.0
 
 
@@ -292,6 +293,7 @@ FAMILIES = {  # `architectures` entry ->
         {"attn_output_gate": (None, True)},
         qk_norm=True,
         gated_attention=True,
+        rotary=0.25,
         norm_offset=1.0,
     ),
 }
@@ -377,16 +379,13 @@ def _rope(fields: _Fields) -> tuple[float, RopeScaling | None]:
     return theta, RopeScaling(kind, factor, original, truncate=truncate, **numbers)
 
 
-def _rotary(given: dict[str, Any], fields: _Fields, known: dict[str, Any]) -> float:
+def _rotary(given: dict[str, Any], family: Family) -> float:
     """Returns the share of a head's dimensions that rotate."""
     name = "partial_rotary_factor"
-    for of in (given.get("rope_scaling"), given.get("rope_parameters")):
-        if isinstance(of, dict) and of.get(name) is not None:
-            fields[name] = of[name]
-    if fields.get(name) is None:
-        fields[name] = known.get(name, 1)
-    share = fields.number(name, float)
-    if not 0 < share <= 1 or (name not in known and share != 1):
+    found = [of.get(name) for of in (given.get("rope_scaling"), given.get("rope_parameters")) if of]
+    shares = [share for share in (*found, given.get(name)) if share is not None]
+    share = _Fields({name: (*shares, family.rotary)[0]}).number(name, float)
+    if not 0 < share <= 1 or (family.rotary == 1 and share != 1):
         raise UserError(
             f"config.json: {name} is {share}, which is not supported in this family: all dimensions"
             " of a head rotate"
@@ -394,8 +393,9 @@ def _rotary(given: dict[str, Any], fields: _Fields, known: dict[str, Any]) -> fl
     return share
 
 
-def _delta(fields: _Fields, layers: int) -> Delta:
-    types, every = fields["layer_types"], fields.number("full_attention_interval")
+def _delta(given: dict[str, Any], fields: _Fields, layers: int) -> Delta:
+    types = fields["layer_types"]
+    every = _Fields({"full_attention_interval": 4} | given).number("full_attention_interval")
     if types is None:
         names = "full_attention", "linear_attention"
         types = [names[bool((i + 1) % every)] for i in range(layers)]
@@ -516,7 +516,7 @@ def from_hf(given: dict[str, Any]) -> ModelConfig:
     if "index_topk" in known:
         _require(latent is not None and latent.q_latent > 0, "the indexer needs q_lora_rank")
         indexer = _indexer(given, fields, layers, family.shared_indexers)
-    delta = _delta(fields, layers) if "linear_num_value_heads" in known else None
+    delta = _delta(given, fields, layers) if "linear_num_value_heads" in known else None
     theta, scaling = _rope(fields)
     bias = bool(known.get("attention_bias") is False and fields["attention_bias"])
     cfg = ModelConfig(
@@ -543,7 +543,7 @@ def from_hf(given: dict[str, Any]) -> ModelConfig:
         indexer=indexer,
         delta=delta,
         gated_attention=family.gated_attention,
-        rotary=_rotary(given, fields, known),
+        rotary=_rotary(given, family),
         norm_offset=family.norm_offset,
     )
     if cfg.rope_dim % 2:
@@ -566,7 +566,7 @@ def _text_of(given: dict[str, Any]) -> dict[str, Any]:
         key: given[key] for key in ("tie_word_embeddings", "quantization_config") if key in given
     }
     own = {"architectures": [WRAPPERS[name]], "model_type": family.model_type}
-    return outer | text | own
+    return text | outer | own
 
 
 def _checked_family(given: dict[str, Any]) -> Family:

@@ -148,9 +148,12 @@ def _packed(given: Mapping[str, Any]) -> Scheme:
 
 
 def read_scheme(directory: Path) -> Scheme | None:
-    """Returns the scheme of a checkpoint directory; None without a ``config.json``."""
+    """Returns the scheme of a checkpoint directory; None without a ``config.json``. Classes of
+    several media may have it in their ``text_config``.
+    """
     path = directory / "config.json"
-    return scheme_of(json.loads(path.read_text())) if path.is_file() else None
+    config = json.loads(path.read_text()) if path.is_file() else {}
+    return scheme_of(config) or scheme_of(config.get("text_config") or {})
 
 
 def quantised_modules(scheme: Scheme, names: Iterable[str]) -> list[str]:

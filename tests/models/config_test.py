@@ -125,10 +125,13 @@ SMALL_EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 12}
 SMALL_LATENT = SMALL_EXPERTS | {"q_lora_rank": 24, "kv_lora_rank": 20, "qk_nope_head_dim": 12}
 SMALL_LATENT |= {"qk_rope_head_dim": 8, "v_head_dim": 10, "n_routed_experts": 8, "n_group": 2}
 SMALL_LATENT |= {"topk_group": 1, "first_k_dense_replace": 1}
+SMALL_STATES = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
+SMALL_STATES |= {"linear_value_head_dim": 6, "num_hidden_layers": 4}
 SMALL_INDEXER = {"index_topk": 4, "index_head_dim": 16, "index_n_heads": 2}
 TINY = {
     **dict.fromkeys(("llama", "qwen2", "qwen3"), SMALL),
     "qwen3_moe": SMALL | SMALL_EXPERTS | {"num_experts": 8},
+    "qwen3_5_text": SMALL | SMALL_STATES,
     "deepseek_v3": SMALL | SMALL_LATENT,
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), SMALL | SMALL_LATENT | SMALL_INDEXER),
 }
@@ -175,7 +178,7 @@ def test_defaults_are_those_of_the_classes_of_transformers(family):
     """So a file of sizes alone has the same model here as in transformers."""
     cls, ours = CLASSES[family], dict(DEFAULTS[family])
     theirs = {field.name: field.default for field in dataclasses.fields(cls)}
-    if family not in ("llama", "qwen3"):  # there it follows from other fields
+    if family not in ("llama", "qwen3", "qwen3_5_text"):  # there it follows from other fields
         ours.pop("head_dim")
     assert ours == {name: theirs[name] for name in ours}
     refused = {

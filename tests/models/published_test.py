@@ -138,6 +138,24 @@ def test_packed_integers_are_the_numbers_of_compressed_tensors(
         np.testing.assert_array_equal(value, theirs[key].float().numpy(), err_msg=key)
 
 
+def test_the_text_of_a_model_of_pictures_is_read(hf_dirs, tmp_path, mesh):
+    """As Kimi-K2.5 is published: packed integers, described in the nested ``text_config``."""
+    packed = write_packed(hf_dirs("deepseek_v3"), tmp_path / "packed", 4, 4)
+    directory = Path(shutil.copytree(packed, tmp_path / "wrapped"))
+    text = json.loads((packed / "config.json").read_text()) | {"model_type": "kimi_k2"}
+    outer = {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25"}
+    outer |= {"text_config": text, "vision_config": {}, "tie_word_embeddings": False}
+    (directory / "config.json").write_text(json.dumps(outer))
+    tensors = load_file(packed / "model.safetensors")
+    tensors = {f"language_model.{name}": x for name, x in tensors.items()}
+    tensors |= {"vision_tower.w": torch.ones(2), "mm_projector.w": torch.ones(2)}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    ours, plain = loaded(directory, mesh), loaded(packed, mesh)
+    assert ours.keys() == plain.keys()
+    for key, value in ours.items():
+        np.testing.assert_array_equal(value, plain[key], err_msg=key)
+
+
 @pytest.mark.parametrize("scales", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu])
 def test_blocks_may_reach_beyond_a_matrix(scales, hf_dirs, tmp_path, mesh):
     """Scales cover the 576 rows of DeepSeek-V3's ``kv_a_proj_with_mqa`` in 4.5 blocks."""
