@@ -424,7 +424,9 @@ def _delta(given: dict[str, Any], fields: _Fields, layers: int) -> Delta:
 
 def _experts(given: dict[str, Any], fields: _Fields) -> Experts:
     number, grouped = fields.number, "n_routed_experts" in fields  # DeepSeek's
-    names = *("n_routed_experts",) * grouped, "num_experts", "num_local_experts"
+    names = ["num_experts", "num_local_experts"]
+    if grouped:
+        names.insert(0, "n_routed_experts")
     experts = Experts(
         fields.one_of(given, *names),
         number("num_experts_per_tok"),
