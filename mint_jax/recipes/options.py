@@ -366,6 +366,7 @@ class ConvertSettings(RecipeSettings):
     dtype: Dtype = setting("storage and compute type of later jobs", "bfloat16")
     quantise: Quantised = setting("type of the layers' matrices; empty: dtype", "")
     mesh: MeshSizes = setting("division of the devices of later jobs", MeshSizes(data=1))
+    needs_one_process = True
 
     @property
     def sizes(self) -> dict[str, int]:
