@@ -20,7 +20,7 @@ from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import Schema, pack
 from mint_jax.lora import tree
 from mint_jax.lora.config import AdapterConfig
-from mint_jax.models import outline
+from mint_jax.models import layout, outline
 from tests import oracles
 from tests.recipes.serve_test import served
 
@@ -188,18 +188,23 @@ def test_the_commands_of_the_sweeps_page(tmp_path):
     assert (tmp_path / "runs/sweeps/ci/cold_staircase/report.md").is_file()
 
 
-@pytest.mark.slow  # minutes: a real base compiled for four chips
-def test_the_command_of_the_pods_page(tmp_path):
+def test_the_conversion_of_the_pods_page(tmp_path):
     (tmp_path / "configs").symlink_to(ROOT / "configs")
-    bash(commands_of("docs/pods.md"), tmp_path)
+    command = commands_of("docs/pods.md").strip()
+    bash(f"{command} --config.base=tiny-random", tmp_path)
+    assert layout.is_converted(tmp_path / "runs" / "converted")
+
+
+@pytest.mark.slow  # minutes: a real base compiled for four chips
+def test_the_pod_of_the_pods_page(tmp_path):
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    bash(commands_of("docs/pods.md", 1), tmp_path)
 
 
 def test_every_command_on_a_page_is_run_by_a_test():
     """Blocks by page: run above, by tests/api_test.py (Python), or by CI itself (make)."""
-    known = {"README.md": 2} | {
-        f"docs/{name}.md": 1 for name in ("index", "catalog", "pods", "sweeps")
-    }
-    known |= {"docs/own_task.md": 3, "docs/service.md": 2}
+    known = {"README.md": 2} | {f"docs/{name}.md": 1 for name in ("index", "catalog", "sweeps")}
+    known |= {"docs/own_task.md": 3, "docs/pods.md": 2, "docs/service.md": 2}
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
     found = {}
     for page in pages:
