@@ -52,11 +52,11 @@ def random_adapter(rng, base, config):
     return jax.tree.map(draw, tree.adapter_specs(transformer.abstract(base.cfg), config))
 
 
-def looser(cfg) -> float:
-    """Factor on tolerances. A query nearly orthogonal to all keys of a state reads a small output,
+def looser(cfg, factor: float = 20.0) -> float:
+    """Factor on tolerances of bases with states. A query nearly orthogonal to all keys of a state reads a small output,
     whose rounding the norm after it enlarges, in torch as here.
     """
-    return 1.0 if cfg.delta is None else 20.0
+    return 1.0 if cfg.delta is None else factor
 
 
 def assert_same_logits(ours, theirs, bare, factor=1.0):

@@ -14,6 +14,7 @@ from mint_jax.rollout import device
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Request
 from tests import oracles
+from tests.exchange import looser
 from tests.rollout.engine_test import assert_greedy, torch_greedy
 from tests.rollout.score_test import merged_models, random_adapters, torch_logprobs
 
@@ -76,10 +77,11 @@ def test_mixed_adapters_of_every_family_are_transformers(rng, tiny_base, hf_dirs
             compared += n
             wanted = torch_logprobs(models[name], tokens)[-NEW:]
             # float32 through 3 layers; logits are of size 5
-            np.testing.assert_allclose(c.logprobs[:n], wanted[:n], atol=1e-4)
+            atol = 1e-4 * looser(base.cfg, 5.0)
+            np.testing.assert_allclose(c.logprobs[:n], wanted[:n], atol=atol)
             bare = torch_logprobs(models[None], tokens)[-NEW:]
             assert name is None or np.abs(wanted - bare).max() > 1e-2, "the adapter must matter"
         if request.temperature == 0:
             greedy = torch_greedy(models[name], request.prompt, NEW)
-            assert_greedy(completions[0].tokens[:n], greedy[:n], models[name], request.prompt)
+            assert_greedy(completions[0].tokens[:n], greedy[:n], models[name], request.prompt, atol)
     assert compared >= NEW * 8 / 2, "most places are decided: 8 rows"
