@@ -53,8 +53,8 @@ def random_adapter(rng, base, config):
 
 
 def looser(cfg, factor: float = 20.0) -> float:
-    """Factor on tolerances of bases with states. A query nearly orthogonal to all keys of a state reads a small output,
-    whose rounding the norm after it enlarges, in torch as here.
+    """Factor on tolerances of bases with states. A query nearly orthogonal to all keys of a state
+    reads a small output, whose rounding the norm after it enlarges, in torch as here.
     """
     return 1.0 if cfg.delta is None else factor
 

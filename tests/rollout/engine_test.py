@@ -42,8 +42,8 @@ def torch_greedy(model, prompt, new=NEW, **how) -> list[int]:
 
 
 def assert_greedy(mine, theirs, model, prompt, near=1e-4):
-    """The same tokens, up to a place where torch itself has the two within ``near``: there float32 may
-    decide either way.
+    """The same tokens, up to a place where torch itself has the two within ``near``: there float32
+    may decide either way.
     """
     differ = next((i for i, (x, y) in enumerate(zip(mine, theirs)) if x != y), None)
     if differ is None:
