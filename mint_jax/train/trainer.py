@@ -124,6 +124,7 @@ class Trainer(Slots):
         self.references = References(base, self.policies)
         self.counts.update(dict.fromkeys(COUNTS.split(), 0))
         self.times = StepTimes()
+        self._compiled_variants = set[tuple[Any, ...]]()
         self.compiled: Programs | None = None
         self.add(*policies)
 
@@ -324,7 +325,8 @@ class Trainer(Slots):
         self, blocks: Sequence[DatumBlock], fitted: Fitted, custom: tuple[LossFn, ...] = ()
     ) -> float:
         """Runs one pass over these blocks, in the order of their slots' buckets, and stores the
-        results in their requests. Returns the seconds of the program and its transfers.
+        results in their requests. Returns the seconds of the program and its transfers, without
+        compiling.
         """
         shape, backward = fitted.shape, blocks[0].work.backward
         batch, spans = blocks_lib.fill(blocks, *fitted)
@@ -337,20 +339,29 @@ class Trainer(Slots):
         numbers[last] += [self.capacity[last]] * (shape.blocks - len(blocks))
         slots = {bucket: np.array(own, np.int32) for bucket, own in numbers.items()}
         coefs = stack_coefs([block.work.coefs for block in blocks], shape.blocks)
-        began, cfg = time.perf_counter(), self.base.cfg
+        params, cfg = self.base.params, self.base.cfg
+        args: tuple[Any, ...]
+        static: dict[str, Any]
+        if backward:
+            program, static = step_lib.forward_backward, {"remat": self.remat, "custom": custom}
+            args = params, {bucket: self._state[bucket] for bucket in slots}, batch, coefs, slots
+        else:
+            program, static = step_lib.score, {}
+            adapters = {bucket: self._state[bucket].adapters for bucket in slots}
+            args = params, batch, coefs, adapters, slots
         with jax.set_mesh(self.base.mesh):
+            variant = fitted, backward, custom, tuple(slots), jax.tree.structure(batch)
+            if variant not in self._compiled_variants:
+                # Timed with its compilation, a first call would make the shape look slow (79 ms
+                # instead of 14), and it would not be chosen again for ``step_times.STALE_S``.
+                program.lower(*args, cfg=cfg, **static).compile()
+                self._compiled_variants.add(variant)
+            began = time.perf_counter()
             if backward:
-                stacks = {bucket: self._state[bucket] for bucket in slots}
-                static: dict[str, Any] = {"cfg": cfg, "remat": self.remat, "custom": custom}
-                new, logp, found = step_lib.forward_backward(
-                    self.base.params, stacks, batch, coefs, slots, **static
-                )
+                new, logp, found = program(*args, cfg=cfg, **static)
                 self._state = self._state | new
             else:
-                adapters = {bucket: self._state[bucket].adapters for bucket in slots}
-                logp, loss = step_lib.score(
-                    self.base.params, batch, coefs, adapters, slots, cfg=cfg
-                )
+                logp, loss = program(*args, cfg=cfg)
                 found = {"loss": loss}
             logp, found = multihost.to_host((logp, found))
         seconds = time.perf_counter() - began

@@ -2,11 +2,14 @@
 and nothing compiled for them.
 """
 
+import time
+
 import jax
 import numpy as np
 import pytest
 import torch
 
+from mint_jax import compiling
 from mint_jax import params as params_lib
 from mint_jax.compiling import compilations
 from mint_jax.errors import UserError
@@ -329,6 +332,33 @@ def test_a_bound_takes_the_largest_step_below_it(rng, live_of):
         coefs("cross_entropy"),
     )
     assert live.choose([long], 1e-9)[0] == SHAPES[2]
+
+
+def test_a_first_step_is_timed_without_its_compilation(rng, live_of):
+    """Otherwise the shape of the first step would look slow, and two policies that fill two of its
+    three blocks would use smaller steps.
+    """
+    single, three = BlockShape(1, 1, 13), BlockShape(3, 2, 13)  # shapes of no other test
+    live = live_of(slots={8: 3}, shapes=(single, three))
+    for name in "abc":
+        live.join(name, random_state(rng, live.base, CONFIGS["a"]))
+    tokens = np.full(13, 5, np.int32)
+    data = [Datum(tokens, tokens, np.ones(13, np.float32))] * 2
+    live.times.add(single, True, 0.4)
+
+    def is_slow(event, duration_secs, **about):
+        if event == compiling.EVENT:
+            time.sleep(2.0)
+
+    def works(names):
+        return [TrainRequest(name, data, coefs("cross_entropy")) for name in names]
+
+    jax.monitoring.register_event_duration_secs_listener(is_slow)
+    try:
+        assert live.step(works("abc")).shape == three
+    finally:
+        jax.monitoring.unregister_event_duration_listener(is_slow)
+    assert live.step(works("ab")).shape == three
 
 
 @pytest.mark.parametrize("updates", [0, 2])
