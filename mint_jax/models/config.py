@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,8 @@ class Experts:
     count: int  # E, of a layer
     per_token: int  # X
     width: int  # F of one expert
-    shared: int = 0  # experts of every token, stored as one MLP of shared * width
+    shared: int = 0  # width of the MLP of shared experts, which every token visits
+    shared_gate: bool = False  # its output is multiplied by the sigmoid of one projection
     # ``softmax`` over all experts, or ``sigmoid`` of each with a bias that only affects the choice
     # (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)
     scores: str = "softmax"
@@ -130,11 +132,14 @@ class ModelConfig:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Kind of each layer: ``dense`` and ``moe`` have attention, ``delta`` has a state."""
+        """Kind of each layer: ``dense`` and ``moe`` have attention, ``delta`` and ``delta_moe``
+        have a state.
+        """
         dense = self.num_layers if self.experts is None else self.dense_layers
         kinds = ["dense"] * dense + ["moe"] * (self.num_layers - dense)
         if self.delta is not None:
-            kinds = [kind if full else "delta" for kind, full in zip(kinds, self.delta.full)]
+            state = {"dense": "delta", "moe": "delta_moe"}
+            kinds = [kind if full else state[kind] for kind, full in zip(kinds, self.delta.full)]
         return tuple(kinds)
 
     @property
@@ -150,11 +155,28 @@ class ModelConfig:
     @property
     def routed(self) -> bool:
         """True if any layer has experts; a model with experts may be all dense prefix."""
-        return "moe" in self.kinds
+        return bool(self.routed_layers)
+
+    @property
+    def routed_layers(self) -> dict[str, slice]:
+        """Places of each stack's layers among all layers with experts, by stack."""
+        routed = [i for i, kind in enumerate(self.kinds) if kind.endswith("moe")]
+        stacks = (stack for stack in self.stacks if self.kind_of(stack).endswith("moe"))
+        return {stack: _places(self.layers_of(stack), routed) for stack in stacks}
+
+    def order_of_routes(self, stacks: Iterable[str]) -> np.ndarray:
+        """Returns the permutation that brings routes, stack after stack, into layers' order."""
+        layers = self.routed_layers
+        places = [np.arange(self.num_layers)[layers[stack]] for stack in stacks]
+        return np.argsort(np.concatenate(places))
 
     def kind_of(self, stack: str) -> str:
         """Returns the kind of a stack's layers."""
         return self.kinds[self.layers_of(stack)[0]]
+
+    def has_state(self, stack: str) -> bool:
+        """Returns True if a stack's layers have a state in place of keys."""
+        return self.kind_of(stack).startswith("delta")
 
     def layers_of(self, stack: str) -> range:
         """Returns the layers of one stack, numbered through the model."""
@@ -167,6 +189,14 @@ class ModelConfig:
 
     def replace(self, **changes: Any) -> "ModelConfig":
         return dataclasses.replace(self, **changes)
+
+
+def _places(layers: range, among: list[int]) -> slice:
+    """Returns the places of layers in a list; a pattern of layers repeats, so they are regular."""
+    places = [among.index(layer) for layer in layers]
+    step = places[1] - places[0] if len(places) > 1 else 1
+    assert places == list(range(places[0], places[-1] + 1, step))
+    return slice(places[0], places[-1] + 1, step)
 
 
 @functools.lru_cache(64)
@@ -436,7 +466,7 @@ def _experts(given: dict[str, Any], fields: _Fields) -> Experts:
     if grouped:
         experts = dataclasses.replace(
             experts,
-            shared=fields.or_zero("n_shared_experts"),
+            shared=fields.or_zero("n_shared_experts") * experts.width,
             scores="sigmoid",
             scale=number("routed_scaling_factor", float),
             groups=number("n_group"),

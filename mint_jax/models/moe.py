@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from mint_jax import params as params_lib
 from mint_jax.lora.view import AdapterView
 from mint_jax.models import experts
 from mint_jax.models.config import Experts, ModelConfig
@@ -26,7 +27,7 @@ def specs(cfg: ModelConfig, L: int, dtype: Any) -> dict[str, Any]:
         "experts": experts.specs(L, e.count, D, e.width, dtype),
     }
     if e.shared:
-        out["shared"] = mlp_matrices(L, D, e.shared * e.width, dtype)
+        out["shared"] = mlp_matrices(L, D, e.shared, dtype)
     return out
 
 
@@ -117,7 +118,11 @@ def choose(scores_BTE: jax.Array, bias_E: jax.Array | None, experts: Experts) ->
 
 def perturb(params: Any, std: float, key: jax.Array) -> Any:
     """Returns the base with normal noise of relative ``std`` on its routers, to study replay."""
-    moe = params["moe"]["moe"]
-    w = moe["router"]["w"]
-    noisy = w + (std * jnp.std(w) * jax.random.normal(key, w.shape)).astype(w.dtype)
-    return params | {"moe": params["moe"] | {"moe": moe | {"router": moe["router"] | {"w": noisy}}}}
+
+    def noisy(path: str, w: jax.Array) -> jax.Array:
+        if not path.endswith("moe/router/w"):
+            return w
+        own = jax.random.fold_in(key, params_lib.path_seed(path) & 0x7FFFFFFF)
+        return w + (std * jnp.std(w) * jax.random.normal(own, w.shape)).astype(w.dtype)
+
+    return params_lib.map_with_path(noisy, params)

@@ -55,14 +55,13 @@ def abstract(cfg: ModelConfig, dtype: Any = jnp.float32, quantise: str = "") -> 
     table = {"w": ParamSpec((cfg.vocab_size, D), ("vocab", "embed"), dtype, fan_in=D)}
     specs: dict[str, Any] = {"embed": table}
     for stack, L in cfg.stacks.items():
-        kind = cfg.kind_of(stack)
-        if kind == "delta":
+        if cfg.has_state(stack):
             mixer = {"delta": delta.specs(cfg, L, dtype)}
         elif cfg.latent is None:
             mixer = {"attn": attention_specs(cfg, L, dtype)}
         else:
             mixer = {"attn": mla.specs(cfg, L, dtype) | dsa.specs(cfg, stack, dtype)}
-        if kind == "moe":
+        if stack in cfg.routed_layers:
             specs[stack] = mixer | {"moe": moe.specs(cfg, L, dtype)}
         else:
             mlp = layers.mlp_specs(L, D, cfg.d_ff, dtype, cfg.mlp_bias)
@@ -109,8 +108,9 @@ def cache_specs(
     ...}``.
 
     With latent attention ``latent [L, U, PAGE, C]`` and ``rope [L, U, PAGE, J]``, and ``index``
-    with an indexer; ``routes [L, U, PAGE, X]`` of MoE layers if wanted, for replay in training
-    (R3). Stacks with a state have ``states`` slots instead of pages, see ``delta.cache_specs``.
+    with an indexer; ``{"routes": {"moe": [L, U, PAGE, X]}}`` of stacks with experts if wanted, for
+    replay in training (R3). Stacks with a state have ``states`` slots instead of pages, see
+    ``delta.cache_specs``.
     """
 
     def entry(width: int, *heads: int, dtype: Any = dtype) -> Any:
@@ -124,14 +124,15 @@ def cache_specs(
         names |= {} if cfg.indexer is None else {"index": entry(cfg.indexer.width)}
     out = {}
     for stack, L in cfg.stacks.items():
-        if cfg.kind_of(stack) == "delta":
+        if cfg.has_state(stack):
             out[stack] = delta.cache_specs(cfg, L, states, dtype)
         else:
             out[stack] = {name: make(L) for name, make in names.items()}
     if routes and cfg.routed and cfg.experts is not None:
         # The smallest dtype that holds an expert's number.
         kind = jnp.uint8 if cfg.experts.count <= 256 else jnp.uint16
-        out["moe"]["routes"] = entry(cfg.experts.per_token, dtype=kind)(cfg.stacks["moe"])
+        of_layers = entry(cfg.experts.per_token, dtype=kind)
+        out["routes"] = {stack: of_layers(cfg.stacks[stack]) for stack in cfg.routed_layers}
     return out
 
 
@@ -203,15 +204,23 @@ def hidden_states(
 
         # The pool is carried, not scanned over: as scan input and output it is copied in every step
         # (387 MB of temporaries instead of 17), and so would be the stacks of adapters.
-        pools = tuple(None if view is None else inputs.pool[stack] for stack in group)
+        pools = tuple(None if view is None else _pool_of(inputs.pool, stack) for stack in group)
         counted = jnp.int32(0) if _counts(view) else None
         length = len(next(iter(group.values())))
         carry, routes = jax.lax.scan(scanned, (x, chosen, pools, counted), xs, length)
         x, chosen, pools, _ = carry
         kept |= dict(zip(group, routes if view is None else pools))
+    if view is not None and "routes" in inputs.pool:
+        kept["routes"] = {stack: kept[stack].pop("routes") for stack in inputs.pool["routes"]}
     with jax.named_scope("final_norm"):
         x = _norm(x, params["final_norm"], cfg)
     return x, kept
+
+
+def _pool_of(pool: Any, stack: str) -> Any:
+    """Returns one stack's part of a pool, with its routes."""
+    recorded = pool.get("routes", {})
+    return pool[stack] | ({"routes": recorded[stack]} if stack in recorded else {})
 
 
 def _norm(x: jax.Array, scale: jax.Array, cfg: ModelConfig) -> jax.Array:
@@ -227,7 +236,7 @@ def _counts(view: paged.View | None) -> bool:
 
 def _bind(stack, params, lora, inputs: DecoderInputs, ctx: Context, cfg: ModelConfig, keep_routes):
     """Returns a function of one layer of a stack, and its inputs to scan over."""
-    view = inputs.view
+    view, replay = inputs.view, inputs.replay if stack in cfg.routed_layers else None
     scanned, whole = stacked.detach(params[stack], view is not None and sharding.one_device())
     adapters, apart = _below(lora, stack), None
     if _counts(view):
@@ -251,7 +260,7 @@ def _bind(stack, params, lora, inputs: DecoderInputs, ctx: Context, cfg: ModelCo
         None if adapters is None else adapters.taps,
         jnp.arange(cfg.stacks[stack]) if apart is None else None,
         dsa.positions(cfg, stack),
-        inputs.replay if cfg.kind_of(stack) == "moe" else None,
+        None if replay is None else replay[cfg.routed_layers[stack]],
     )
     return run, xs
 

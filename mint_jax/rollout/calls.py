@@ -240,10 +240,10 @@ class DeviceCalls:
     @everywhere
     def routes(self, part: int, pages: Sequence[int], count: int) -> np.ndarray:
         """Returns the expert ids of the first ``count`` tokens in pages, ``[count, L, X]``."""
-        pool = {"routes": self.pool["moe"]["routes"]}
-        read = self._read(pool, part, pages[: pages_for(count, PAGE)])
+        read = self._read(self.pool["routes"], part, pages[: pages_for(count, PAGE)])
         own = np.s_[:, part * SWAP_PAGES : (part + 1) * SWAP_PAGES]
-        whole = np.concatenate([x["routes"][own] for x in read], axis=1)  # [L, n, PAGE, X]
+        stacks = [np.concatenate([x[stack][own] for x in read], axis=1) for stack in read[0]]
+        whole = np.concatenate(stacks)[self.base.cfg.order_of_routes(read[0])]  # [L, n, PAGE, X]
         found = whole.reshape(whole.shape[0], -1, whole.shape[-1])[:, :count].swapaxes(0, 1)
         if self._answered:
             self._visited[next(self._numbers)] = found

@@ -201,7 +201,7 @@ def pool_specs(
 
 def paged(pool: Pool, cfg: ModelConfig, states: bool = False) -> Pool:
     """Returns the parts of a pool that have pages, or those that have states."""
-    of_states = {stack for stack in cfg.stacks if cfg.kind_of(stack) == "delta"}
+    of_states = {stack for stack in cfg.stacks if cfg.has_state(stack)}
     return {name: x for name, x in pool.items() if (name in of_states) == states}
 
 
@@ -385,7 +385,10 @@ def decode(
             # A GPU waits for the host at every branch: one before the layers replaces one in each.
             in_teams = jnp.any(rows.teams.place >= 0)
             like = jax.eval_shape(layers, view, s.pool)[0]
-            done = jnp.zeros(like.shape, like.dtype), {name: s.pool[name] for name in cfg.stacks}
+            done = (
+                jnp.zeros(like.shape, like.dtype),
+                {n: x for n, x in s.pool.items() if n != "tokens"},
+            )
             done = _once(in_teams, lambda done: layers(view, done[1]), done)
             alone = view._replace(teams=None)
             h, pool = _once(~in_teams, lambda done: layers(alone, done[1]), done)

@@ -45,7 +45,7 @@ def programs(active: ActiveRequests, stacks: Stacks) -> list[Program]:
             contents = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), contents)
             lowered(device.write_pages, part, ids, contents)
         if active.keep_routes:
-            lowered(device.read_pages, {"routes": pool["moe"]["routes"]}, ids)
+            lowered(device.read_pages, pool["routes"], ids)
         if active.reuse_decoded:
             lowered(device.move_pages, paged[0], device.PageMoves(*[ids] * 5))
 

@@ -8,7 +8,6 @@ import jax
 import numpy as np
 
 from mint_jax.compiling import Program, abstract
-from mint_jax.models import transformer
 from mint_jax.train import blocks as blocks_lib
 from mint_jax.train import state as state_lib
 from mint_jax.train import step as step_lib
@@ -71,8 +70,9 @@ def _compile_step(
     cfg, params = trainer.base.cfg, trainer.base.params
     batch, _ = blocks_lib.fill([], shape)
     if routed:
-        like = transformer.cache_specs(cfg, 1, routes=True)["moe"]["routes"]
-        routes = np.full((like.shape[0], *shape[:3], like.shape[-1]), -1, np.int16)
+        assert cfg.experts is not None
+        layers = sum(cfg.stacks[stack] for stack in cfg.routed_layers)
+        routes = np.full((layers, *shape[:3], cfg.experts.per_token), -1, np.int16)
         batch = dataclasses.replace(batch, routes=routes)
     coefs = stack_coefs([], shape.blocks)
     slots = {bucket: np.full(shape.blocks, trainer.capacity[bucket], np.int32)}

@@ -61,7 +61,8 @@ def batch_logprobs(
     logp = target_logprobs(params, lora, picked, targets, sharp).reshape(P, B, -1)
     if replay is None:
         return logp, None
-    missed = jnp.mean(kept["moe"]["missed"], axis=0)
+    of_layers = [kept[stack]["missed"] for stack in cfg.routed_layers]
+    missed = jnp.mean(jnp.concatenate(of_layers), axis=0)
     return logp, jnp.take_along_axis(missed, flat(batch.index), axis=1).reshape(P, B, M)
 
 

@@ -221,7 +221,7 @@ def test_decoding_with_a_cache_equals_the_full_forward(name, hf_dirs, tiny_base,
         np.testing.assert_allclose(ours.first[i // G], want[:n], atol=2e-4)
         np.testing.assert_allclose(ours.rest[i], want[n:], atol=2e-4)
     if routes:
-        recorded = ours.pool["moe"]["routes"]
+        recorded = ours.pool["routes"]["moe"]
         assert recorded.dtype == np.uint8
         for i, row in enumerate(rows):
             page, at = ours.layout.where(i, new).T
