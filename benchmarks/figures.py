@@ -52,7 +52,7 @@ class Run(NamedTuple):
 
 
 _SEEDS = (0, 1, 2)
-_SPARSE_BASE = "--config.base={workdir}/points/pretrain_moe/base"
+_SPARSE_BASE = "--config.base={workdir}/points/pretrain/base"
 _MEMORY = ("--config.memory=(8,)", "--config.memory_n=5")
 _VLLM = "--config.python={workdir}/vllm/bin/python"
 _MISMATCHES = {  # report -> options by which the trainer differs from the sampler
@@ -70,7 +70,7 @@ RUNS = (
     ),
     Run("sft", "sft/smollm2.py", 2, seeds=_SEEDS),
     Run("dpo", "dpo/smollm2.py", 3, seeds=_SEEDS),
-    Run("pretrain_moe", "tiny/pretrain_moe.py", 1, committed=False),
+    Run("pretrain", "bench/pretrain.py", 1, committed=False),
     *(
         Run(name + suffix, "tiny/grpo_moe.py", 2, (_SPARSE_BASE, *options, *replay), _SEEDS)
         for name, options in _MISMATCHES.items()

@@ -126,7 +126,7 @@ def get_config(size: str = "cpu") -> ConfigDict:
             )
             | {"seeds": seeds},
             "a_sparse_base": {
-                "config": "configs/tiny/pretrain_moe.py",
+                "config": "configs/bench/pretrain.py",
                 "about": "The sparse base of the next grid.",
                 "axes": {},
                 "minutes": 1,

@@ -1,5 +1,5 @@
 """GRPO with LoRA on routed experts and latent attention: two policies over the tiny sparse base of
-pretrain_moe.py.
+configs/bench/pretrain.py.
 
 Command: python -m mint_jax.launch --config=configs/tiny/grpo_moe.py --workdir=runs/tiny/grpo_moe
 The experts that the sampler visited are replayed in training. To study it:
@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 def get_config() -> ConfigDict:
     config = ConfigDict()
     config.job = "grpo"
-    config.base = "runs/tiny/pretrain_moe/base"
+    config.base = "runs/bench/pretrain/base"
     config.dtype = "float32"
     config.mesh = ConfigDict({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1})
     config.seed = 0

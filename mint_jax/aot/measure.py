@@ -1,8 +1,5 @@
 """Measurement of one program on one pod: its bytes against the memory, its work against datasheet
-rates.
-
-Times are estimated lower bounds: datasheet peaks, all links busy, compute, memory and links
-perfectly overlapped.
+rates. Times are lower bounds: peaks, all links busy, compute, memory and links overlapped.
 """
 
 import contextlib
@@ -22,44 +19,55 @@ from mint_jax.aot.flops import traced_flops
 from mint_jax.aot.programs import Program, device_bytes
 from pallas_kernels import tuning
 
+TIMES = ("compute", "memory", "links")  # seconds of `Measured`
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """Resources of a program; bytes and FLOPs are per device and call."""
+    """Resources of a program; bytes and FLOPs are per device and call.
 
-    program: str  # its name
-    hbm: int  # bytes of the device
-    # arguments, temporaries, outputs, aliased: bytes; aliased outputs use donated arguments
+    Attributes:
+        hbm: memory of the device.
+        aliased: outputs in the buffers of donated arguments.
+        total: needed at once.
+        flops: of matrix products, the larger of the compiled program's and the traced share.
+        flops_traced: of the traced function, divided by the devices; devices may repeat work.
+        hbm_bytes: read arguments and new outputs.
+        counts, sent: number and bytes of collectives, by kind; minima for those in ``least``, which
+            are in loops of unknown length.
+        kernels: calls of hand-written kernels, whose FLOPs the compiled text does not state.
+        unknown_loops: loops of unknown length, counted once; not ``decode``'s loop over steps.
+        compute_s, memory_s, links_s: seconds at the datasheet's rates.
+        tokens: of all devices.
+        compile_s: wall seconds.
+        text: the compiled program.
+        refused: the compiler's message where memory did not suffice. ``stated``: it has the missing
+            bytes; else temporaries are assumed to be as large as the memory.
+    """
+
+    program: str
+    hbm: int
     arguments: int = 0
     temporaries: int = 0
     outputs: int = 0
     aliased: int = 0
-    total: int = 0  # bytes needed at once
-    # FLOPs of matrix products: the larger of the compiled program's and the traced function's share
+    total: int = 0
     flops: float = 0.0
-    # FLOPs of the traced function divided by the devices; less than `flops` where devices repeat
-    # work
     flops_traced: float = 0.0
-    hbm_bytes: float = 0.0  # bytes of read arguments and new outputs
-    # counts, sent: number and bytes of collectives, by kind
+    hbm_bytes: float = 0.0
     counts: dict[str, float] = dataclasses.field(default_factory=dict)
     sent: dict[str, float] = dataclasses.field(default_factory=dict)
-    kernels: int = 0  # calls of hand-written kernels, whose FLOPs the compiled text does not state
-    # loops of data-dependent length, counted once; without the step loop of `decode` and loops with
-    # stated trip counts
+    kernels: int = 0
     unknown_loops: int = 0
-    # kinds of collectives inside such loops; their counts and bytes are minima
     least: frozenset[str] = frozenset()
-    compute_s: float = 0.0  # this and memory_s, links_s: seconds at the datasheet's rates
+    compute_s: float = 0.0
     memory_s: float = 0.0
     links_s: float = 0.0
-    tokens: int = 0  # tokens of all devices
-    compile_s: float = 0.0  # wall seconds
-    text: str = ""  # the compiled program
-    refused: str = ""  # the compiler's message if memory did not suffice
-    # true if it states the missing bytes; else `total` assumes temporaries of the memory's size
+    tokens: int = 0
+    compile_s: float = 0.0
+    text: str = ""
+    refused: str = ""
     stated: bool = True
 
     @property
@@ -84,14 +92,9 @@ class Measured:
         )
 
     @property
-    def step_s(self) -> float:
-        return max(self.compute_s, self.memory_s, self.links_s)
-
-    @property
     def bound(self) -> str:
         """Name of the largest of the three times."""
-        times = {"compute": self.compute_s, "memory": self.memory_s, "links": self.links_s}
-        return max(times, key=lambda name: times[name])
+        return max(TIMES, key=lambda name: getattr(self, f"{name}_s"))
 
     def json(self, margin: float) -> dict[str, Any]:
         out: dict[str, Any] = {
@@ -103,29 +106,25 @@ class Measured:
         }
         if not self.text:  # refused, or several programs in one process
             return out | ({"refused": self.refused} if self.refused else {})
+        step_s = max(self.compute_s, self.memory_s, self.links_s)
+        collectives = {
+            kind: {"count": int(n), "bytes": int(self.sent[kind]), "at_least": kind in self.least}
+            for kind, n in sorted(self.counts.items())
+        }
         return out | {
             "output_bytes": self.outputs,
             "aliased_bytes": self.aliased,
             "flops": self.flops,
             "flops_traced": self.flops_traced,
             "hbm_bytes": self.hbm_bytes,
-            "collectives": {
-                kind: {
-                    "count": int(n),
-                    "bytes": int(self.sent[kind]),
-                    "at_least": kind in self.least,
-                }
-                for kind, n in sorted(self.counts.items())
-            },
+            "collectives": collectives,
             "kernels": self.kernels,
             "loops_counted_once": self.unknown_loops,
-            "estimate": {
-                "compute_s": self.compute_s,
-                "memory_s": self.memory_s,
-                "links_s": self.links_s,
-                "step_s": self.step_s,
+            "estimate": {f"{name}_s": getattr(self, f"{name}_s") for name in TIMES}
+            | {
+                "step_s": step_s,
                 "bound": self.bound,
-                "tokens_per_s": self.tokens / self.step_s if self.step_s else 0.0,
+                "tokens_per_s": self.tokens / step_s if step_s else 0.0,
             },
             "compile_s": round(self.compile_s, 1),
         }
@@ -155,32 +154,21 @@ def measure(program: Program, mesh: Mesh, target: Target) -> Measured:
             raise
         arguments, asked = device_bytes(program.args), _temporaries(str(error))
         temporaries = target.hbm if asked is None else asked
-        words = " ".join(str(error).split())[:300]
         return Measured(
-            program.name,
-            target.hbm,
-            arguments,
-            temporaries,
+            *(program.name, target.hbm, arguments, temporaries),
             total=arguments + temporaries,
             compile_s=time.monotonic() - began,
-            refused=words,
+            refused=" ".join(str(error).split())[:300],
             stated=asked is not None,
         )
     seconds, text = time.monotonic() - began, compiled.as_text()
     m, cost = compiled.memory_analysis(), hlo.Module(text, program.steps, program.trips).cost()
     arguments, temporaries = m.argument_size_in_bytes, m.temp_size_in_bytes
     outputs, aliased = m.output_size_in_bytes, m.alias_size_in_bytes
-    flops, hbm_bytes = (
-        max(cost.flops, flops_traced),
-        float(arguments - program.unread + outputs - aliased),
-    )
+    flops = max(cost.flops, flops_traced)
+    hbm_bytes = float(arguments - program.unread + outputs - aliased)
     return Measured(
-        program=program.name,
-        hbm=target.hbm,
-        arguments=arguments,
-        temporaries=temporaries,
-        outputs=outputs,
-        aliased=aliased,
+        *(program.name, target.hbm, arguments, temporaries, outputs, aliased),
         total=arguments + temporaries + outputs - aliased,
         flops=flops,
         flops_traced=flops_traced,

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mint_jax import params as params_lib
 from mint_jax import sharding
-from mint_jax.aot.shapes import RolloutShape, TrainShape
+from mint_jax.aot.settings import RolloutShape, TrainShape
 from mint_jax.errors import UserError
 from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import AdapterConfig

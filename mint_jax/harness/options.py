@@ -30,6 +30,7 @@ class RecipeSettings:
 
     job: str = setting("recipe to run")
 
+    folder = "recipes"  # of mint_jax; its module of the job's name has run(settings, workdir)
     needs_one_process = False
 
     def preflight(self) -> None:

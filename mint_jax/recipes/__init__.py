@@ -9,4 +9,6 @@ from mint_jax.harness.options import RecipeSettings
 
 def run(settings: RecipeSettings, workdir: Path) -> dict[str, Any]:
     """Runs a recipe; returns its result."""
-    return importlib.import_module(f"{__name__}.{settings.job}").run(settings, workdir)
+    return importlib.import_module(f"mint_jax.{settings.folder}.{settings.job}").run(
+        settings, workdir
+    )

@@ -24,7 +24,7 @@ def describe(config: RecipeSettings, folder: Path) -> dict[str, Any]:
     included. Raises ``UserError`` where settings do not fit each other, or the base.
     """
     out: dict[str, Any] = {
-        "runs": f"mint_jax.recipes.{config.job}: {reference.summary(config.job)}",
+        "runs": f"mint_jax.{config.folder}.{config.job}: {reference.summary(config.job)}",
         "workdir": str(folder),
         "config": workdir.to_json(config),
     }

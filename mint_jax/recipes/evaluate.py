@@ -1,13 +1,12 @@
 """Rewards of adapters, and of the bare base, on the held-out examples of an environment.
 
-Each adapter is sampled twice with the same seeds: alone, and in one batch with others, as a server
-does. The reward of the first is its score, which is recorded in the catalog unless the second was
-not drawn from the same adapter (see ``compare``). A revision is sampled as in its training, except
-for ``config.sampling``; the base and PEFT directories as the first revision with recorded settings.
+All are sampled in one batch, as a server does. A score is recorded in the catalog only if the
+batch's log-probabilities are those of the adapter loaded alone (see ``check``). A revision is
+sampled as in its training, except for ``config.sampling``; the base and PEFT directories as the
+first revision with recorded settings.
 """
 
 import dataclasses
-import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -24,33 +23,31 @@ from mint_jax.harness import report, start, workdir
 from mint_jax.harness.adapters import AdapterSource, JobCatalog, Named, catalog_of
 from mint_jax.metrics import Progress
 from mint_jax.recipes.options import EvaluateSettings, GrpoSampling
-from mint_jax.residency.pool import Pool, ResidentAdapters
+from mint_jax.residency.pool import Pool
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Completion, Request
 from mint_jax.rollout.score import Scorer
 
 BASE = ""  # name of the bare base among adapters
-Completions = dict[str, list[Completion]]  # by adapter; all samples of all examples
 # least rounding of a log-probability: 2**-17 and 2**-8
 LEAST = {"float32": 1e-5, "bfloat16": 4e-3}
 # a mean over hundreds of tokens varies little, a largest row is one draw from a tail
-WHOLE, WORST = 2.0, 4.0
-SPREAD = 5.0  # 2 exp(-SPREAD ** 2 / 2) = 7e-6
+WHOLE, WORST = 4.0, 8.0
 
 
 def run(config: EvaluateSettings, folder: Path) -> dict[str, Any]:
-    """Evaluates ``config.adapters``; returns the result. Raises ``UserError`` if an adapter's
-    scores alone and in one batch disagree; nothing is recorded then.
+    """Evaluates ``config.adapters``; returns the result. Raises ``UserError`` if the batch served
+    another adapter under one of the names; nothing is recorded then.
     """
     workdir.save_config(config, folder)
-    environment = config.env.make()
+    environment, n = config.env.make(), config.samples
     examples = environment.held_out[: config.examples]
     base = start.open_base(config)
+    tokenizer = base.need_tokenizer()
     prompts = [tuple(start.encode(base, example.messages)) for example in examples]
     multihost.require_same("the prompts", lambda: prompts)
-    n, ends = config.samples, base.need_tokenizer().eos_ids
     about = {
-        "renderer": _digest(base.need_tokenizer().sources),
+        "renderer": _digest(tokenizer.sources),
         "scorer": f"{config.env.name} {_digest([config.env.name, config.env.extra])}",
         "dataset": _digest([[e.messages, e.answer] for e in examples]),
         "seed": config.seed,
@@ -62,47 +59,43 @@ def run(config: EvaluateSettings, folder: Path) -> dict[str, Any]:
             samplings = _samplings(config, names, source.revisions, catalog)
             requests = {
                 text: [
-                    Request(p, n=n, seed=config.seed + i * n, stop_ids=ends, **drawing)
+                    Request(p, n=n, seed=config.seed + i * n, stop_ids=tokenizer.eos_ids, **drawing)
                     for i, p in enumerate(prompts)
                 ]
                 for text, drawing in samplings.items()
             }
-            drawn = _sample(config, requests, pool, source.revisions, catalog)
+            drawn = _sample(config, requests, pool)
+            errors = _errors(requests, drawn, pool, source.revisions, catalog)
+        agreements = check(errors, np.dtype(base.dtype).name)
+        for label, text in config.adapters.items():
+            if not (found := agreements[text]).holds:
+                raise UserError(
+                    f"{label!r} ({text or 'the base'}): {found}; nothing is recorded: find which of"
+                    " the two serves another adapter"
+                )
+        paired = [example for example in examples for _ in range(n)]
 
-        def judge() -> dict[str, list[list[float]]]:
-            paired = [example for example in examples for _ in range(n)]
+        def judge() -> dict[str, list[float]]:
             return {
                 label: [
-                    [
-                        scoring.score(label, environment, c.text or "", e)
-                        for c, e in zip(completions, paired, strict=True)
-                    ]
-                    for completions, _ in drawn[text]
+                    scoring.score(label, environment, completion.text or "", example)
+                    for completion, example in zip(drawn[text], paired, strict=True)
                 ]
                 for label, text in config.adapters.items()
             }
 
         watch = scoring.Watch(config.reward_timeout)
         rewards = multihost.agree("rewards", lambda: watch.over(judge))
-        found = {}
-        for label, text in config.adapters.items():
-            (_, alone), (_, shared) = drawn[text]
-            scores = rewards[label][0], rewards[label][1]
-            found[label] = compare(alone, shared, *scores, np.dtype(base.dtype).name)
-            if not found[label].holds:
-                raise UserError(
-                    f"{label!r} ({text or 'the base'}): {found[label]}; nothing is recorded: find"
-                    " which of the two serves another adapter"
-                )
         rows = []
         for label, text in config.adapters.items():
             row = {"name": label, "adapter": text, "revision": pool.digests.get(text)}
-            row |= found[label].row(rewards[label][0])
+            row |= _statistics(rewards[label]) | dataclasses.asdict(agreements[text])
             rows.append(row | {"sampling": samplings[text], "samples": n})
             if catalog is not None and text in source.revisions:
-                _record(catalog, str(source.revisions[text]), found[label], about, rows[-1])
+                revision, score = str(source.revisions[text]), float(np.mean(rewards[label]))
+                _record(catalog, revision, score, about, rows[-1])
     if multihost.is_main():
-        columns = ("name", "reward", "shared", "standard_error")
+        columns = ("name", "reward", "standard_error")
         cells = [[row[c] for c in columns] for row in rows]
         report.table(f"{config.env.name}, held out", columns, cells)
     result = {"job": "evaluate", "env": config.env.name, "examples": len(examples), "samples": n}
@@ -113,13 +106,18 @@ def _digest(value: Any) -> str:
     return digest_of(json.dumps(value, sort_keys=True, default=str).encode())
 
 
-def _record(
-    catalog: JobCatalog, name: str, found: "Agreement", about: dict[str, Any], row: dict[str, Any]
-) -> None:
-    scores = {k: getattr(found, k) for k in ("isolated", "shared", "tolerance")} | about
+def _statistics(rewards: Sequence[float]) -> dict[str, Any]:
+    n = len(rewards)
+    error = float(np.std(rewards, ddof=1) / n**0.5) if n > 1 else 0.0
+    mean = float(np.mean(rewards))
+    return {"reward": round(mean, 4), "standard_error": round(error, 4), "rows": n}
 
-    def write() -> None:
-        catalog.main.record_evaluation(name, metrics=row, **scores)
+
+def _record(
+    catalog: JobCatalog, name: str, score: float, about: dict[str, Any], row: dict[str, Any]
+) -> None:
+    def write() -> None:  # the batch drew from the adapter itself: the score is also that alone
+        catalog.main.record_evaluation(name, metrics=row, isolated=score, shared=score, **about)
 
     multihost.agree("evaluation", write)
 
@@ -150,156 +148,97 @@ def _samplings(
 
 
 def _sample(
-    config: EvaluateSettings,
-    requests: Mapping[str, Sequence[Request]],
-    pool: Pool,
-    revisions: Mapping[str, Named],
-    catalog: JobCatalog | None,
-) -> dict[str, list[tuple[list[Completion], list[np.ndarray]]]]:
-    """Returns every adapter's completions, alone and in batches of ``config.slots`` adapters, with
-    the errors of their log-probabilities: one array a row, sampled minus scored alone.
+    config: EvaluateSettings, requests: Mapping[str, Sequence[Request]], pool: Pool
+) -> dict[str, list[Completion]]:
+    """Returns the completions of each adapter and of the base, drawn in batches of
+    ``config.slots`` adapters and the base.
     """
-    base, names = pool.base, list(pool.digests)
+    names, decode = list(pool.digests), pool.base.need_tokenizer().decode
     groups = [names[k : k + config.slots] for k in range(0, len(names), config.slots)] or [[]]
-    names.append(BASE)
-    progress, done = Progress("evaluate", len(groups) + len(names)), itertools.count(1)
-    decode, cache_bytes = base.need_tokenizer().decode, int(config.cache_gib * 2**30) or None
-    engine = Engine(base, decode, config.max_rows, cache_bytes=cache_bytes)
-    scorer = Scorer(base)
-    shared: Completions = {}
-    for group in groups:
+    cache_bytes = int(config.cache_gib * 2**30) or None
+    engine = Engine(pool.base, decode, config.max_rows, cache_bytes=cache_bytes)
+    progress = Progress("sampling", len(groups))
+    out: dict[str, list[Completion]] = {}
+    for k, group in enumerate(groups, 1):
         with pool.hold([*group, BASE]) as resident:
-            shared |= _sample_together(engine, requests, resident, [*group, BASE], "in one batch")
-        progress.update(next(done), f"{len(group) + 1} in one batch")
-    out = {}
-    for text in names:
-        name = revisions[text].digest if text in revisions else text  # an alias may have moved
-        # Loaded again into a pool with a single slot: an error that puts the adapter into a wrong
-        # slot of the batch must not repeat itself.
-        own = Pool(base, AdapterSource(base, catalog), [name], 1)
-        with own, own.hold([name]) as resident:
-            slot = resident.slot(name)
-            single = ResidentAdapters({text: slot} if slot else {}, resident.stacks)
-            alone = _sample_together(engine, requests, single, [text], "alone")[text]
-            prompts = [r.prompt for r in requests[text] for _ in range(r.n)]
-            rows = [
-                (prompt, tuple(c.tokens))
-                for drawn in (alone, shared[text])
-                for prompt, c in zip(prompts, drawn, strict=True)
+            # requests of an example are neighbours, so that rows of all adapters run together
+            order = [(text, i) for i in range(len(requests[BASE])) for text in (*group, BASE)]
+            mixed = [
+                dataclasses.replace(requests[text][i], adapter=resident.slot(text))
+                for text, i in order
             ]
-            distinct = list(dict.fromkeys(rows))  # a row of both samplings is scored once
-            texts = [(*prompt, *tokens) for prompt, tokens in distinct]
-            values = scorer.logprobs(texts, [slot] * len(texts), resident.stacks)
-        scores = {row: scored[len(row[0]) - 1 :] for row, scored in zip(distinct, values)}
-        errors = [
-            np.subtract(c.logprobs, scores[row]) for c, row in zip([*alone, *shared[text]], rows)
-        ]
-        out[text] = [(alone, errors[: len(alone)]), (shared[text], errors[len(alone) :])]
-        progress.update(next(done), f"{text or 'base'} alone")
+            out |= {text: [] for text in (*group, BASE)}
+            for (text, _), completions in zip(order, engine.generate(mixed, resident.stacks)):
+                out[text] += completions
+        progress.update(k, f"{len(group) + 1} in one batch")
     return out
 
 
-def _sample_together(
-    engine: Engine,
+def _errors(
     requests: Mapping[str, Sequence[Request]],
-    resident: ResidentAdapters,
-    names: Sequence[str],
-    tenant: str,
-) -> Completions:
-    """Returns completions of several adapters' requests from one batch.
-
-    Requests of an example are neighbours, so that rows of all adapters run together. Each call has
-    a tenant of its own: it reads all prompts itself, and takes none from the cache.
+    drawn: Mapping[str, Sequence[Completion]],
+    pool: Pool,
+    revisions: Mapping[str, Named],
+    catalog: JobCatalog | None,
+) -> dict[str, list[np.ndarray]]:
+    """Returns the sampled log-probabilities minus those of the adapter loaded alone, one array a
+    row.
     """
-    order = [(text, i) for i in range(len(requests[names[0]])) for text in names]
-    mixed = [
-        dataclasses.replace(requests[text][i], adapter=resident.slot(text), tenant=tenant)
-        for text, i in order
-    ]
-    out: Completions = {text: [] for text in names}
-    for (text, _), completions in zip(order, engine.generate(mixed, resident.stacks)):
-        out[text] += completions
+    scorer, progress, out = Scorer(pool.base), Progress("checking", len(drawn)), {}
+    for text, completions in drawn.items():
+        name = revisions[text].digest if text in revisions else text  # an alias may have moved
+        prompts = [request.prompt for request in requests[text] for _ in range(request.n)]
+        texts = [(*prompt, *c.tokens) for prompt, c in zip(prompts, completions, strict=True)]
+        # Loaded again into a pool with a single slot: an error that puts the adapter into a wrong
+        # slot of the batch must not repeat itself.
+        own = Pool(pool.base, AdapterSource(pool.base, catalog), [name], 1)
+        with own, own.hold([name]) as resident:
+            slots = [resident.slot(name)] * len(texts)
+            scored = scorer.logprobs(texts, slots, resident.stacks)
+        out[text] = [
+            np.subtract(c.logprobs, values[len(prompt) - 1 :])
+            for c, prompt, values in zip(completions, prompts, scored)
+        ]
+        progress.update(len(out), f"{text or 'base'} alone")
     return out
 
 
 @dataclasses.dataclass(frozen=True)
 class Agreement:
-    """Comparison of two samplings of the same rows.
-
-    Attributes:
-        error, worst: root mean square of the batch's log-probabilities minus the adapter's own,
-            nats, over all tokens and of the worst row.
-        isolated, shared: mean rewards alone and in the batch, which may differ by ``tolerance``.
+    """Root mean square of a batch's log-probabilities minus the adapter's own, nats, over all
+    tokens and of the worst row, with the rounding that each may have.
     """
 
     error: float
-    allowed_error: float
-    worst: float
-    allowed_worst: float
-    isolated: float
-    shared: float
-    tolerance: float
+    error_may_be: float
+    worst_row_error: float
+    worst_row_error_may_be: float
 
     @property
     def holds(self) -> bool:
         """True where the score may be recorded."""
-        near = self.error <= self.allowed_error and self.worst <= self.allowed_worst
-        return near and abs(self.isolated - self.shared) <= self.tolerance
-
-    def row(self, rewards: Sequence[float]) -> dict[str, Any]:
-        """Returns the figures of a result."""
-        n = len(rewards)
-        error = float(np.std(rewards, ddof=1) / n**0.5) if n > 1 else 0.0
-        return {
-            "reward": round(self.isolated, 4),
-            "shared": round(self.shared, 4),
-            "standard_error": round(error, 4),
-            "rows": n,
-            "shared_error": self.error,
-            "shared_error_may_be": self.allowed_error,
-            "worst_row_error": self.worst,
-            "worst_row_error_may_be": self.allowed_worst,
-        }
+        worst = self.worst_row_error <= self.worst_row_error_may_be
+        return worst and self.error <= self.error_may_be
 
     def __str__(self) -> str:
         return (
-            f"score {self.isolated:.4f} loaded alone and {self.shared:.4f} in a shared batch, whose"
-            f" log-probabilities are off by {self.error:.2g} nats ({self.allowed_error:.2g} may be"
-            f" rounding), those of its worst row by {self.worst:.2g} ({self.allowed_worst:.2g} may)"
+            f"the log-probabilities of a shared batch are off by {self.error:.2g} nats from those"
+            f" of the adapter loaded alone ({self.error_may_be:.2g} may be rounding), those of its"
+            f" worst row by {self.worst_row_error:.2g} ({self.worst_row_error_may_be:.2g} may)"
         )
 
 
-def compare(
-    alone: Sequence[np.ndarray],
-    shared: Sequence[np.ndarray],
-    isolated_rewards: Sequence[float],
-    shared_rewards: Sequence[float],
-    dtype: str,
-) -> Agreement:
-    """Compares the same rows sampled alone and in a batch with others, by the sampled
-    log-probabilities minus the adapter's own, one array a row.
+def check(errors: Mapping[str, Sequence[np.ndarray]], dtype: str) -> dict[str, Agreement]:
+    """Compares a shared batch with its adapters loaded alone, by the errors of ``_errors``.
 
-    The batch's may differ by rounding, which is measured on the rows drawn alone: by ``WHOLE``
-    times as much over all tokens, and by ``WORST`` times in the worst row. Another adapter differs
-    by tenths of a nat. A row's two rewards have the same distribution, so by Hoeffding's bound the
-    sum of their differences exceeds ``SPREAD`` times the root of the sum of their squares in fewer
-    than 1 in 100,000 comparisons.
+    Sampler and scorer round differently. The measure of that is the smallest error of an adapter or
+    the base, which has no slot to be mistaken. Another adapter differs by tenths of a nat.
     """
-    (noise, noisiest), (error, worst) = map(_sizes, (alone, shared))
-    difference = np.subtract(isolated_rewards, shared_rewards)
-    bound = SPREAD * float(np.sqrt(np.sum(difference**2))) / len(difference) + 1e-9
-    return Agreement(
-        error=error,
-        allowed_error=WHOLE * max(noise, LEAST[dtype]),
-        worst=worst,
-        allowed_worst=WORST * max(noisiest, LEAST[dtype]),
-        isolated=float(np.mean(isolated_rewards)),
-        shared=float(np.mean(shared_rewards)),
-        tolerance=bound,
-    )
-
-
-def _sizes(errors: Sequence[np.ndarray]) -> tuple[float, float]:
-    """Returns the root mean square over all tokens, and that of the worst row; NaN for NaN."""
-    worst = np.max([np.mean(np.square(row)) for row in errors])
-    return math.sqrt(np.mean(np.square(np.concatenate(errors)))), math.sqrt(worst)
+    whole, worst = {}, {}
+    for text, rows in errors.items():  # NaN stays NaN, and does not hold
+        whole[text] = math.sqrt(np.mean(np.square(np.concatenate(rows))))
+        worst[text] = math.sqrt(np.max([np.mean(np.square(row)) for row in rows]))
+    least = LEAST[dtype]
+    may_be = WHOLE * max(least, np.nanmin([*whole.values(), np.inf]))
+    worst_may_be = WORST * max(least, np.nanmin([*worst.values(), np.inf]))
+    return {t: Agreement(whole[t], may_be, worst[t], worst_may_be) for t in errors}

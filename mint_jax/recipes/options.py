@@ -8,8 +8,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from mint_jax.aot import chips
-from mint_jax.aot.shapes import RolloutShape, TrainShape
+from mint_jax.aot.settings import ScaleUpSettings
 from mint_jax.envs import scoring
 from mint_jax.errors import UserError, choice
 from mint_jax.fields import setting
@@ -29,9 +28,7 @@ from mint_jax.harness.options import (
     need_package,
 )
 from mint_jax.harness.settings import Amount, Count, Natural, Open, Place
-from mint_jax.lora.config import AdapterConfig
 from mint_jax.models import names
-from mint_jax.models.kernels import Kernels
 from mint_jax.rollout.ranges import check_ranges
 from mint_jax.train import advantages
 from mint_jax.train.config import KINDS, LossConfig
@@ -339,25 +336,6 @@ class ServeSettings(CatalogSettings):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PretrainSettings(RecipeSettings):
-    """Settings of pretraining."""
-
-    seed: Natural = setting("seed of weights and data order", 0)
-    steps: Count = setting("number of updates")
-    batch_size: Count = setting("examples of an update", 64)
-    learning_rate: float = setting("peak learning rate", 3e-3)
-    envs: tuple[Any, ...] = setting("environments, each a dict of a name and its options")
-    model: dict[str, Any] = setting("fields of config.json, without the vocabulary's size")
-
-    needs_one_process = True
-
-    def preflight(self) -> None:
-        for env in self.envs:
-            options = dict(env)
-            check_environment("envs", options.pop("name"), options)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class ConvertSettings(RecipeSettings):
     """Settings of a conversion."""
 
@@ -382,33 +360,7 @@ class ConvertSettings(RecipeSettings):
             )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ScaleUpSettings(RecipeSettings):
-    """Settings of a compilation for a pod."""
-
-    base: str = setting("name of the model in the report")
-    dtype: Dtype = setting("type of the base", "bfloat16")
-    topology: str = setting("pod, such as v5p:2x2x1 or v5p-8; smallest: the smallest that fits")
-    chip: str = setting("chip whose pods smallest tries", "v5p")
-    mesh: MeshSizes = setting("division of the devices", MeshSizes())
-    kernels: Kernels = setting("implementation of each kernel", Kernels())
-    margin: float = setting("share of each device's memory to keep free", 0.05)
-    hlo: bool = setting("write the compiled programs to the workdir", False)
-    quantise: str = setting("int8 or float8 stores the base in 8 bits; empty: in dtype", "")
-    adapter: AdapterConfig = setting("adapter of every policy")
-    train: TrainShape = setting("the training step")
-    rollout: RolloutShape = setting("sampling")
-    model: dict[str, Any] = setting("fields of the model's config.json")
-
-    def preflight(self) -> None:
-        if self.topology == "smallest":
-            chips.names(self.chip)
-        else:
-            chips.canonical(self.topology)
-        chips.need_compiler(self.chip if self.topology == "smallest" else self.topology)
-
-
-OF_JOB: dict[str, type[RecipeSettings]] = {  # recipes/JOB.py runs it
+OF_JOB: dict[str, type[RecipeSettings]] = {
     "grpo": GrpoSettings,
     "sft": SftSettings,
     "dpo": DpoSettings,
@@ -416,7 +368,6 @@ OF_JOB: dict[str, type[RecipeSettings]] = {  # recipes/JOB.py runs it
     "sample": SampleSettings,
     "score": ScoreSettings,
     "serve": ServeSettings,
-    "pretrain": PretrainSettings,
     "convert": ConvertSettings,
     "scale_up": ScaleUpSettings,
 }

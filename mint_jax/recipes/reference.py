@@ -19,7 +19,8 @@ A setting without a default must be given. `(not set)` means that the job decide
 Dots join sections, as on the command line: `--config.checkpoint.every=5`.
 Benchmarks declare theirs in `configs/bench/` and `configs/sweeps/`.
 
-Generated from `mint_jax/harness/options.py` and `mint_jax/recipes/options.py`.
+Generated from `mint_jax/harness/options.py`, `mint_jax/recipes/options.py` and
+`mint_jax/aot/settings.py`.
 """  # noqa: E501
 TABLE = "| setting | default | type | meaning |\n| --- | --- | --- | --- |"
 
@@ -39,7 +40,8 @@ def usage(cls: type[RecipeSettings], tree: dict[str, Any]) -> str:
 
 def summary(job: str) -> str:
     """Returns the first paragraph of a recipe's docstring."""
-    doc = importlib.import_module(f"mint_jax.recipes.{job}").__doc__ or ""
+    folder = OF_JOB[job].folder
+    doc = importlib.import_module(f"mint_jax.{folder}.{job}").__doc__ or ""
     return doc.split("\n\n")[0].strip().replace("\n", " ")
 
 

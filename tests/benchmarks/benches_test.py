@@ -10,8 +10,8 @@ import pytest
 from benchmarks import launch, timing
 
 FOLDER = Path(__file__).parents[2] / "configs" / "bench"
-# schedule runs in schedule_test
-NAMES = sorted({path.stem for path in FOLDER.glob("*.py")} - {"schedule"})
+# schedule runs in schedule_test, pretrain in pretrain_test
+NAMES = sorted({path.stem for path in FOLDER.glob("*.py")} - {"pretrain", "schedule"})
 NOT_ON_CPUS = {"tune_kernels"}  # reports are empty there, and say why
 
 

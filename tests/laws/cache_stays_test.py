@@ -19,14 +19,13 @@ import pytest
 
 from mint_jax import multihost, sharding
 from mint_jax import params as params_lib
-from mint_jax.aot import chips, hlo, programs
+from mint_jax.aot import chips, hlo, programs, scale_up
 from mint_jax.aot.measure import measure
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.mesh import make_mesh, single_device_mesh
 from mint_jax.models import transformer
 from mint_jax.models.config import Indexer, Latent, ModelConfig
 from mint_jax.models.paged import PAGE
-from mint_jax.recipes import scale_up
 from mint_jax.rollout import device, plans
 from mint_jax.rollout.pages import PagePool, pages_for
 from mint_jax.rollout.request import Request
@@ -216,9 +215,9 @@ def config_of(name):
 
 
 def check_prefill(config):
-    question, target = scale_up.Question(read(config)), chips.target(config.topology)
-    plan = question.plan(target)
-    prefill = plan.sampling(question.rollout)[0]
+    settings, target = read(config), chips.target(config.topology)
+    plan = scale_up.plan_of(settings, target)
+    prefill = plan.sampling(settings.rollout)[0]
     m = measure(prefill, plan.mesh, target)
     assert m.fits(0.05), m.reason(0.05)
     assert not copied(m.text, prefill.args[2])

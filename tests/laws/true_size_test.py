@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from mint_jax import params as params_lib
-from mint_jax.aot import chips
+from mint_jax.aot import chips, scale_up
 from mint_jax.aot.measure import measure
 from mint_jax.aot.programs import device_bytes
 from mint_jax.lora import tree as lora_tree
@@ -18,7 +18,6 @@ from mint_jax.lora.tree import AdapterConfig, bucket_of
 from mint_jax.lora.view import attach_blocks
 from mint_jax.models import transformer
 from mint_jax.models.config import Experts, ModelConfig
-from mint_jax.recipes import scale_up
 from mint_jax.rollout import device, plans
 from mint_jax.rollout.samples import longest_table
 from mint_jax.rollout.score import next_token_logprobs
@@ -177,10 +176,10 @@ def test_a_pods_optimizer_changes_its_state_in_place_factor_by_factor(topology):
     """Sixteen policies of rank 32 on Qwen3-4B, ahead of time: temporaries are less than half of
     what one policy has on a device.
     """
-    question = scale_up.Question(load("configs/scale_up/qwen3_4b.py"))
+    config = load("configs/scale_up/qwen3_4b.py")
     target = chips.target(topology)
-    plan = question.plan(target)
-    _, program = plan.training(question.train)
+    plan = scale_up.plan_of(config, target)
+    _, program = plan.training(config.train)
     made = measure(program, plan.mesh, target)
     assert made.aliased >= 0.99 * device_bytes(program.args[0]), "the state stays where it is"
-    assert made.temporaries < made.aliased / question.train.policies / 2
+    assert made.temporaries < made.aliased / config.train.policies / 2

@@ -9,8 +9,6 @@ import pytest
 from mint_jax import nested
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import unpack
-from mint_jax.data.tokenizer import Tokenizer
-from mint_jax.models import base as base_lib
 from tests.configs import run_config, tiny
 
 PLAIN = """
@@ -52,15 +50,3 @@ def test_plain_orbax_restores_the_adapters_of_a_checkpoint(tmp_path):
     assert set(wanted) == set(found)
     for path, leaf in wanted.items():
         np.testing.assert_array_equal(found[path], leaf, err_msg=path)
-
-
-@pytest.mark.long
-def test_a_pretrained_base_is_a_checkpoint_that_learned(tmp_path, mesh):
-    made = run_config(tiny("pretrain_moe"), tmp_path)
-    assert made["loss_after"] < 0.5 * made["loss_before"]
-    base = base_lib.load(made["base"], mesh)
-    assert base.cfg.stacks == {"dense": 1, "moe": 2}
-    assert base.cfg.latent is not None
-    text = "2 or 9: 9\n~ {x}"
-    tokenizer = Tokenizer(made["base"])
-    assert tokenizer.decode(tokenizer.encode(text)) == text

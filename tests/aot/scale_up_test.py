@@ -9,10 +9,9 @@ import pytest
 from ml_collections import ConfigDict
 
 from mint_jax import mesh as mesh_lib
-from mint_jax.aot import chips
+from mint_jax.aot import chips, scale_up
 from mint_jax.aot.measure import Measured
 from mint_jax.errors import UserError
-from mint_jax.recipes import scale_up
 from tests.configs import run_config
 
 MAKE_MESH = mesh_lib.make_mesh  # before the fixture of this folder narrows it to one device

@@ -1,22 +1,21 @@
 """A random model of DeepSeek-V3's kind (latent attention, routed and shared experts) learns half of
-a small task.
+a small task: the base of ``configs/tiny/grpo_moe.py``.
 
-Command: python -m mint_jax.launch --config=configs/tiny/pretrain_moe.py
---workdir=runs/tiny/pretrain_moe Then:    python -m mint_jax.launch
---config=configs/tiny/grpo_moe.py --workdir=runs/tiny/grpo_moe About a minute on two CPU cores.
+Command: python -m benchmarks --config=configs/bench/pretrain.py --workdir=runs/bench/pretrain
+Small: configs/bench/pretrain.py:ci takes one step. About a minute on two CPU cores.
 """
 
 from ml_collections import ConfigDict
 
 
-def get_config() -> ConfigDict:
+def get_config(size: str = "") -> ConfigDict:
     config = ConfigDict()
-    config.job = "pretrain"
+    config.bench = "pretrain"
     config.seed = 0
-    config.steps = 40
+    config.steps = 1 if size == "ci" else 40
     config.batch_size = 64
     config.learning_rate = 3e-3
-    config.envs = ({"name": "larger_of_two"}, {"name": "digit_sum"})
+    config.envs = ("larger_of_two", "digit_sum")
     config.model = ConfigDict(  # fields of config.json; the vocabulary is that of the characters
         {
             "architectures": ["DeepseekV3ForCausalLM"],
