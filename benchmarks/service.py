@@ -257,7 +257,9 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
     )
     with scratch(workdir / "server") as folder:
         server = Server(base, folder, sizes)
-        server.warm(lambda what, done, total: Progress("compiling", total).update(done, what))
+        server.compile(
+            lambda what, done, total: Progress("compiling", total).update(done, what)
+        ).wait()
         with server.running():
             tenants = _Tenants(config, server)
             names = [tenants.join() for _ in range(max(*config.tenants, 2))]

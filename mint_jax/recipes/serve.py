@@ -96,22 +96,21 @@ def run(config: ServeSettings, folder: Path) -> dict[str, Any]:
         try:
             starting.doing = f"loading {config.base}"
             server = open_server()
+            programs = server.compile(compiling)
             if config.precompile == "before":
-                server.warm(compiling)
+                programs.wait()
             starting.doing = "reading its workdir"
             with opening:
                 if web.should_exit:
                     return
-                if config.precompile == "background":
-                    server.compile_beside(compiling)
                 opened.enter_context(server.running())
                 servers.append(server)
             made = app.make(server, keys, limits, config.hosts, config.openai_limits)
             starting.begin(made, server.end_waits)
-            if server.programs is None or server.programs.wait():
+            if programs.wait():
                 print(json.dumps({"ready": True, "url": url}), flush=True)
-            elif server.programs.failed is not None:
-                raise server.programs.failed
+            elif programs.failed is not None:
+                raise programs.failed
         except BaseException as error:  # the main thread raises it below
             failed.append(error)
             web.should_exit = True
@@ -132,7 +131,10 @@ def run(config: ServeSettings, folder: Path) -> dict[str, Any]:
         workdir.save_config(config, folder)
         if config.precompile == "only":
             with contextlib.closing(open_server()) as server:
-                return {"job": "serve", "compiled": server.warm(compiling)}
+                programs = server.compile(compiling)
+                if not programs.wait() and programs.failed is not None:
+                    raise programs.failed
+                return {"job": "serve", "compiled": programs.total}
         web = app.Web(starting, starting, config.host, config.port, started, **tls)
         with contextlib.suppress(SystemExit):  # uvicorn raises it for a port in use
             web.run()

@@ -16,14 +16,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Match
 
 from mint_jax import interrupts
-from mint_jax.service import connections, endpoints, monitoring, openapi
-from mint_jax.service.console.routes import console_routes
+from mint_jax.service import connections, endpoints, interpolation, monitoring, openapi
+from mint_jax.service.console.pages import console_routes
 from mint_jax.service.console.sessions import Browsers
 from mint_jax.service.errors import HANDLERS, OPENAI_PATHS
 from mint_jax.service.exchange import error_body
 from mint_jax.service.gate import Gate, Limits
 from mint_jax.service.keys import Keys
-from mint_jax.service.mint_extras import MintExtras
 from mint_jax.service.openai import OpenAI
 from mint_jax.service.server import Server
 from mint_jax.service.starting import Starting
@@ -64,11 +63,14 @@ def make(
     """
     server.metrics.register(monitoring.Collector(server))  # type: ignore[arg-type]
     browsers, openai = Browsers(keys), OpenAI(server, openai_limits)
-    parts = [kind(server) for kind in (Tinker, Sampling, Rest, MintExtras)]
+    parts = [kind(server) for kind in (Tinker, Sampling, Rest)]
     tokens = Tokens() if keys is None else keys.tokens
-    auth = SimpleNamespace(token=functools.partial(exchange, tokens))
+    others = SimpleNamespace(
+        token=functools.partial(exchange, tokens),
+        interpolate=functools.partial(interpolation.interpolate, server),
+    )
     routes = [
-        *endpoints.routes(endpoints.tinker_endpoints(), auth, *parts),
+        *endpoints.routes(endpoints.tinker_endpoints(), others, *parts),
         *endpoints.routes(endpoints.openai_endpoints(), openai),
         *monitoring.routes(server),
         openapi.route(server.base.cfg.context, openai_limits),

@@ -16,7 +16,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -47,6 +47,7 @@ KINDS = {  # of paths, with Tinker's names of their types
 }
 SNAPSHOTS_S = 86400.0
 MAX_NAMED = 4096  # revisions whose policy is remembered
+T = TypeVar("T")
 DISK_FAILURES = DatabaseFailed, DatabaseDamaged, StorageFailed
 
 
@@ -94,9 +95,6 @@ class Checkpoints:
         offer: called with (digest, packed bytes, tenant) of weights that are sampled next, before
             they are written: their transfer to the device does not wait for the disk.
         need_room: called with (tenant, further bytes); raises beyond a quota.
-
-    Attributes:
-        naming: lock of the check and the assignment of a name, and of the tenant's quota.
     """
 
     def __init__(
@@ -108,13 +106,14 @@ class Checkpoints:
         offer: Callable[[str, np.ndarray, str], Any] = lambda digest, data, tenant: None,
         need_room: Callable[[str, int], None] = lambda tenant, more: None,
     ):
-        self.folder, self.book, self.catalog, self.base = folder, book, catalog, base
-        self.need_room, self._offer = need_room, offer
-        self.specs = transformer.abstract(base.cfg)
-        self.naming = threading.Lock()
-        # policies of revisions: those that the catalog does not have yet, and looked up
+        self.folder, self.external, self.book = folder, folder / "external", book
+        self.catalog, self.base, self.specs = catalog, base, transformer.abstract(base.cfg)
+        self._need_room, self._offer = need_room, offer
+        self._naming = threading.Lock()  # of the check and the assignment of names and quotas
+        # models of revisions that the catalog does not have yet
         self._writing: dict[str, str] = {}
-        self._policies: dict[str, str] = {}
+        # a lookup that fails raises, and is not remembered
+        self._policy = functools.lru_cache(MAX_NAMED)(self._find_policy)
         self._marks = threading.RLock()  # of ``_in_use``; bytes are deleted under it
         # digests, and policies with an export
         self._in_use: collections.Counter[str] = collections.Counter()
@@ -143,32 +142,46 @@ class Checkpoints:
                 use.enter_context(self.using(row.digest))
             yield row
 
+    def add(
+        self, row: Checkpoint, write: Callable[[], None], more: int, overwrite: bool = False
+    ) -> None:
+        """Writes bytes and adds the row that names them: ``more`` bytes of the tenant's quota.
+        Raises ``UserError``: the name is taken, or the quota is used up.
+        """
+        with self._naming:
+            if not overwrite:
+                self.book.need_free(*row.key, row.request)
+            replaced = found_or_none(self.book.checkpoint, row.tenant, *row.key)
+            self._need_room(row.tenant, more - (0 if replaced is None else replaced.nbytes))
+            self._write(row, write, lambda: self.book.add_checkpoint(row))
+        self.reclaim()  # what it replaced
+
+    def _write(self, row: Checkpoint, write: Callable[[], None], name: Callable[[], T]) -> T:
+        """Writes bytes and names them in the book; leaves nothing if either fails."""
+        try:
+            with self.using(row.digest, row.policy):
+                write()
+                return name()
+        except BaseException:
+            # the client gets the save's own failure; ``sweep`` finds the rest
+            with contextlib.suppress(Exception):
+                self._delete(row.digest, row.policy, row.kind)
+            raise
+
     # training
 
     def save(self, model: str, request: str, call: Save, state: HostState) -> dict[str, Any]:
-        """Writes a state; returns the client's result. Raises ``UserError``: the name is taken,
-        weights to sample are not finite, or the tenant's quota is used up.
+        """Writes a state; returns the client's result. Raises ``UserError`` as ``add``, or if
+        weights to sample are not finite.
         """
         tenant = self.book.owner(model)
-        if call.name is None:
-            return self._keep(model, tenant, request, call, state)
-        with self.naming:
-            if not call.overwrite:
-                self.book.need_free(model, call.kind, call.name, request)
-            replaced = found_or_none(self.book.checkpoint, tenant, model, call.kind, call.name)
-            self.need_room(tenant, state.nbytes - (0 if replaced is None else replaced.nbytes))
-            return self._keep(model, tenant, request, call, state)
-
-    def _keep(
-        self, model: str, tenant: str, request: str, call: Save, state: HostState
-    ) -> dict[str, Any]:
-        policy, base = f"{tenant}/{model}", self.base.fingerprint
+        policy = f"{tenant}/{model}"
         if call.kind == "weights":
             data = state.to_bytes()
             digest, nbytes = blake3_of(data), len(data)
             write = functools.partial(files.write_file, self._file(digest), data)
         elif call.kind == "sampler_weights":
-            schema = Schema(base, lora_tree.spelled_out(state.config, self.specs))
+            schema = Schema(self.base.fingerprint, lora_tree.spelled_out(state.config, self.specs))
             packed = as_bytes(pack(state.adapter(), schema))
             digest, nbytes = digest_of(packed), packed.nbytes
             write = functools.partial(self._export, policy, digest, packed, state.steps, call)
@@ -177,30 +190,28 @@ class Checkpoints:
             digests = (blake3_of(f"{name}\0".encode() + d) for name, d in contents.items())
             digest, nbytes = blake3_of("".join(digests).encode()), sum(map(len, contents.values()))
             write = functools.partial(self._write_files, digest, contents)
-        details = {"config": dataclasses.asdict(state.config), "base": base, "policy": policy}
-        now = self.book.clock()
         row = Checkpoint(
             *(model, call.kind, call.name or "", tenant, digest, nbytes, request),
-            details=details | {"metadata": call.metadata},
-            created=now,
-            expires=None if call.ttl_s is None else now + call.ttl_s,
+            details={
+                "config": dataclasses.asdict(state.config),
+                "base": self.base.fingerprint,
+                "policy": policy,
+                "metadata": call.metadata,
+            },
+            **self._lifetime(call.ttl_s),
             public=False,
         )
-        try:
-            with self.using(digest, policy):
-                write()
-                if call.sampler is not None:
-                    session, number = call.sampler.rsplit(":sample:", 1)
-                    sampler = self.book.add_sampler(session, int(number), tenant, None, digest)
-                    return {"sampling_session_id": sampler.id}
-                self.book.add_checkpoint(row)
-        except BaseException:
-            # the client gets the save's own failure; ``sweep`` finds the rest
-            with contextlib.suppress(Exception):
-                self._delete(digest, policy, call.kind)
-            raise
-        self.reclaim()  # what it replaced
-        return {"path": row.path}
+        if call.sampler is None:
+            self.add(row, write, state.nbytes, call.overwrite)
+            return {"path": row.path}
+        session, number = call.sampler.rsplit(":sample:", 1)
+        new = session, int(number), tenant, None, digest
+        sampler = self._write(row, write, lambda: self.book.add_sampler(*new))
+        return {"sampling_session_id": sampler.id}
+
+    def _lifetime(self, ttl_s: int | None) -> dict[str, Any]:
+        now = self.book.clock()
+        return {"created": now, "expires": None if ttl_s is None else now + ttl_s}
 
     def _export(self, policy: str, digest: str, data: np.ndarray, steps: int, call: Save) -> None:
         """Makes the adapter a revision."""
@@ -213,7 +224,7 @@ class Checkpoints:
             self._writing.pop(digest, None)
 
     def _write_files(self, digest: str, contents: dict[str, bytes]) -> None:
-        folder = self.folder / "external" / digest
+        folder = self.external / digest
         if not folder.exists():
             with files.new_directory(folder, proof=next(iter(contents))) as new:
                 for name, data in contents.items():
@@ -264,7 +275,6 @@ class Checkpoints:
 
     def add_sampler(self, session: str, number: int, tenant: str, path: str) -> Sampler:
         """Returns a session's sampler of a path's weights, created unless it exists."""
-        self.digest(tenant, path)
         with self.reading(tenant, path) as row:
             return self.book.add_sampler(session, number, tenant, path, row.digest)
 
@@ -276,10 +286,7 @@ class Checkpoints:
 
     def copy(self, tenant: str, source: str, model: str, request: str, ttl_s: int | None) -> str:
         """Returns the path of a copy that belongs to another model; bytes are shared."""
-        with self.naming, self.reading(tenant, source) as row:
-            self.book.need_free(model, row.kind, row.name, request)
-            self.need_room(tenant, 0 if row.tenant == tenant else row.nbytes)
-            now = self.book.clock()
+        with self.reading(tenant, source) as row:
             made = dataclasses.replace(
                 row,
                 model=model,
@@ -287,11 +294,10 @@ class Checkpoints:
                 request=request,
                 # a sampler checkpoint's revision stays in the source's policy
                 details=row.details | {"policy": row.policy},
-                created=now,
-                expires=None if ttl_s is None else now + ttl_s,
+                **self._lifetime(ttl_s),
                 public=False,
             )
-            self.book.add_checkpoint(made)
+            self.add(made, lambda: None, 0 if row.tenant == tenant else row.nbytes)
         return made.path
 
     # removal
@@ -321,17 +327,16 @@ class Checkpoints:
     def _delete(self, digest: str, policy: str, kind: str) -> bool:
         """Deletes bytes; returns False if they are in use or a row names them."""
         with self._marks:
-            if not policy and kind == "sampler_weights":  # of a sampler: see who exported it
-                self._policies.pop(digest, None)
-                model = self.policy_of(digest)
+            if not policy:  # of a sampler: the model that exported them
+                model = found_or_none(self._find_policy, digest) or ""
                 owner = found_or_none(self.book.owner, model)
-                policy = f"{owner}/{model}" if owner is not None else ""
+                policy = "" if owner is None else f"{owner}/{model}"
             if {digest, policy} & self._in_use.keys() or not self.book.unused(digest):
                 return False
             if kind == "weights":
                 self._file(digest).unlink(missing_ok=True)
             elif kind == "external_weights":
-                shutil.rmtree(self.folder / "external" / digest, ignore_errors=True)
+                shutil.rmtree(self.external / digest, ignore_errors=True)
             elif policy:
                 self._retire(policy, digest)
         return True
@@ -358,7 +363,7 @@ class Checkpoints:
 
     def sweep(self) -> None:
         """Deletes half-written files and bytes without a row, which a killed process left."""
-        for path in (*self.folder.iterdir(), *(self.folder / "external").glob("*")):
+        for path in (*self.folder.iterdir(), *self.external.glob("*")):
             digest = path.name.removesuffix(".safetensors")
             if path.name.startswith(".") or (_is_digest(digest) and self.book.unused(digest)):
                 if path.is_dir():
@@ -370,16 +375,12 @@ class Checkpoints:
         """Returns the model or the policy of a revision's digest; other texts stay as they are."""
         if not _is_digest(digest):
             return digest
-        policy = self._policies.get(digest) or self._writing.get(digest)
-        if policy is None:
-            if (revision := found_or_none(self.catalog.resolve, digest)) is None:
-                return digest
-            model = revision.policy.partition("/")[2]
-            owner = found_or_none(self.book.owner, model)
-            policy = self._policies[digest] = revision.policy if owner is None else model
-            if len(self._policies) > MAX_NAMED:
-                self._policies.pop(next(iter(self._policies)), None)
-        return policy
+        return self._writing.get(digest) or found_or_none(self._policy, digest) or digest
+
+    def _find_policy(self, digest: str) -> str:
+        policy = self.catalog.resolve(digest).policy
+        _, model = names.parse_policy(policy)
+        return policy if found_or_none(self.book.owner, model) is None else model
 
 
 def _is_digest(text: str) -> bool:

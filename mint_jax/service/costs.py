@@ -9,13 +9,13 @@ dispatch sum to the measured seconds, padding included; idle seconds are not cha
 import dataclasses
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from mint_jax.service.server_db import ServerDatabase
 
 BASE = "base"  # the bare base, as a policy
 Kind = Literal["prefill", "decode", "train", "update", "load"]
-KINDS: tuple[Kind, ...] = ("prefill", "decode", "train", "update", "load")
+KINDS: tuple[Kind, ...] = get_args(Kind)
 COUNTED = ("prefill", "decode", "train")  # kinds with shares in tokens
 
 

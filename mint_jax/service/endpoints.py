@@ -162,7 +162,6 @@ def console_endpoints() -> Iterator[Endpoint]:
         ("POST", "/sign-out", (), "sign_out"),
         ("GET", "/policies", every, "policies"),
         ("GET", "/policies/{policy:path}", every, "policy"),
-        ("GET", "/curves/{policy:path}", every, "curves"),
         ("GET", "/training", every, "training"),
         ("GET", "/costs", every, "costs"),
         ("POST", "/promote/{policy:path}", train, "promote"),

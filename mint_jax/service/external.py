@@ -1,27 +1,17 @@
-"""Adapters for other engines: PEFT's files, encrypted to age keys on request, and links to them.
-
-A link is a JSON Web Token that names a file and expires; whoever has it needs no key.
-"""
+"""Adapters for other engines: PEFT's files, encrypted to age keys on request."""
 
 import importlib
-import secrets
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jwt
-
-from mint_jax import files
 from mint_jax.errors import UserError
 from mint_jax.lora import peft
 from mint_jax.models import hf
 from mint_jax.models.base import Base, public_name
 from mint_jax.models.outline import peft_tables
-from mint_jax.service.tokens import OPTIONS
 from mint_jax.train.host_state import HostState
-
-LINK_S = 3600.0
 
 
 def files_of(state: HostState, base: Base, recipients: Sequence[str] = ()) -> dict[str, bytes]:
@@ -50,30 +40,3 @@ def _encrypted(data: bytes, recipients: Sequence[str]) -> bytes:
             " begin with age1"
         ) from None
     return pyrage.encrypt(data, keys)
-
-
-class Links:
-    """Links to files below a folder, signed with a key in a file that is made if missing."""
-
-    def __init__(self, folder: Path, key: Path, clock: Callable[[], float]):
-        self.folder, self._clock = folder, clock
-        if not key.exists():
-            files.write_file(key, secrets.token_bytes(32))
-            key.chmod(0o600)
-        self._key = key.read_bytes()
-
-    def make(self, digest: str, name: str) -> str:
-        """Returns a token that opens one file for ``LINK_S``."""
-        claims = {"file": [digest, name], "exp": self._clock() + LINK_S}
-        return jwt.encode(claims, self._key, "HS256")
-
-    def follow(self, token: str) -> Path:
-        """Returns the file of a token. Raises ``UserError``: not valid here, or expired."""
-        try:
-            claims = jwt.decode(token, self._key, ["HS256"], options=OPTIONS)  # type: ignore[arg-type]
-        except (jwt.PyJWTError, ValueError):
-            raise UserError("this link is not from this server: request new ones") from None
-        if claims["exp"] < self._clock():
-            raise UserError("this link has expired: request new ones")
-        digest, name = claims["file"]
-        return self.folder / digest / name

@@ -1,42 +1,134 @@
-"""Weighted sums of adapters: a sum of low-rank deltas is a low-rank delta of all factors, stacked.
+"""Sums of sampler weights, which MinT's own client ``mindlab-toolkit`` requests.
 
-With deltas ``s_i A_i^T B_i`` (rank first, ``s_i`` the adapter's scale) and coefficients ``c_i``,
+A sum of low-rank deltas is a low-rank delta of all factors, stacked: with deltas ``s_i A_i^T B_i``
+(rank first, ``s_i`` the adapter's scale) and coefficients ``c_i``,
 
     sum_i c_i s_i A_i^T B_i = [A_1; A_2; ..]^T [c_1 s_1 B_1; c_2 s_2 B_2; ..]
 
-of rank ``R = r_1 + r_2 + ..``, exactly; averages of A and of B give another adapter.
-Axes: L layers, E experts where a projection has them, R rank, D in, F out.
+has rank ``R = r_1 + r_2 + ..``, exactly. Averages of A and of B would be another adapter.
 """
 
+import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
+from starlette.background import BackgroundTask
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from mint_jax import params as params_lib
+from mint_jax.catalog.packed import Schema, digest_of, pack, unpack
+from mint_jax.digest import blake3_of
 from mint_jax.errors import UserError
 from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import AdapterConfig
+from mint_jax.service import checkpoints
+from mint_jax.service.answers import group_of
+from mint_jax.service.book import Checkpoint
+from mint_jax.service.handlers import body_of, tenant_of
+from mint_jax.service.server import Server
+from mint_jax.service.tinker_types import Interpolate
+
+MAX_SOURCES = 16
 
 
-class Interpolated(NamedTuple):
-    """A sum of adapters of scale 1, ``{path: [L, R, D]}`` float32. ``error`` is the Frobenius norm
-    of what a smaller rank omits over that of the sum, 0 if exact.
-    """
+async def interpolate(server: Server, request: Request) -> Response:
+    """Answers with a future; repeated, it makes the same checkpoint of the same name."""
+    body, tenant = await body_of(Interpolate, request), tenant_of(request)
+    paths, coefficients = body.source_paths, body.coefficients
+    if not 1 <= len(paths) == len(coefficients) <= MAX_SOURCES:
+        raise UserError(
+            f"there are {len(paths)} source_paths and {len(coefficients)} coefficients;"
+            f" expected 1 to {MAX_SOURCES} pairs"
+        )
+    digest = blake3_of(await request.body())
+    name = f"interpolated-{digest[:12]}"
+    if body.output_path is not None:
+        name = checkpoints.check_name(body.output_path)
+    # the sum goes to the model of the first source, which must be the tenant's own
+    rows = [_source(server, tenant, path, published=i > 0) for i, path in enumerate(paths)]
+    answer, _ = server.answers.begin(group_of(tenant, rows[0].model), None, digest)
 
-    config: AdapterConfig
-    factors: dict[str, np.ndarray]
-    error: float
+    def end() -> None:
+        try:
+            server.answers.end(answer, _make(server, digest, rows, coefficients, name))
+        except Exception as failure:
+            server.answers.end(answer, failure=failure)
+
+    future = {"request_id": answer.id, "model_id": rows[0].model}
+    return JSONResponse(future, background=BackgroundTask(end))
 
 
-def interpolate(
+def _source(server: Server, tenant: str, path: str, published: bool) -> Checkpoint:
+    """Returns the row of sampler weights of this base."""
+    where = checkpoints.parse(path)
+    if where.kind != "sampler_weights":
+        raise UserError(
+            f"{path} is no path of sampler weights; save_weights_for_sampler makes them"
+        )
+    row = server.book.checkpoint(tenant, *where, published=published)
+    if row.details["base"] != server.base.fingerprint:
+        raise UserError(
+            f"{path} is of another base, {row.details['base'][:12]}: sum adapters of {server.name}"
+        )
+    return row
+
+
+def _make(
+    server: Server, request: str, rows: list[Checkpoint], coefficients: list[float], name: str
+) -> dict[str, Any]:
+    """Makes the checkpoint of a sum and returns the client's result."""
+    unpacked = [unpack(server.catalog.load(row.digest)) for row in rows]
+    sources = [(adapter, schema.config) for adapter, schema in unpacked]
+    # the smallest rank of a slot in which the sum is exact, else the largest rank
+    ranks, whole = sorted(server.sizes.adapters), sum(config.rank for _, config in sources)
+    rank = next((rank for rank in ranks if rank >= whole), ranks[-1])
+    adapter, config, error = weighted_sum(sources, coefficients, server.specs, rank)
+
+    first, schema = rows[0], Schema(server.base.fingerprint, config)
+    # a policy of its own: all revisions of a policy have one rank, and sums may have another
+    policy = f"{first.tenant}/{first.model}:sums:{blake3_of(schema.to_json().encode())[:16]}"
+    data = pack(adapter, schema)
+    notes = {"source_paths": [row.path for row in rows], "coefficients": coefficients}
+    details = {"config": dataclasses.asdict(config), "policy": policy, "metadata": notes}
+    row = dataclasses.replace(
+        first,
+        name=name,
+        digest=digest_of(data),
+        nbytes=len(data),
+        request=request,
+        details=first.details | details,
+        created=server.book.clock(),
+        expires=None,
+        public=False,
+    )
+
+    def write() -> None:
+        origin = "sum of sampler weights"
+        server.catalog.export(policy, data, 0, create=True, by="service", origin=origin)
+
+    server.checkpoints.add(row, write, len(data))
+    return {
+        "type": "mint_interpolate_checkpoints",
+        "path": row.path,
+        "checkpoint_type": "sampler",
+        "has_rank_shards": False,
+        "rank": config.rank,
+        "relative_error": error,
+        **notes,
+    }
+
+
+def weighted_sum(
     sources: Sequence[tuple[Any, AdapterConfig]],
     coefficients: Sequence[float],
     specs: Any,
     rank: int,
-) -> Interpolated:
-    """Returns the sum of the sources' deltas times their coefficients, filled up with rows of zeros
-    if ``rank`` is beyond the sources' ranks. Raises ``UserError``: it exceeds float32.
+) -> tuple[Any, AdapterConfig, float]:
+    """Returns an adapter of scale 1, float32, of the sources' deltas times their coefficients, its
+    config, and the Frobenius norm of what ``rank`` omits over that of the sum: 0 if exact. Raises
+    ``UserError``: the sum exceeds float32.
     """
     flat = [dict(params_lib.leaves_with_path(tree)) for tree, _ in sources]
     scales = [c * config.scale for c, (_, config) in zip(coefficients, sources, strict=True)]
@@ -61,7 +153,8 @@ def interpolate(
         factors[f"{path}/a"], factors[f"{path}/b"] = map(np.stack, zip(*layers))
     targets = tuple(dict.fromkeys(target for _, config in sources for target in config.targets))
     config = lora_tree.spelled_out(AdapterConfig(rank, float(rank), targets), specs)
-    return Interpolated(config, factors, float(np.sqrt(omitted / total)) if total else 0.0)
+    error = float(np.sqrt(omitted / total)) if total else 0.0
+    return params_lib.nest(factors), config, error
 
 
 def _nearest(a: np.ndarray, b: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

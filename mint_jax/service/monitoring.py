@@ -133,9 +133,8 @@ class Collector:
         ):
             for key, value in sorted(dict(counts).items()):  # a copy: its owner goes on counting
                 yield _family(CounterMetricFamily, f"mint_{part}_{key}", help, (), {(): value})
-        gaps = sorted([*server.durable.gaps])
-        quantiles = {(str(q),): gaps[math.ceil(q * len(gaps)) - 1] for q in QUANTILES if gaps}
         help, name = "Seconds that decoding rows waited for training.", "mint_decode_gap_seconds"
+        quantiles = {(q,): seconds for q, seconds in gap_quantiles(server).items()}
         yield _family(GaugeMetricFamily, name, help, ["quantile"], quantiles)
         by_tenant = sorted(server.costs.since_start().items())
         for unit, suffix, kinds, help in (
@@ -155,6 +154,12 @@ class Collector:
         times = {tuple(one[label] for label in labels): one["times"] for one in skipped}
         help, name = "Calls in traced programs served otherwise.", "mint_kernels_passed_over"
         yield _family(CounterMetricFamily, name, help, labels, times)
+
+
+def gap_quantiles(server: Server) -> dict[str, float]:
+    """Returns quantiles of the seconds that decoding rows waited for training, if any did."""
+    gaps = sorted([*server.durable.gaps])
+    return {str(q): gaps[math.ceil(q * len(gaps)) - 1] for q in QUANTILES if gaps}
 
 
 def adapters(residency: Residency, names_of: Callable[[str], Iterable[str]]) -> Metric:
@@ -208,6 +213,7 @@ def state_of(server: Server) -> dict[str, Any]:
             "slots": live.capacity,
             "host_bytes": live.host_bytes_used,
             "counts": dict(live.counts),
+            "gap_s": gap_quantiles(server),
         },
         "sampling": dict(engine.counts),
         "engine": engine.state(),

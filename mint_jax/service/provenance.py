@@ -19,30 +19,26 @@ KEPT_BYTES = 1 << 28  # of routes
 
 
 class Sequences:
-    """The newest sampled completions by id, thread-safe; none of a base without experts."""
+    """The newest sampled completions, thread-safe; none of a base without experts (``routed``)."""
 
-    def __init__(self, routed: bool, max_bytes: int = KEPT_BYTES):
-        self.routed, self.max_bytes = routed, max_bytes
-        self._lock = threading.Lock()
-        self._kept: collections.OrderedDict[str, tuple[str, Completion]] = collections.OrderedDict()
-        self._nbytes = 0
+    def __init__(self, routed: bool):
+        self.routed, self._nbytes, self._lock = routed, 0, threading.Lock()
+        # by tenant and id
+        self._kept: collections.OrderedDict[tuple[str, str], Completion] = collections.OrderedDict()
 
     def add(self, id: str, tenant: str, completion: Completion) -> None:
-        """Keeps a tenant's completion, and drops the oldest beyond the limit."""
+        """Keeps a tenant's completion, and drops the oldest beyond ``KEPT_BYTES``."""
         if not self.routed:
             return
         with self._lock:
-            self._kept[id] = tenant, completion
+            self._kept[tenant, id] = completion
             self._nbytes += _nbytes(completion)
-            while self._nbytes > self.max_bytes and len(self._kept) > 1:
-                _, (_, oldest) = self._kept.popitem(last=False)
-                self._nbytes -= _nbytes(oldest)
+            while self._nbytes > KEPT_BYTES and len(self._kept) > 1:
+                self._nbytes -= _nbytes(self._kept.popitem(last=False)[1])
 
     def find(self, id: str, tenant: str) -> Completion | None:
         """Returns a completion; None if it is no longer kept, or another tenant's."""
-        with self._lock:
-            owner, found = self._kept.get(id, (None, None))
-        return found if owner == tenant else None
+        return self._kept.get((tenant, id))
 
     def with_routes(
         self, call: ForwardBackward, spans: Sequence[Sequence[Any]], tenant: str
@@ -63,8 +59,7 @@ class Sequences:
         out, start = None, 0
         for kind, id, offset, length in spans:
             found = self.find(id, tenant)
-            routes = None if found is None else _routes(found, kind == "prompt")
-            if routes is not None:
+            if found is not None and (routes := _routes(found, kind == "prompt")) is not None:
                 if out is None:
                     out = np.full((count, *routes.shape[1:]), -1, np.int16)
                 part = routes[offset : offset + length][: max(0, count - start)]
@@ -81,8 +76,9 @@ def _nbytes(completion: Completion) -> int:
 def _routes(completion: Completion, prompt: bool) -> np.ndarray | None:
     """Returns the routes of a prompt's or a completion's tokens, ``[N, L, X]``."""
     # ``routes`` begin with the prompt's last token; no step has read the completion's last one
+    routes, prompt_routes = completion.routes, completion.prompt_routes
     if not prompt:
-        return None if completion.routes is None else completion.routes[1:]
-    if completion.routes is None or completion.prompt_routes is None:
-        return completion.prompt_routes
-    return np.concatenate([completion.prompt_routes, completion.routes[:1]])
+        return None if routes is None else routes[1:]
+    if routes is None or prompt_routes is None:
+        return prompt_routes
+    return np.concatenate([prompt_routes, routes[:1]])

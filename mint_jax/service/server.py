@@ -23,7 +23,7 @@ from mint_jax import host
 from mint_jax import params as params_lib
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import unpack
-from mint_jax.compiling import Program, Programs
+from mint_jax.compiling import Programs
 from mint_jax.errors import UserError
 from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import AdapterConfig
@@ -44,12 +44,12 @@ from mint_jax.service.checkpoints import Checkpoints
 from mint_jax.service.costs import Costs, Payer
 from mint_jax.service.curves import Curves
 from mint_jax.service.durable import Durable
-from mint_jax.service.external import Links
 from mint_jax.service.futures import Conflict
 from mint_jax.service.provenance import Sequences
 from mint_jax.service.quotas import OverQuota, Quotas
 from mint_jax.service.server_db import ServerDatabase
 from mint_jax.service.tenancy import Tenancy
+from mint_jax.service.tokens import Tokens
 from mint_jax.service.training_calls import Call, ForwardBackward, Refused
 from mint_jax.service.weights import Weights
 from mint_jax.train.config import BlockShape
@@ -182,8 +182,8 @@ class Server:
             self.sequences = Sequences(base.cfg.routed)
             # by tenant and id: rows that never change
             self.sampler = functools.lru_cache(SAMPLERS)(self.book.sampler)
-            external = folder / "checkpoints" / "external"
-            self.links = Links(external, folder / "links.key", self.book.clock)
+            # to files, as tokens that name them: whoever has a link needs no key
+            self.links = Tokens(folder, self.book.clock)
             self._opened = opened.pop_all()
         self.ready, self.started = False, time.monotonic()
         self.programs: Programs | None = None
@@ -212,24 +212,14 @@ class Server:
 
     # -- its life
 
-    def warm(self, progress: Progress = lambda name, done, total: None) -> int:
-        """Compiles every program before ``running``; returns how many."""
-        todo = self._all_programs()
-        for i, program in enumerate(todo):
-            progress(program.name, i, len(todo))
-            program.build()
-        return len(todo)
-
-    def compile_beside(self, progress: Progress = lambda name, done, total: None) -> Programs:
+    def compile(self, progress: Progress = lambda name, done, total: None) -> Programs:
         """Compiles every program in a thread; a request waits only for its own."""
-        self.programs = Programs(self._all_programs(), self.engine.wake, progress)
+        todo = sampling_programs(self.engine.active, self.residency.stacks)
+        todo = [*todo, *training_programs(self.live)]
+        self.programs = Programs(todo, self.engine.wake, progress)
         self.engine.active.compiled = self.live.compiled = self.programs
         self.programs.start()
         return self.programs
-
-    def _all_programs(self) -> list[Program]:
-        sampling = sampling_programs(self.engine.active, self.residency.stacks)
-        return [*sampling, *training_programs(self.live)]
 
     def close(self) -> None:
         """Closes a server that was never ``running``."""

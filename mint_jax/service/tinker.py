@@ -48,6 +48,13 @@ ADAM = {  # Tinker's defaults
     "weight_decay": 0.0,
     "grad_clip_norm": 0.0,
 }
+# its loss sums ``p(v) (log p(v) - log q(v))`` over the vocabulary, which no training step computes
+NO_REVERSE_KL = (
+    "forward_backward_reverse_kl needs the whole distribution of policy and reference at every"
+    " token, which this server does not compute; for tokens that the policy sampled send"
+    " forward_backward with importance_sampling: advantages are the reference's log-probabilities"
+    " (compute_logprobs of a sampling client of it) minus the policy's"
+)
 T = TypeVar("T", bound=pydantic.BaseModel)
 
 
@@ -216,6 +223,14 @@ class Tinker:
             return training_calls.Optim(OptimizerConfig(rate, b1, b2, eps, decay, norm))
 
         return await self._train(request, types.OptimStep, make)
+
+    async def reverse_kl(self, request: Request) -> Response:
+        """Fails a request of MinT's client; its number is used up."""
+        body, tenant = await body_of(types.ReverseKl, request), tenant_of(request)
+        model = self._model(tenant, body.model_id)
+        if body.seq_id is None:
+            raise UserError(NO_REVERSE_KL)
+        return await self._submit(model.id, tenant, body.seq_id, Refused(NO_REVERSE_KL))
 
     async def save_weights(self, request: Request) -> Response:
         return await self._train(request, types.SaveWeights, lambda body, _: _save("weights", body))

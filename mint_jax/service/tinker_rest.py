@@ -15,7 +15,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 
 from mint_jax.digest import blake3_of
 from mint_jax.errors import UserError
-from mint_jax.service import checkpoints, external
+from mint_jax.service import checkpoints, tokens
 from mint_jax.service import tinker_types as types
 from mint_jax.service.book import Checkpoint, Model, NotFound, Session, iso
 from mint_jax.service.handlers import (
@@ -132,7 +132,7 @@ class Rest:
         return JSONResponse({"status": "ready", "url": url})
 
     def _url(self, request: Request, folder: str, name: str) -> str:
-        return str(request.url_for("file", token=self.server.links.make(folder, name)))
+        return str(request.url_for("file", token=self.server.links.make(f"{folder}/{name}")))
 
     # -- checkpoints
 
@@ -172,17 +172,21 @@ class Rest:
         if row.kind != "external_weights":
             raise UserError(f"{row.path} has no files; save_weights_external makes some")
         try:
-            names = sorted(path.name for path in (self.server.links.folder / row.digest).iterdir())
+            names = sorted(
+                path.name for path in (self.server.checkpoints.external / row.digest).iterdir()
+            )
         except FileNotFoundError:  # removed since its row was read
             raise NotFound(f"there is no checkpoint {row.path}") from None
         urls = {name: self._url(request, row.digest, name) for name in names}
-        return JSONResponse({"urls": urls, "expires": iso(self.book.clock() + external.LINK_S)})
+        return JSONResponse({"urls": urls, "expires": iso(self.book.clock() + tokens.LIFE_S)})
 
     async def file(self, request: Request) -> Response:
-        path = self.server.links.follow(request.path_params["token"])
+        link = self.server.links.key_of(request.path_params["token"])
+        if link is None:
+            raise UserError("this link has expired, or is not from this server: request a new one")
+        path = self.server.checkpoints.external / link
         if path.name == TRACE:
-            tenant, session = path.parent.parent.name, path.parent.name
-            trace = await asyncio.to_thread(trace_of, self.server, tenant, session)
+            trace = await asyncio.to_thread(trace_of, self.server, *link.split("/")[:2])
             return Response(trace, media_type="application/json")
         if not path.is_file():
             raise NotFound("the checkpoint of this link was deleted: save another one")

@@ -11,7 +11,6 @@ Unknown, retired and other tenants' names all raise the same ``NotFound``.
 
 import dataclasses
 import os
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -96,15 +95,14 @@ class Weights:
         self._catalog, self._sampler = catalog, sampler
         self._folder = None if folder is None else Path(os.path.realpath(folder))
         self._began = time.time()
-        self._lock = threading.Lock()
-        self._loaded: dict[tuple[str, str], LoadedName] = {}  # by tenant and name
+        # by tenant and name; each access is atomic
+        self._loaded: dict[tuple[str, str], LoadedName] = {}
 
     def resolve(self, name: str, tenant: str) -> Model:
         """Resolves a name. Raises ``NotFound``: unknown, retired, or another tenant's."""
         if name in self.names:
             return Model(name)
-        with self._lock:
-            loaded = self._loaded.get((tenant, name))
+        loaded = self._loaded.get((tenant, name))
         return loaded.model if loaded is not None else self._stored(name, tenant)
 
     def _stored(self, name: str, tenant: str) -> Model:
@@ -124,51 +122,47 @@ class Weights:
         name, or no adapter of this base.
         """
         name = clean("lora_name", name)
-        with self._lock:
-            is_loaded = (tenant, name) in self._loaded
-        if not inplace if is_loaded else found_or_none(self.resolve, name, tenant) is not None:
+        replaces = inplace and (tenant, name) in self._loaded
+        if not replaces and found_or_none(self.resolve, name, tenant) is not None:
             raise Taken(
                 f"lora_name {name!r} is taken: unload it first, say load_inplace, or choose another"
                 " name"
             )
-        if (read := self._read_folder(path)) is None:
+        if (packed := self._read_folder(path)) is None:
             model, data = dataclasses.replace(self._stored(path, tenant), name=name), None
         else:
-            model = Model(name, digest_of(read))
+            model = Model(name, digest_of(packed))
             data = self._data_of(model.digest)
-            data = as_bytes(read) if data is None else data  # one copy for all names
-        with self._lock:
-            self._loaded[tenant, name] = LoadedName(model, path, time.time(), data)
+            data = as_bytes(packed) if data is None else data  # one copy for all names
+        self._loaded[tenant, name] = LoadedName(model, path, time.time(), data)
         return model
 
     def unload(self, name: str, tenant: str) -> None:
         """Removes a loaded name; requests that use its slot continue. Raises ``NotFound``."""
-        with self._lock:
-            if self._loaded.pop((tenant, name), None) is None:
-                raise NotFound(name)
+        if self._loaded.pop((tenant, name), None) is None:
+            raise NotFound(name)
 
     def fetch(self, digest: str) -> np.ndarray:
         """Returns the packed bytes of a revision, for residency."""
         data = self._data_of(digest)
         return self._catalog.load(digest) if data is None else data
 
+    def _loaded_as(self, digest: str | None) -> list[LoadedName]:
+        return [one for one in self._loaded.copy().values() if one.model.digest == digest]
+
     def _data_of(self, digest: str | None) -> np.ndarray | None:
-        with self._lock:
-            loaded = [one.data for one in self._loaded.values() if one.model.digest == digest]
-        return next((data for data in loaded if data is not None), None)
+        found = (one.data for one in self._loaded_as(digest) if one.data is not None)
+        return next(found, None)
 
     def names_of(self, digest: str) -> list[str]:
         """Returns the loaded names of a revision in all tenants; its digest if it has none."""
-        with self._lock:
-            loaded = [*self._loaded.values()]
-        return sorted({one.model.name for one in loaded if one.model.digest == digest}) or [digest]
+        return sorted({one.model.name for one in self._loaded_as(digest)}) or [digest]
 
     def page(self, tenant: str, after: str | None = None, limit: int = 100) -> Page:
         """Returns a page of models behind the id ``after``: the base, loaded names, and policies
         with a revision to sample, by name. Raises ``UserError``: ``after`` is not a name.
         """
-        with self._lock:
-            loaded = sorted(name for owner, name in self._loaded if owner == tenant)
+        loaded = sorted(name for owner, name in self._loaded.copy() if owner == tenant)
         ids = [*self.names, *loaded]
         if after in ids:
             ids, after = ids[ids.index(after) + 1 :], None
@@ -190,8 +184,7 @@ class Weights:
         """Returns one model as in ``page``. Raises ``NotFound``: see ``resolve``."""
         model = self.resolve(name, tenant)
         root = name if model.policy is None else f"{model.policy}@{model.number}"
-        with self._lock:
-            loaded = self._loaded.get((tenant, name), LoadedName(model, root, self._began))
+        loaded = self._loaded.get((tenant, name), LoadedName(model, root, self._began))
         is_base = model.digest is None
         return {
             "id": name,

@@ -7,8 +7,8 @@ import dataclasses
 import hashlib
 import html.parser
 import itertools
+import json
 import re
-from pathlib import Path
 from urllib.parse import quote
 
 import httpx
@@ -18,8 +18,8 @@ from starlette.applications import Starlette
 
 from mint_jax.models import base as base_lib
 from mint_jax.service import keys as keys_lib
-from mint_jax.service.console import pages
-from mint_jax.service.console.routes import console_routes
+from mint_jax.service.console import visit
+from mint_jax.service.console.pages import console_routes
 from mint_jax.service.console.sessions import COOKIE, Browsers
 from mint_jax.service.costs import Payer
 from mint_jax.service.gate import Gate
@@ -177,7 +177,6 @@ def test_tenants_see_their_own_and_operators_all(people):
     hidden = page(people["ann"], "policies/bob/secret", 404).text
     assert hidden == missing.replace("bob/nothing", "bob/secret")
     for who, path, status in (
-        ("ann", "curves/bob/secret", 404),
         ("ann", "server", 403),
         ("sam", "policies", 403),
     ):
@@ -196,7 +195,7 @@ def test_a_list_is_searched_and_paged(people, guarded, monkeypatch):
     # no wildcard
     assert rows(people["ann"].get("/console/policies?match=%25").text) == ["ann/" + quote(EVIL)]
     assert "No policy has q{z in its name" in page(people["ann"], "policies?match=q{z").text
-    monkeypatch.setattr("mint_jax.service.console.policies.LISTED", 2)
+    monkeypatch.setattr("mint_jax.service.console.pages.LISTED", 2)
     seen, path = [], "/console/policies?match=c"
     for _ in range(10):
         text = people["root"].get(path).text
@@ -239,15 +238,15 @@ def test_curves_are_losses_of_a_target_and_gradient_norms(people, guarded, model
             curves.record(model, dataclasses.replace(call, backward=False), Trained([], 99.0))
         curves.record(model, Optim(OptimizerConfig()), {"grad_norm": norm})
     curves.record(model, Optim(OptimizerConfig()), {"grad_norm": 1.0})  # without a loss
-    shown = people["ann"].get(f"/console/curves/{quote('ann/' + model)}").json()
-    loss = [*(losses.sum(1) / 6.0).tolist(), None]
-    assert shown["loss"] == {"x": list(range(1, 8)), "y": loss, "of": "update"}
-    assert shown["gradient norm"]["y"] == [*norms[:5], None, 1.0]
-    assert [number for number, _ in curves.of(model, 3)] == [3, 6, 7]
     named = page(people["ann"], f"policies/{quote('ann/' + model)}")
     assert "Nothing of it was saved" in named.text
-    shown = {have["data-curve"] for have in named.all("div", role="img")}
-    assert shown == {"loss", "gradient norm"}
+    plots = named.all("div", role="img")
+    shown = {have["data-curve"]: json.loads(have["data-points"] or "") for have in plots}
+    assert shown.keys() == {"loss", "gradient norm"}
+    loss = [*(losses.sum(1) / 6.0).tolist(), None]
+    assert (shown["loss"]["x"], shown["loss"]["y"]) == (list(range(1, 8)), loss)
+    assert shown["gradient norm"]["y"] == [*norms[:5], None, 1.0]
+    assert [number for number, _ in curves.of(model, 3)] == [3, 6, 7]
     assert model in page(people["ann"], "training").text
     assert model not in page(people["eve"], "training").text
 
@@ -309,17 +308,17 @@ def test_every_page_forbids_what_it_does_not_need(people, guarded):
     assert policy["script-src"] == policy["style-src"] == policy["form-action"] == "'self'"
     assert answer.headers["cache-control"] == "no-store"
     assert answer.headers["x-content-type-options"] == "nosniff"
-    for path in pages.STATIC.iterdir():
+    for path in visit.STATIC.iterdir():
         found = httpx.get(f"{guarded.url}/console/static/{path.name}")
         assert found.content == path.read_bytes()
         if path.suffix == ".js":
             assert found.headers["content-type"].startswith("text/javascript")
-    for name in ("..%2fpages.py", "none.js", "%2e%2e/pages.py"):
+    for name in ("..%2fvisit.py", "none.js", "%2e%2e/visit.py"):
         assert people["root"].get(f"/console/static/{name}").status_code == 404
 
 
 def test_vendored_files_are_those_that_are_recorded():
-    folder = Path(pages.HERE) / "static"
+    folder = visit.STATIC
     text = (folder / "VENDORED.md").read_text()
     recorded = dict(re.findall(r"`([\w.-]+)` \| `([0-9a-f]{64})`", text))
     files = folder.glob("*.min.*")

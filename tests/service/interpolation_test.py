@@ -1,15 +1,26 @@
-"""Sums of adapters against sums of their dense deltas."""
+"""Requests of MinT's own client: sums of sampler weights, against sums of dense deltas, and the
+reverse KL that is refused.
+"""
+
+import dataclasses
 
 import numpy as np
 import pytest
 
 from mint_jax import params as params_lib
+from mint_jax.catalog.packed import unpack
 from mint_jax.errors import UserError
 from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.models import transformer
-from mint_jax.service.interpolation import interpolate
+from mint_jax.service.interpolation import weighted_sum
+from tests.service.old_sdks_test import N, batch, trained
+from tests.service.old_wire import adam
+from tests.service.old_wire import old as old
+from tests.service.sites import sites as sites
 
+PATH = "mint/checkpoints/interpolate"
+REVERSE_KL = "mint/forward_backward_reverse_kl"
 CONFIGS = [
     AdapterConfig(2, 4.0, ("q", "down", "embed")),
     AdapterConfig(3, 5.0, ("q", "up"), rslora=True),
@@ -44,11 +55,11 @@ def sources(rng, specs):
 
 @pytest.mark.parametrize("rank", [4, 6, 8])
 def test_a_sum_is_exact_if_it_fits_and_else_the_nearest(specs, sources, rank):
-    made = interpolate(sources, COEFFICIENTS, specs, rank)
-    lora_tree.check_fits(params_lib.nest(made.factors), made.config, specs, "the sum")
-    assert (made.config.rank, made.config.scale) == (rank, 1.0)
-    assert set(made.config.targets) == {"q", "down", "embed", "up"}
-    found, wanted = deltas(params_lib.nest(made.factors), made.config), {}
+    made, made_config, made_error = weighted_sum(sources, COEFFICIENTS, specs, rank)
+    lora_tree.check_fits(made, made_config, specs, "the sum")
+    assert (made_config.rank, made_config.scale) == (rank, 1.0)
+    assert set(made_config.targets) == {"q", "down", "embed", "up"}
+    found, wanted = deltas(made, made_config), {}
     for coefficient, (adapter, config) in zip(COEFFICIENTS, sources):
         for path, delta in deltas(adapter, config).items():
             wanted[path] = wanted.get(path, 0) + coefficient * delta
@@ -61,10 +72,112 @@ def test_a_sum_is_exact_if_it_fits_and_else_the_nearest(specs, sources, rank):
         # factors are rounded to float32
         np.testing.assert_allclose(found[path], nearest, rtol=1e-4, atol=1e-4 * np.abs(delta).max())
     error = np.sqrt(omitted / sum((delta**2).sum() for delta in wanted.values()))
-    assert made.error == (0.0 if rank >= 6 else pytest.approx(error, rel=1e-4))
-    assert (made.error > 0.01) == (rank < 6)
+    assert made_error == (0.0 if rank >= 6 else pytest.approx(error, rel=1e-4))
+    assert (made_error > 0.01) == (rank < 6)
 
 
 def test_a_sum_beyond_float32_is_refused(specs, sources):
     with pytest.raises(UserError, match="beyond float32"):
-        interpolate(sources[:1], [3e38], specs, 2)
+        weighted_sum(sources[:1], [3e38], specs, 2)
+
+
+def body_of(paths, coefficients, name=None) -> dict:
+    kind = {"output_checkpoint_type": "sampler", "type": "mint_interpolate_checkpoints"}
+    return {"source_paths": paths, "coefficients": coefficients, "output_path": name} | kind
+
+
+@pytest.fixture(scope="module")
+def saved(old):
+    """Two models and the paths of their weights."""
+    rng = np.random.default_rng(5)
+    models = [trained(rng, old, rank) for rank in (4, 3)]
+    return [(m, old.train("save_weights_for_sampler", m, path="own")["path"]) for m in models]
+
+
+def delta(old, path: str) -> dict[str, np.ndarray]:
+    adapter, schema = unpack(
+        old.server.catalog.load(old.server.checkpoints.digest("default", path))
+    )
+    return deltas(adapter, schema.config)
+
+
+def scored(old, path: str, prompt: list[int]) -> list[float]:
+    request = {"model_path": path, "prompt": {"chunks": [{"tokens": prompt}]}, "num_samples": 1}
+    request |= {"prompt_logprobs": True, "sampling_params": {"max_tokens": 1}}
+    return old.result("asample", request)["prompt_logprobs"][1:]
+
+
+@pytest.mark.long
+def test_a_sum_is_a_checkpoint_of_the_first_source_and_is_sampled(old, saved, rng):
+    (model, first), (_, second) = saved
+    made = old.result(PATH, body_of([first, second], [0.75, 0.5], "sum"))
+    assert made == {
+        "type": "mint_interpolate_checkpoints",
+        "path": f"tinker://{model}/sampler_weights/sum",
+        "checkpoint_type": "sampler",
+        "source_paths": [first, second],
+        "coefficients": [0.75, 0.5],
+        "has_rank_shards": False,
+        "rank": 8,
+        "relative_error": 0.0,
+    }
+    found, a, b = (delta(old, path) for path in (made["path"], first, second))
+    for name, one in found.items():
+        np.testing.assert_allclose(one, 0.75 * a[name] + 0.5 * b[name], rtol=1e-4, atol=1e-6)
+    rows = old.get(f"training_runs/{model}/checkpoints").json()["checkpoints"]
+    row = next(one for one in rows if one["tinker_path"] == made["path"])
+    assert row["user_metadata"] == {"source_paths": [first, second], "coefficients": [0.75, 0.5]}
+    again = (body_of([first, second], [0.75, c], "sum") for c in (0.5, 0.25))
+    same, failed = (old.result(PATH, body) for body in again)
+    assert same == made
+    assert (failed["category"], "exists already" in failed["error"]) == ("user", True)
+    prompt = rng.integers(0, old.server.base.cfg.vocab_size, N).tolist()
+    second_only = old.result(PATH, body_of([first, second], [0.0, 1.0]))["path"]
+    # factors of another rank sum in another order
+    wanted = scored(old, second, prompt)
+    np.testing.assert_allclose(scored(old, second_only, prompt), wanted, atol=1e-4)
+    assert not np.allclose(wanted, scored(old, first, prompt), atol=1e-4)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("change", "status", "reason"),
+    [
+        ({"coefficients": [1.0]}, 400, "2 source_paths and 1 coefficients"),
+        ({"output_checkpoint_type": "training"}, 400, "expected 'sampler'"),
+        ({"output_path": "a/b"}, 400, "name"),
+        ({"source_paths": ["tinker://none:train:0/sampler_weights/a"] * 2}, 404, "no checkpoint"),
+        ({"source_paths": ["tinker://none:train:0/weights/a"] * 2}, 400, "sampler"),
+    ],
+)
+def test_wrong_requests_are_refused_at_once(old, saved, change, status, reason):
+    paths = [path for _, path in saved]
+    refused = old.send(PATH, body_of(paths, [0.5, 0.5]) | change)
+    assert refused.status_code == status
+    assert reason in refused.json()["detail"]
+
+
+@pytest.mark.long
+def test_the_first_source_must_belong_to_the_tenant(old, saved):
+    (_, first), (model, second) = saved
+    book = old.server.book
+    row = book.checkpoint("default", model, "sampler_weights", "own")
+    book.add_checkpoint(dataclasses.replace(row, tenant="another", public=True))
+    try:
+        assert old.send(PATH, body_of([second, first], [0.5, 0.5])).status_code == 404
+        assert "path" in old.result(PATH, body_of([first, second], [0.5, 0.5], "public"))
+    finally:
+        book.add_checkpoint(row)
+
+
+@pytest.mark.long
+def test_the_reverse_kl_fails_and_uses_up_its_number(old, rng):
+    assert old.send(REVERSE_KL, {"model_id": "none", "seq_id": None}).status_code == 404
+    model = old.create()
+    told = {"reference_model_path": "tinker://a:train:0/sampler_weights/b"}
+    unnumbered = old.send(REVERSE_KL, told | {"model_id": model, "data": [], "seq_id": None})
+    assert (unnumbered.status_code, "importance_sampling" in unnumbered.text) == (400, True)
+    failed = old.train(REVERSE_KL, model, data=[], **told)
+    assert (failed["category"], "importance_sampling" in failed["error"]) == ("user", True)
+    old.train("forward_backward", model, forward_backward_input=batch(rng, old))
+    assert "metrics" in old.train("optim_step", model, **adam(0.1))

@@ -101,14 +101,14 @@ def test_a_clock_that_is_set_while_a_server_runs_changes_nothing(serve, jump, se
         for number, call in enumerate((Create(CONFIG), Save("weights", "a", ttl_s=3600)), 1):
             id = server.durable.submit(model, number, call)
             path = server.durable.result(id, WAIT_S).get("path")
-        link = server.links.make("digest", "name")
+        link = server.links.make("digest/name")
         server.durable.futures.delivered(id)
         jump(seconds)
         server.maintain()
         assert server.tenancy.is_open("default", session)
         assert server.durable.result(id) == {"path": path}
         assert server.book.checkpoint("default", model, "weights", "a").path == path
-        assert server.links.follow(link).name == "name"
+        assert server.links.key_of(link) == "digest/name"
         second = server.book.open_session("default", {})
         assert [one.id for one in server.book.sessions("default", 10, 0)] == [second, session]
 

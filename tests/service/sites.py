@@ -57,7 +57,7 @@ class Site:
         self.server = kind(base, folder, sizes, quotas=quotas)
         self._entered = contextlib.ExitStack()
         if beside:
-            self.server.compile_beside()
+            self.server.compile()
         self._entered.enter_context(self.server.running())
         started, self.port = threading.Event(), 0
 

@@ -1,185 +1,318 @@
-"""The console's pages: templates, static files, headers, and checks of every browser request.
+"""The console's pages, under ``/console``: policies, training, costs, the server's state, sign-in,
+and the playground, which samples through OpenAI's API.
 
-A handler is a function of a ``Visit`` that returns a response; it runs in a thread, since it reads
-databases. Templates escape whatever they show. The pages' Content-Security-Policy allows this
-server's own files and nothing inline.
+With scope admin a visitor sees and moves the policies of all tenants; others see their own, and
+move aliases with scope train. Another tenant's policy gets the same error as a missing one.
 """
 
-import asyncio
-import contextlib
-import datetime
-import functools
-import hashlib
 import urllib.parse
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Iterator
+from types import SimpleNamespace
+from typing import Annotated, Any, Literal, NamedTuple
 
-import jinja2
-import pydantic
+from pydantic import Field
 from starlette.requests import Request
-from starlette.responses import FileResponse, RedirectResponse, Response
+from starlette.responses import Response
+from starlette.routing import Route
 
+from mint_jax.catalog.packed import Schema
 from mint_jax.catalog.records import names
+from mint_jax.catalog.records.policies import PolicyRecord
 from mint_jax.errors import UserError
-from mint_jax.service.book import Model
-from mint_jax.service.console.sessions import ROOT, same_origin
-from mint_jax.service.errors import Forbidden, status_of
+from mint_jax.service import endpoints
+from mint_jax.service.binding import is_ours
+from mint_jax.service.book import Model, NotFound
+from mint_jax.service.checkpoints import found_or_none
+from mint_jax.service.console import visit as visit_lib
+from mint_jax.service.console.sessions import COOKIE, ROOT, SESSION_S, Browsers, covers
+from mint_jax.service.console.visit import Visit, check_origin
+from mint_jax.service.costs import KINDS
+from mint_jax.service.errors import Forbidden
+from mint_jax.service.handlers import Natural, PageQuery
+from mint_jax.service.monitoring import state_of
+from mint_jax.service.openai import OpenAI
 from mint_jax.service.server import Server
-from mint_jax.service.validation import check
+from mint_jax.service.validation import Body
 
-HERE = Path(__file__).parent
-STATIC = HERE / "static"
-HEADERS = {
-    "content-security-policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:;"
-        " connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
-    ),
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "same-origin",
-    "cache-control": "no-store",
-    "vary": "HX-Request, Cookie",
-}
-MAX_FIELDS = 20  # of a form
-T = TypeVar("T", bound=pydantic.BaseModel)
-Handler = Callable[["Visit"], Response]
+LISTED = 50  # policies of a page, likewise models, costs, and revisions on the device
+REVISIONS = 20  # of a policy's page, likewise its audit log
+BRANCHES = 20
+ANCESTORS = 10
+ROLLOUTS = 1000  # points of the curve of rewards
+SUGGESTED = 100  # names that the playground's fields offer
+FREQUENT = ("rollout", "checkpoint")  # log entries that a job makes at every step
+NO_SUCH_KEY = "This key is unknown, revoked or expired. Ask the server's operator for another."
 
 
-class Visit:
-    """A browser's request, with the tenant, scopes and session that the gate found. ``part``: htmx
-    requests a part of a page; ``root``: prefix of all paths.
-    """
+def console_routes(server: Server, browsers: Browsers, openai: OpenAI) -> list[Route]:
+    """Returns the console's routes."""
 
-    def __init__(
-        self,
-        server: Server,
-        templates: jinja2.Environment,
-        request: Request,
-        form: Mapping[str, str],
-    ):
-        self.server, self.request, self._templates = server, request, templates
-        self.path, self.query, self.form = request.path_params, request.query_params, form
-        self.tenant: str = getattr(request.state, "tenant", "-")
-        self.scopes: tuple[str, ...] = getattr(request.state, "scopes", ())
-        self.session: str = getattr(request.state, "session", "")
-        self.root: str = request.scope.get("root_path", "")
-        headers, theme = request.headers, request.cookies.get("mint_theme", "")
-        self.part = "hx-request" in headers and "hx-history-restore-request" not in headers
-        self.theme = theme if theme in ("light", "dark") else ""
+    def sign_in_page(visit: Visit) -> Response:
+        if browsers.keys is None:
+            return visit.to(ROOT)
+        return visit.page("sign_in.html", {"next": visit.query.get("next", ""), "error": ""})
 
-    @property
-    def owner(self) -> str | None:
-        """Tenant whose objects are visible; None for operators, who see those of all tenants."""
-        return None if self.may("admin") else self.tenant
-
-    def may(self, *scopes: str) -> bool:
-        """Returns whether the visitor has one of these scopes."""
-        return bool(set(scopes) & set(self.scopes))
-
-    def fields(self, model: type[T]) -> T:
-        """Returns the query's parameters. Raises ``BadRequest``; empty ones are absent."""
-        return check(model, {name: value for name, value in self.query.items() if value})
-
-    def page(self, template: str, values: Mapping[str, Any], status: int = 200) -> Response:
-        text = self._templates.get_template(template).render(values, visit=self, root=self.root)
-        return Response(text, status, media_type="text/html")
-
-    def error(self, error: UserError) -> Response:
-        status = status_of(error)
-        return self.page("error.html", {"error": str(error)[:2000], "status": status}, status)
-
-    def to(self, path: str) -> Response:
-        """Returns a redirect to another path of the console."""
-        return RedirectResponse(self.root + path, 303)
-
-    def place(self, model: Model) -> str:
-        """Returns the place of a model's training state; empty if it is not in training."""
-        if model.ended is None:
-            with contextlib.suppress(UserError):
-                return self.server.live.where(model.id)
-        return ""
-
-
-def endpoints(server: Server, has_keys: bool, handlers: Mapping[str, Handler]) -> dict[str, Any]:
-    """Returns the routes' endpoints by name; a user's mistake is shown on a page."""
-    templates = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(HERE / "templates"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    templates.filters |= {"when": when, "number": number, "seconds": seconds}
-    templates.globals |= {"base_name": server.name, "static": static_path, "has_keys": has_keys}
-    templates.globals["full_name"] = names.full_name
-
-    async def endpoint(handler: Handler, request: Request) -> Response:
-        form: dict[str, str] = {}
-        with contextlib.suppress(ValueError):  # a malformed form has no fields
-            text = (await request.body()).decode()
-            form = dict(urllib.parse.parse_qsl(text, True, max_num_fields=MAX_FIELDS))
-        visit = Visit(server, templates, request, form)
-
-        def answer() -> Response:
-            try:
-                if request.method == "POST":
-                    check_origin(request)
-                return handler(visit)
-            except UserError as error:
-                return visit.error(error)
-
-        response = await asyncio.to_thread(answer)
-        response.headers.update(HEADERS)
+    def sign_in(visit: Visit) -> Response:
+        """Exchanges a key for a cookie."""
+        if browsers.keys is None:
+            raise UserError("this server has no keys: its console is open, to this machine")
+        cookie, where = browsers.sign_in(visit.form.get("key", "")), visit.form.get("next", "")
+        if cookie is None:
+            return visit.page("sign_in.html", {"next": where, "error": NO_SUCH_KEY}, 401)
+        response, request = visit.to(where if covers(where) else ROOT), visit.request
+        response.set_cookie(
+            COOKIE,
+            cookie,
+            max_age=SESSION_S,
+            path=visit.root + ROOT,
+            secure=request.url.scheme == "https" or not is_ours(request.headers.get("host", "")),
+            httponly=True,
+            samesite="strict",
+        )
         return response
 
-    return {name: functools.partial(endpoint, handler) for name, handler in handlers.items()}
+    def sign_out(visit: Visit) -> Response:
+        browsers.sign_out(visit.session)
+        return visit.to(f"{ROOT}/sign-in")
+
+    def from_our_pages(sample: Callable[[Request], Awaitable[Response]]) -> Any:
+        async def handler(request: Request) -> Response:
+            check_origin(request)
+            return await sample(request)
+
+        return handler
+
+    pages = (sign_in_page, sign_in, sign_out, home, policies, policy, promote, rollback)
+    pages += (training, costs, state, playground)
+    by_name = {page.__name__: page for page in pages}
+    handlers = visit_lib.endpoints(server, browsers.keys is not None, by_name)
+    handlers |= {
+        "static": visit_lib.static,
+        "completions": from_our_pages(openai.completions),
+        "chats": from_our_pages(openai.chats),
+    }
+    return endpoints.routes(endpoints.console_endpoints(), SimpleNamespace(**handlers))
 
 
-def check_origin(request: Request) -> None:
-    """Raises ``Forbidden`` unless a page of this server sent a form."""
-    if not same_origin(request.headers):
+def home(visit: Visit) -> Response:
+    """Redirects to the first page that a key may see."""
+    return visit.to(ROOT + ("/policies" if visit.may("read", "train", "admin") else "/playground"))
+
+
+# -- policies
+
+
+class PoliciesQuery(Body):
+    match: Annotated[str, Field(max_length=names.LONGEST)] = ""
+    after: str | None = None
+    state: Literal["active", "retired"] | None = None
+
+
+class PolicyQuery(Body):
+    below: Natural | None = None
+    before: Natural | None = None
+    log: str = ""
+    done: str = ""
+
+
+class VisiblePolicy(NamedTuple):
+    """A policy that a visitor may see: exported (``record``), trained here (``model``), or both."""
+
+    name: str
+    record: PolicyRecord | None
+    model: Model | None
+
+
+def policies(visit: Visit) -> Response:
+    """Shows a page of policies that match a search."""
+    query, catalog = visit.fields(PoliciesQuery), visit.server.catalog
+    page = catalog.policies(visit.owner, query.after, LISTED + 1, query.state, query.match)
+    listed = page[:LISTED]
+    values = {
+        "policies": [(one, Schema.from_json(one.schema).config) for one in listed],
+        "aliases": catalog.aliases_of(listed),
+        "match": query.match,
+        "state": query.state or "",
+        "next": listed[-1].policy if len(page) > LISTED else "",
+        "first": query.after is None,
+    }
+    return visit.page("policies_rows.html" if visit.part else "policies.html", values)
+
+
+def policy(visit: Visit) -> Response:
+    policy, query = _find(visit), visit.fields(PolicyQuery)
+    record = policy.record
+    values: dict[str, Any] = {
+        "name": policy.name,
+        "record": record,
+        "model": policy.model,
+        "may_move": record is not None and record.state == "active" and _may_move(visit, policy),
+        "done": query.done,
+        "curves": _curves(visit.server, policy),
+    }
+    if record is not None:
+        catalog, name, newest = visit.server.catalog, record.policy, record.revisions + 1
+        first = max(0, min(query.below or newest, newest) - 1 - REVISIONS)
+        revisions = catalog.revisions(name, first, REVISIONS)[::-1]
+        limit, without = REVISIONS + 1, () if query.log == "all" else FREQUENT
+        log = catalog.audit(name, newest=True, before=query.before, limit=limit, without=without)
+        values |= {
+            "config": Schema.from_json(record.schema).config,
+            "ancestors": list(_ancestors(visit, record)),
+            "branches": catalog.branches(name, visit.owner, BRANCHES),
+            "revisions": revisions,
+            "older": revisions[-1].number if revisions and revisions[-1].number > 1 else 0,
+            "aliases": catalog.aliases(name),
+            "scores": catalog.evaluations(name),
+            "log_of": "all" if query.log == "all" else "",
+            "log": log[:REVISIONS],
+            "log_before": log[REVISIONS - 1].id if len(log) > REVISIONS else 0,
+        }
+    return visit.page("policy.html", values)
+
+
+def _find(visit: Visit) -> VisiblePolicy:
+    """Returns the policy of a path. Raises ``NotFound``."""
+    name, server = visit.path["policy"], visit.server
+    record = model = None
+    parsed = found_or_none(names.parse_policy, name)
+    if parsed is not None and visit.owner in (None, parsed[0]):
+        name, model = names.full_name(*parsed), found_or_none(server.book.model, *parsed)
+        record = found_or_none(server.catalog.policy, name)
+    if record is None and model is None:
+        raise NotFound(f"there is no policy {visit.path['policy'][:200]!r}")
+    return VisiblePolicy(name, record, model)
+
+
+def _ancestors(visit: Visit, record: PolicyRecord) -> Iterator[tuple[str, str]]:
+    """Yields name and policy of the revisions that a policy descends from, if visible."""
+    for _ in range(ANCESTORS):
+        if record.parent is None:
+            return
+        policy = record.parent.rpartition("@")[0]
+        if visit.owner not in (None, names.parse_policy(policy)[0]):
+            yield "a revision of another tenant", ""
+            return
+        yield record.parent, policy
+        record = visit.server.catalog.policy(policy)
+
+
+def _curves(server: Server, policy: VisiblePolicy) -> dict[str, dict[str, Any]]:
+    """Returns charts by name: x, y, the unit of x, and a description for screen readers."""
+    points = [] if policy.model is None else server.curves.of(policy.model.id)
+    rollouts = [] if policy.record is None else server.catalog.rollouts(policy.name, ROLLOUTS)[::-1]
+    updates = [number for number, _ in points]
+    charts = {
+        "loss": (updates, [point.loss for _, point in points], "update"),
+        "gradient norm": (updates, [point.grad_norm for _, point in points], "update"),
+        "reward": ([one.step for one in rollouts], [one.mean_reward for one in rollouts], "step"),
+    }
+    out = {}
+    for kind, (x, y, unit) in charts.items():
+        if known := [(at, value) for at, value in zip(x, y) if value is not None]:
+            (first, start), (last, end) = known[0], known[-1]
+            low, high = min(value for _, value in known), max(value for _, value in known)
+            text = f"{start:.4g} at {unit} {first}, {end:.4g} at {unit} {last}"
+            text += f"; between {low:.4g} and {high:.4g}"
+            out[kind] = {"x": x, "y": y, "of": unit, "text": text}
+    return out
+
+
+def promote(visit: Visit) -> Response:
+    revision = visit.form.get("revision", "")
+    if not names.is_number(revision):
+        raise UserError(f"revision is {revision[:40]!r}; expected its number")
+    return _moved(visit, "promoted", visit.server.catalog.promote, int(revision))
+
+
+def rollback(visit: Visit) -> Response:
+    return _moved(visit, "rolled-back", visit.server.catalog.rollback)
+
+
+def _moved(visit: Visit, done: str, move: Callable[..., Any], *revision: int) -> Response:
+    """Moves an alias, for a reason, unless it has moved since the page was made."""
+    policy = _find(visit)
+    if not _may_move(visit, policy):
         raise Forbidden(
-            "this form does not come from a page of the console: open the console, and do it there"
+            f"moving an alias of {policy.name!r} needs scope admin, or train and its tenant:"
+            " use another key"
         )
+    if policy.record is None:
+        raise UserError(f"policy {policy.name!r} has no revision yet: save one first")
+    alias, why = visit.form.get("alias", "").strip(), visit.form.get("why", "").strip()
+    if not why:
+        raise UserError("the reason is empty: say why, for those who read the log")
+    version = visit.form.get("version")
+    for one in visit.server.catalog.aliases(policy.name):
+        if one.name == alias and version not in (None, str(one.version)):
+            raise UserError(
+                f"alias {alias!r} was moved to revision {one.number} meanwhile: look at it again"
+            )
+    move(policy.name, *revision, alias, by=f"{visit.tenant} in the console", why=why)
+    return visit.to(f"{ROOT}/policies/{urllib.parse.quote(policy.name)}?done={done}")
 
 
-# -- static files
+def _may_move(visit: Visit, policy: VisiblePolicy) -> bool:
+    owner, _ = names.parse_policy(policy.name)
+    return visit.may("admin") or (visit.may("train") and owner == visit.tenant)
 
 
-@functools.cache
-def static_path(name: str) -> str:
-    """Returns path and version of a static file, which browsers may keep for good."""
-    version = hashlib.sha256((STATIC / name).read_bytes()).hexdigest()[:12]
-    return f"{ROOT}/static/{name}?v={version}"
+# -- training, costs, the server, the playground
 
 
-async def static(request: Request) -> Response:
-    """Answers with a static file."""
-    name = request.path_params["name"]
-    if name not in {path.name for path in STATIC.iterdir()}:
-        return Response("there is no such file", 404)
-    cached = {"cache-control": "public, max-age=31536000, immutable"}
-    return FileResponse(STATIC / name, headers=cached | {"x-content-type-options": "nosniff"})
+def training(visit: Visit) -> Response:
+    """Shows a page of the tenant's models, newest first."""
+    book, offset = visit.server.book, visit.fields(PageQuery).offset
+    count = book.count_models(visit.tenant)
+    values = {
+        "models": book.models(visit.tenant, LISTED, offset),
+        "count": count,
+        "offset": offset,
+        "before": max(0, offset - LISTED),
+        "next": offset + LISTED if offset + LISTED < count else 0,
+    }
+    return visit.page("training.html", values)
 
 
-# -- formats
+def costs(visit: Visit) -> Response:
+    """Shows the policies and tenants with the highest costs; operators see all tenants."""
+    kinds = ("policy",) if visit.owner is not None else ("tenant", "policy")
+    listed = visit.server.costs.listed
+    tables = {by: list(listed(by, visit.owner, LISTED, 0).items()) for by in kinds}
+    return visit.page("costs.html", {"tables": tables, "kinds": KINDS, "most": LISTED})
 
 
-def when(at: float) -> str:
-    """Formats a time of day in UTC, to the second."""
-    return datetime.datetime.fromtimestamp(at, datetime.UTC).strftime("%Y-%m-%d %H:%M:%S")
+def state(visit: Visit) -> Response:
+    """Shows residency and queues of all tenants."""
+    server, found = visit.server, state_of(visit.server)
+    resident = found["residency"]["resident"]
+    served = {tenant: cost.seconds for tenant, cost in server.costs.since_start().items()}
+    values = {
+        "state": found,
+        "sizes": server.sizes,
+        "unfinished": server.engine.in_flight().total(),
+        "resident": [(digest, *_named(server, digest)) for digest in resident[:LISTED]],
+        "more": max(0, len(resident) - LISTED),
+        "served": sorted(served.items(), key=lambda one: -one[1]),
+    }
+    return visit.page("server_state.html" if visit.part else "server.html", values)
 
 
-def number(value: float) -> str:
-    """Formats a number with groups of three digits."""
-    return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.4g}"
+def _named(server: Server, digest: str) -> tuple[str, str]:
+    """Returns name and policy of a revision; outside the catalog its loaded names and no policy."""
+    found: Any = found_or_none(server.catalog.resolve, digest)
+    if found is not None:
+        return f"{found.policy}@{found.number}", found.policy
+    return ", ".join(name for name in server.weights.names_of(digest) if name != digest), ""
 
 
-def seconds(value: float) -> str:
-    """Formats a duration."""
-    if value < 60:
-        return f"{value * 1e3:.0f} ms" if value < 1 else f"{value:.1f} s"
-    minutes, hours, days = value // 60, value // 3600, value // 86400
-    if hours < 1:
-        return f"{minutes:.0f} min"
-    return f"{hours:.0f} h {minutes % 60:.0f} min" if days < 2 else f"{days:.0f} days"
+def playground(visit: Visit) -> Response:
+    server, tokenizer = visit.server, visit.server.base.tokenizer
+    values = {
+        "names": [card["id"] for card in server.weights.page(visit.tenant, limit=SUGGESTED).cards],
+        "a": visit.query.get("a", "") or server.name,
+        "b": visit.query.get("b", ""),
+        "has_tokenizer": tokenizer is not None,
+        "chats": tokenizer is not None and tokenizer.chats,
+    }
+    return visit.page("playground.html", values)

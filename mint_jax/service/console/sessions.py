@@ -1,4 +1,4 @@
-"""Browser sessions by cookie, and the check that a page of ours sent a form.
+"""Browser sessions by cookie.
 
 The cookie is 32 random bytes, HttpOnly, SameSite=Strict and, except on loopback without TLS,
 Secure. The server keeps its hash and the key's id; the key itself is stored nowhere. A session ends
@@ -10,7 +10,7 @@ import hashlib
 import secrets
 import time
 import urllib.parse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from starlette.requests import cookie_parser
@@ -68,14 +68,6 @@ def sign_in_first(scope: Any) -> Refusal:
     if any(name == b"hx-request" for name, _ in scope["headers"]):
         return Refusal(401, message, {"hx-redirect": location})
     return Refusal(303, message, {"location": location, "cache-control": "no-store"})
-
-
-def same_origin(headers: Mapping[str, str]) -> bool:
-    """Returns whether a page of this server sent a request, by the browser's headers."""
-    if (site := headers.get("sec-fetch-site")) is not None:
-        return site == "same-origin"
-    origin = urllib.parse.urlsplit(headers.get("origin", "")).netloc
-    return bool(origin) and origin == headers.get("host")
 
 
 def _hash(cookie: str) -> str:

@@ -96,13 +96,7 @@ function chart(place, curve) {
   new ResizeObserver(() => plot.setSize({ width: place.clientWidth, height: 220 })).observe(place);
 }
 
-async function curves(place) {
-  const answer = await fetch(place.dataset.curves);
-  if (!answer.ok) return trouble(true)();
-  const found = await answer.json();
-  for (const one of place.querySelectorAll("[data-curve]")) if (found[one.dataset.curve]) chart(one, found[one.dataset.curve]);
-}
-document.querySelectorAll("[data-curves]").forEach(curves);
+for (const place of document.querySelectorAll("[data-points]")) chart(place, JSON.parse(place.dataset.points));
 
 // -- playground
 
