@@ -1,9 +1,10 @@
 """Tokenizers built from a checkpoint's files, with the token ids of transformers 5.
 
-``tokenizer.json`` decides, with three exceptions. Saved truncation and padding are off. Tokens that
-only ``tokenizer_config.json`` (or the older ``special_tokens_map.json`` and ``added_tokens.json``)
-names are added. A ``tokenizer_class`` that builds its own normalizer and pre-tokenizer uses only
-vocabulary, merges and post-processor of the file.
+``tokenizer.json`` decides (without one, a file of ``READERS``), with three exceptions. Saved
+truncation and padding are off. Tokens that only ``tokenizer_config.json`` (or the older
+``special_tokens_map.json`` and ``added_tokens.json``) names are added. A ``tokenizer_class`` that
+builds its own normalizer and pre-tokenizer uses only vocabulary, merges and post-processor of the
+file.
 """
 
 import json
@@ -11,29 +12,53 @@ import re
 from pathlib import Path
 from typing import Any
 
+from mint_jax.data import ranked_tokens, sentence_pieces
 from mint_jax.errors import UserError
 
+READERS = {  # of checkpoints without a tokenizer.json
+    "tiktoken.model": ranked_tokens.read_tiktoken,
+    "tekken.json": ranked_tokens.read_tekken,
+    "tokenizer.model": sentence_pieces.read,
+}
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-FORCED = {"qwen2": "Qwen2Tokenizer"}  # model type -> class, whatever tokenizer_class says
-USUAL = {"qwen3": "Qwen2Tokenizer", "qwen3_moe": "Qwen2Tokenizer"}  # without a tokenizer_class
+# model type -> class, whatever tokenizer_class says
+FORCED = {"qwen2": "Qwen2Tokenizer"}
+FORCED |= dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text"), "Qwen3_5Tokenizer")
+# without a tokenizer_class
+USUAL = dict.fromkeys(("qwen3", "qwen3_moe", "qwen3_next"), "Qwen2Tokenizer")
+USUAL |= {"qwen3_5_text": "Qwen3_5Tokenizer"}
+USUAL |= dict.fromkeys(("gemma3", "gemma3_text"), "GemmaTokenizer")
+# types that take tokenizer.json as it is, whatever tokenizer_class says
+AS_FILE = ("mistral", "mistral3", "ministral", "ministral3", "glm4_moe", "glm4_moe_lite")
 DEFAULTS = {  # special tokens of classes that build their own pipeline
     "LlamaTokenizer": {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
     "GPT2Tokenizer": dict.fromkeys(("unk_token", "bos_token", "eos_token"), "<|endoftext|>"),
-    "Qwen2Tokenizer": dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>"),
+    **dict.fromkeys(
+        ("Qwen2Tokenizer", "Qwen3_5Tokenizer"),
+        dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>"),
+    ),
+    "GemmaTokenizer": {
+        f"{name}_token": f"<{name}>" for name in ("unk", "bos", "eos", "pad", "mask")
+    },
 }
 # classes of transformers 5 with their own pipeline that belong to no supported family
 UNSUPPORTED = re.compile(
     "(?:Albert|Bart|Barthez|Bert|BigBird|Blenderbot|CLIP|Camembert|CodeGen|CodeLlama|Cohere|Cpm|DPRContextEncoder"
-    "|DPRQuestionEncoder|DPRReader|Deberta|DebertaV2|DistilBert|Esmc|Funnel|GPTNeoX|Gemma|Herbert|Lasr|LayoutLMv2"
-    "|LayoutLMv3|LayoutXLM|Luke|MBart|MBart50|MLuke|MPNet|MarkupLM|MobileBert|Nllb|Nougat|OpenAIGPT|Pegasus|Qwen3_5"
+    "|DPRQuestionEncoder|DPRReader|Deberta|DebertaV2|DistilBert|Esmc|Funnel|GPTNeoX|Herbert|Lasr|LayoutLMv2"
+    "|LayoutLMv3|LayoutXLM|Luke|MBart|MBart50|MLuke|MPNet|MarkupLM|MobileBert|Nllb|Nougat|OpenAIGPT|Pegasus"
     "|Reformer|RemBert|RoFormer|Roberta|SeamlessM4T|Siglip2|Splinter|SqueezeBert|T5|Tipsv2|Udop|VideoPrism|Whisper"
     "|XGLM|XLMRoberta|XLNet)Tokenizer"
 )
-# The pre-tokenizer of Qwen2: contractions, words, single digits, punctuation, line ends, blanks.
-QWEN2_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
-    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+# The pre-tokenizers of Qwen: contractions, words (with their marks from 3.5 on), single digits,
+# punctuation, line ends, blanks.
+QWEN_SPLITS = {
+    kind: rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?{word}+|\p{{N}}|"
+    rf" ?[^\s{others}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    for kind, word, others in (
+        ("Qwen2Tokenizer", r"\p{L}", r"\p{L}"),
+        ("Qwen3_5Tokenizer", r"[\p{L}\p{M}]", r"\p{L}\p{M}"),
+    )
+}
 
 
 def read(directory: Path) -> tuple[Any, dict[str, str], dict[str, Any]]:
@@ -43,21 +68,15 @@ def read(directory: Path) -> tuple[Any, dict[str, str], dict[str, Any]]:
     """
     from tokenizers import Tokenizer
 
-    path = directory / "tokenizer.json"
-    if not path.is_file():
-        raise UserError(
-            f"{path} does not exist: give token ids instead of text, or add the checkpoint's"
-            " tokenizer.json"
-        )
+    config = read_json(directory / "tokenizer_config.json")
+    path, source = _source(directory, config)
     try:
-        source: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        trims = _keep_blanks(source.get("post_processor"))
-        fast = Tokenizer.from_str(json.dumps(source)) if trims else Tokenizer.from_file(str(path))
+        _keep_blanks(source.get("post_processor"))
+        fast = Tokenizer.from_str(json.dumps(source))
     except Exception as error:  # the Rust library raises bare Exception
         raise UserError(
             f"{path} is not a readable tokenizer ({error}): fetch the checkpoint again"
         ) from None
-    config = read_json(directory / "tokenizer_config.json")
     model = read_json(directory / "config.json")
     kind = _class_of(config, model, source, directory)
     if kind:
@@ -80,6 +99,20 @@ def read(directory: Path) -> tuple[Any, dict[str, str], dict[str, Any]]:
     return fast, _add_tokens(fast, kind, config, model, source, directory), config
 
 
+def _source(directory: Path, config: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
+    """Returns the file that has the tokenizer, and its contents as a ``tokenizer.json``."""
+    path = directory / "tokenizer.json"
+    if path.is_file():
+        return path, read_json(path)
+    for name, reader in READERS.items():
+        if (directory / name).is_file():
+            return directory / name, reader(directory / name, config)
+    raise UserError(
+        f"{path} does not exist, nor does {' or '.join(READERS)}: give token ids"
+        " instead of text, or add the checkpoint's tokenizer.json"
+    )
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Returns the JSON object in a file; empty if the file does not exist."""
     try:
@@ -94,16 +127,12 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-def _keep_blanks(part: Any) -> bool:
+def _keep_blanks(part: Any) -> None:
     """Makes a post-processor include a token's blanks in its offsets."""
-    if isinstance(part, list):
-        return sum(map(_keep_blanks, part)) > 0
-    if not isinstance(part, dict):
-        return False
-    trims = bool(part.get("trim_offsets"))
-    if trims:
+    if isinstance(part, dict) and part.get("trim_offsets"):
         part["trim_offsets"] = False
-    return sum(map(_keep_blanks, list(part.values()))) + trims > 0
+    for one in part.values() if isinstance(part, dict) else part if isinstance(part, list) else ():
+        _keep_blanks(one)
 
 
 def _class_of(
@@ -111,8 +140,8 @@ def _class_of(
 ) -> str:
     """Returns the name of transformers' tokenizer class; empty to take the file as it is."""
     model_type = model.get("model_type", "")
-    if model_type in FORCED:
-        return FORCED[model_type]
+    if model_type in FORCED or model_type in AS_FILE:
+        return FORCED.get(model_type, "")
     kind = str(config.get("tokenizer_class") or model.get("tokenizer_class") or "")
     kind = kind.removesuffix("Fast") or USUAL.get(model_type, "")
     if kind == "LlamaTokenizer" and '"ByteLevel"' in json.dumps(source):
@@ -140,8 +169,25 @@ def _built(kind: str, source: dict[str, Any], fast: Any, config: dict[str, Any],
     pairs = (one.split(" ") if isinstance(one, str) else one for one in model.get("merges", []))
     merges: Any = list(map(tuple, pairs))
     is_llama, prefix = kind == "LlamaTokenizer", config.get("add_prefix_space")
+    is_gemma = kind == "GemmaTokenizer"
+    by_piece = is_llama or is_gemma  # characters, and bytes where the vocabulary lacks one
+    unknown: Any = {}
+    if is_gemma:
+        text = _token(config.get("unk_token", "<unk>"), special=True).content
+        if text not in model["vocab"]:
+            raise UserError(
+                f"{path} lacks the unk_token {text!r} of its tokenizer_class {kind}: name one that"
+                " it has in tokenizer_config.json"
+            )
+        unknown = {"unk_token": text}
     built: Any = Tokenizer(
-        models.BPE(vocab=model["vocab"], merges=merges, fuse_unk=is_llama, byte_fallback=is_llama)
+        models.BPE(
+            vocab=model["vocab"],
+            merges=merges,
+            fuse_unk=by_piece,
+            byte_fallback=by_piece,
+            **unknown,
+        )
     )
     if is_llama:
         prefix = prefix is None or prefix
@@ -149,16 +195,20 @@ def _built(kind: str, source: dict[str, Any], fast: Any, config: dict[str, Any],
         built.pre_tokenizer = pre_tokenizers.Metaspace(
             replacement="▁", prepend_scheme=scheme, split=False
         )
+    elif is_gemma:
+        built.normalizer = normalizers.Replace(" ", "▁")
+        built.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    if by_piece:
         parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-        strip = [decoders.Strip(content=" ", left=1)] if prefix else []
+        strip = [decoders.Strip(content=" ", left=1)] if is_llama and prefix else []
         built.decoder = decoders.Sequence(parts + strip)
     else:
         bytes_: Any = pre_tokenizers.ByteLevel(
             add_prefix_space=bool(prefix), use_regex=kind == "GPT2Tokenizer"
         )
-        if kind == "Qwen2Tokenizer":
+        if kind in QWEN_SPLITS:
             built.normalizer = normalizers.NFC()
-            split = pre_tokenizers.Split(Regex(QWEN2_SPLIT), behavior="isolated", invert=False)
+            split = pre_tokenizers.Split(Regex(QWEN_SPLITS[kind]), "isolated")
             bytes_ = pre_tokenizers.Sequence([split, bytes_])
         built.pre_tokenizer, built.decoder = bytes_, decoders.ByteLevel()
     if fast.post_processor is not None:

@@ -31,7 +31,7 @@ ONLY_IN = {  # optional packages, and what only one place may know
     "pydantic": "service/",
     "jwt": "service/",
     "uvicorn": "service/",
-    "google.protobuf": "service/wire/",
+    "google.protobuf": ("data/sentence_pieces.py", "service/wire/"),
     "pyrage": "service/external.py",
     "reasoning_gym": "envs/",
     "pyarrow": "data/sources.py",
