@@ -147,6 +147,8 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
             "rms_norm_eps": 1e-2,
         },
     ),
+    # windows shorter and longer than a page of the cache, a run of pages and a block of queries
+    "mistral": ("MistralConfig", {"sliding_window": 45, "tie_word_embeddings": False}),
     "moonlight_dense": ("DeepseekV3Config", _LATENT | {"q_lora_rank": None}),
 }
 

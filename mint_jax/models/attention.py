@@ -29,6 +29,7 @@ MAX_CAUSAL_BLOCKS = 8
 MIN_BLOCK = 64
 # Bound on one device's scores of a block; larger ones are computed in slices.
 SCORE_BYTES = 256 << 20
+EVERYTHING = 1 << 30  # window of layers without one
 
 
 class Segments(NamedTuple):
@@ -45,6 +46,19 @@ class Context(NamedTuple):
     sin: jax.Array
     segments: Segments | None  # of packed rows; None with a KV cache
     lineage: Any = None  # of packed rows with layers that have a state, see `delta.Lineage`
+    # keys of packed rows within the window, see `pack_keys`; of one layer: those it attends to
+    keys: jax.Array | None = None
+    window: Any = None  # positions that a token attends to, of models with a window
+
+    def of_layer(self, near: jax.Array) -> "Context":
+        """Returns the context of a layer that has the window if ``near``."""
+        keys = None if self.keys is None else jnp.where(near, self.keys, jnp.uint8(255))
+        return self._replace(keys=keys, window=jnp.where(near, self.window, EVERYTHING))
+
+
+def keys_within(window: int, positions_BT: jax.Array) -> jax.Array:
+    """Returns the keys that are fewer than ``window`` positions before each query, packed."""
+    return pack_keys(positions_BT[:, :, None] - positions_BT[:, None] < window)
 
 
 def packed_attention(
@@ -56,12 +70,14 @@ def packed_attention(
     chosen: jax.Array | None = None,
     kernel: str = "auto",
     keep: bool = True,
+    sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """Computes causal attention within segments and their parents, ``[B, T, N, V]`` like ``q``.
 
     Args:
         chosen: keys that each query may attend to, as packed by ``pack_keys``; None for all.
         keep: names queries and keys for ``transformer.REMAT``; False if their inputs are named.
+        sinks_N: score of each head that only adds to the sum of its weights.
     """
     chex.assert_rank([q_BTNH, v_BTKV], 4)
     B, T, N, H = q_BTNH.shape
@@ -77,7 +93,8 @@ def packed_attention(
     if keep:
         q, k = checkpoint_name(q, "query"), checkpoint_name(k, "key")
     v = checkpoint_name(v, "value")
-    o: jax.Array = _attended(q, k, v, segments.own, segments.parent, chosen, scale, kernel)
+    sinks = None if sinks_N is None else sinks_N.astype(jnp.float32).reshape(K, -1)
+    o: jax.Array = _attended(q, k, v, sinks, segments.own, segments.parent, chosen, scale, kernel)
     return o.transpose(0, 3, 1, 2, 4).reshape(B, T, N, V)
 
 
@@ -96,24 +113,34 @@ def unpack_keys(bits: jax.Array, S: int) -> jax.Array:
     return jnp.unpackbits(bits, axis=-1, count=S).astype(bool)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
-def _attended(q, k, v, own, parent, chosen, scale, kernel):
-    """Returns ``[B, K, G, T, V]`` from ``q [B, K, G, T, H]`` and ``k, v [B, K, T, .]``."""
-    return _attended_forward(q, k, v, own, parent, chosen, scale, kernel)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8))
+def _attended(q, k, v, sinks, own, parent, chosen, scale, kernel):
+    """Returns ``[B, K, G, T, V]`` from ``q [B, K, G, T, H]``, ``k, v [B, K, T, .]`` and ``sinks [K,
+    G]``.
+    """
+    return _attended_forward(q, k, v, sinks, own, parent, chosen, scale, kernel)[0]
 
 
-def _attended_forward(q, k, v, own, parent, chosen, scale, kernel):
+def _attended_forward(q, k, v, sinks, own, parent, chosen, scale, kernel):
     o, lse = run("packed_attention", FORWARD, kernel, (q, k, v, own, parent, chosen), scale=scale)
+    if sinks is not None:
+        # Whatever the kernel: a sink is a key without a value, so it only enlarges the sum.
+        total = jnp.logaddexp(lse, sinks[None, :, :, None])
+        o, lse = (o * jnp.exp(lse - total)[..., None]).astype(o.dtype), total
     # The backward pass needs the output and one number per query. JAX's derivative of a softmax
     # would store the weights, T x S numbers per head; they are recomputed instead.
     o, lse = checkpoint_name(o, "attended"), checkpoint_name(lse, "logsumexp")
-    return o, (q, k, v, own, parent, chosen, o, lse)
+    return o, (sinks, (q, k, v, own, parent, chosen, o, lse))
 
 
 def _attended_backward(scale, kernel, residuals, g):
-    args = *residuals, g
-    dq, dk, dv = run("packed_attention backward", BACKWARD, kernel, args, scale=scale)
-    return dq, dk, dv, None, None, None
+    (sinks, rest), dsinks = residuals, None
+    dq, dk, dv = run("packed_attention backward", BACKWARD, kernel, (*rest, g), scale=scale)
+    if sinks is not None:
+        o, lse = rest[-2:]
+        along = jnp.sum(g.astype(jnp.float32) * o.astype(jnp.float32), axis=-1)
+        dsinks = -jnp.sum(jnp.exp(sinks[None, :, :, None] - lse) * along, axis=(0, 3))
+    return dq, dk, dv, dsinks, None, None, None
 
 
 _attended.defvjp(_attended_forward, _attended_backward)
@@ -268,7 +295,7 @@ def _by_kernel(q, k, v, own, parent, chosen, *rest, scale, call, outputs, interp
 def _by(name: str, platform: str, kernel, call, outputs: int) -> Implementation:
     def require(q, k, v, own, parent, chosen, *rest):
         if chosen is not None:
-            raise NotImplementedError("an indexer chooses the keys")
+            raise NotImplementedError("an indexer or a window chooses the keys")
         kernel.require(q, k, v)
 
     of_kernel = functools.partial(_by_kernel, call=call, outputs=outputs)

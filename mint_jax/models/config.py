@@ -95,6 +95,15 @@ class Delta:
 
 
 @dataclasses.dataclass(frozen=True)
+class Windows:
+    """Layers that attend to the last positions only (Mistral, arXiv 2310.06825, section 2)."""
+
+    size: int  # positions of a window, the token's own included
+    near: tuple[bool, ...]  # per layer, True if it has the window
+    theta: float | None = None  # rotary base of these layers; None: that of the others
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """Dimensions and switches of a decoder, with the axis letters D, F, N, K, H, V, L.
 
@@ -124,6 +133,7 @@ class ModelConfig:
     latent: Latent | None = None
     indexer: Indexer | None = None
     delta: Delta | None = None
+    windows: Windows | None = None
     gated_attention: bool = False  # queries come with a gate of attention's output
     rotary: float = 1.0  # share of a head's dimensions with rotary position
     norm_offset: float = 0.0  # added to the scales of norms
@@ -256,6 +266,8 @@ _QWEN3_5 |= {"attention_bias": False, "layer_types": None}
 _QWEN3_5 |= {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128}
 _QWEN3_5 |= {"linear_value_head_dim": 128, "linear_num_key_heads": 16}
 _QWEN3_5 |= {"linear_num_value_heads": 32}
+_MISTRAL = {"vocab_size": 32000, "intermediate_size": 14336, "num_key_value_heads": 8}
+_MISTRAL |= {"max_position_embeddings": 131072, "sliding_window": 4096}
 _OFF, _ONE = (None, False), (None, 1)
 # Fields that change the forward pass, in the transformers class or in the model's original code ->
 # supported values. Other values are rejected. Fields in no table have no effect in the class.
@@ -291,6 +303,7 @@ class Family:
     gated_attention: bool = False
     rotary: float = 1.0  # share of a head's dimensions that rotate; 1: no other is supported
     norm_offset: float = 0.0
+    full_every: int = 0  # with windows: every n-th layer has none; 0: all have one
 
 
 FAMILIES = {  # `architectures` entry ->
@@ -305,6 +318,7 @@ FAMILIES = {  # `architectures` entry ->
         {"mlp_only_layers": (None, []), "decoder_sparse_step": (1,)},
         qk_norm=True,
     ),
+    "MistralForCausalLM": Family("mistral", _GROUPED | _MISTRAL),
     "DeepseekV3ForCausalLM": Family(  # also Kimi-K2 and Moonlight
         "deepseek_v3", _LATENT, _LATENT_ONLY | {"rope_interleave": (True,)}, any_head_dim=False
     ),
@@ -423,17 +437,32 @@ def _rotary(given: dict[str, Any], family: Family) -> float:
     return share
 
 
-def _delta(given: dict[str, Any], fields: _Fields, layers: int) -> Delta:
-    types = fields["layer_types"]
-    every = _Fields({"full_attention_interval": 4} | given).number("full_attention_interval")
+def _full_layers(types: Any, layers: int, other: str, every: int) -> tuple[bool, ...]:
+    """Returns True for each layer with full attention; by default these are every n-th, or none."""
     if types is None:
-        names = "full_attention", "linear_attention"
-        types = [names[bool((i + 1) % every)] for i in range(layers)]
+        return tuple(every > 0 and (i + 1) % every == 0 for i in range(layers))
     _require(
-        len(types) == layers and set(types) <= {"full_attention", "linear_attention"},
-        f"layer_types is {types}; expected 'full_attention' or 'linear_attention' for each of"
-        f" {layers} layers",
+        len(types) == layers and set(types) <= {"full_attention", other},
+        f"layer_types is {types}; expected 'full_attention' or {other!r} for each of {layers}"
+        " layers",
     )
+    return tuple(one == "full_attention" for one in types)
+
+
+def _windows(fields: _Fields, layers: int, family: Family) -> Windows | None:
+    """Returns the layers with a window; None if there are none."""
+    types = fields["layer_types"] if family.full_every else None  # Mistral's class has no types
+    full = _full_layers(types, layers, "sliding_attention", family.full_every)
+    if all(full) or (fields["sliding_window"] is None and not family.full_every):
+        return None
+    size = fields.number("sliding_window")
+    _require(size > 0, f"sliding_window is {size}")
+    return Windows(size, tuple(not one for one in full))
+
+
+def _delta(given: dict[str, Any], fields: _Fields, layers: int) -> Delta:
+    every = _Fields({"full_attention_interval": 4} | given).number("full_attention_interval")
+    full = _full_layers(fields["layer_types"], layers, "linear_attention", every)
     names = (
         "num_key_heads",
         "num_value_heads",
@@ -449,7 +478,7 @@ def _delta(given: dict[str, Any], fields: _Fields, layers: int) -> Delta:
         f"linear_num_value_heads is {sizes[1]}, which linear_num_key_heads {sizes[0]} does not"
         " divide",
     )
-    return Delta(*sizes, full=tuple(one == "full_attention" for one in types))
+    return Delta(*sizes, full=full)
 
 
 def _experts(given: dict[str, Any], fields: _Fields) -> Experts:
@@ -574,6 +603,7 @@ def from_hf(given: dict[str, Any]) -> ModelConfig:
         latent=latent,
         indexer=indexer,
         delta=delta,
+        windows=_windows(fields, layers, family) if "sliding_window" in known else None,
         gated_attention=family.gated_attention,
         rotary=_rotary(given, family),
         norm_offset=family.norm_offset,

@@ -95,7 +95,7 @@ _DELTA = _DECODER | {
     "delta/out_norm": "linear_attn.norm.weight",
 }
 LAYER_NAMES: dict[str, dict[str, str]] = {
-    **dict.fromkeys(("llama", "qwen2", "qwen3"), _DECODER),
+    **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral"), _DECODER),
     "qwen3_moe": _DECODER | _MOE,
     "qwen3_5_text": _DELTA,
     "deepseek_v3": _LATENT | _MOE,

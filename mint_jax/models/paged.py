@@ -17,11 +17,12 @@ import jax
 import jax.numpy as jnp
 
 from mint_jax import sharding
-from mint_jax.models.attention import causal
+from mint_jax.models.attention import EVERYTHING, causal
 from pallas_kernels.paged import PAGE as PAGE  # also the tokens of a block of prefill
 from pallas_kernels.paged import RUN as RUN
 from pallas_kernels.paged import RUN_PAGES as RUN_PAGES
-from pallas_kernels.paged import Rows
+from pallas_kernels.paged import Rows, clean, last_run, run_pages, seen_in_run
+from pallas_kernels.paged import read as read_run
 from pallas_kernels.paged_attention import paged_attention, xla
 from pallas_kernels.partial import MASKED, Partial, join, nothing
 
@@ -180,6 +181,42 @@ def _gathered(x: jax.Array, row_ZW: jax.Array) -> jax.Array:
     return x.reshape(*x.shape[:-3], -1, x.shape[-1])
 
 
+class Edge(NamedTuple):
+    """Runs that a window ends in, which some of a row's new tokens see in part."""
+
+    run: jax.Array  # `[B, n]` int32
+    visible: jax.Array  # `[B, n, T, S]` bool
+
+
+def within(view: View, window: jax.Array, at_BT: jax.Array) -> tuple[View, Edge]:
+    """Splits the cached positions that tokens at positions ``at_BT`` see through a window: the runs
+    that all of them see in full, which any kernel reads, and the others.
+
+    Without a window (EVERYTHING) the view stays as it is, and nothing of an edge is visible.
+    """
+    is_near, runs_of_prefix = window < EVERYTHING, -(-view.prefix // RUN)
+    oldest_BT = at_BT - window + 1
+    oldest = jnp.maximum(oldest_BT[:, 0], 0)
+    begin = jnp.where(
+        oldest < view.prefix, oldest // RUN, runs_of_prefix + (oldest - view.prefix) // RUN
+    )
+    # T consecutive positions, at most a page, are in two runs at most.
+    run = jnp.where(is_near, begin[:, None], 0) + jnp.arange(min(at_BT.shape[1], 2))[None]
+    of_own = run - runs_of_prefix[:, None]
+    begins = jnp.where(of_own < 0, run * RUN, view.prefix[:, None] + of_own * RUN)
+    position = begins[..., None] + jnp.arange(RUN)[None, None]
+    seen = jax.vmap(lambda one: seen_in_run(view.prefix, view.own, one), 1, 1)(run)
+    visible = seen[:, :, None] & (position[:, :, None] >= oldest_BT[:, None, :, None]) & is_near
+    rest = jnp.minimum(run[:, -1] + 1, last_run(view.prefix, view.own))
+    teams = view.teams
+    if teams is not None:  # a window reads few runs of a prompt, so each row reads its own
+        teams = teams._replace(
+            rows=jnp.where(is_near, -1, teams.rows), place=jnp.where(is_near, -1, teams.place)
+        )
+    first = jnp.where(is_near, rest, view.first)
+    return view._replace(first=first, teams=teams), Edge(run, visible)
+
+
 def grouped_query_attention(
     q_BTNH: jax.Array,
     new: dict[str, jax.Array],
@@ -188,6 +225,8 @@ def grouped_query_attention(
     view: View,
     scale: float,
     kernel: str = "auto",
+    window: jax.Array | None = None,
+    sinks_N: jax.Array | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Attends from T new tokens to the cache and to each other; returns ``[B, T, N, H]`` and the
     pool.
@@ -195,10 +234,13 @@ def grouped_query_attention(
     Args:
         new: ``k`` and ``v`` of the new tokens, ``[B, K, T, H]``.
         pool: ``k`` and ``v`` of all tokens, ``[L, U, K, PAGE, H]``.
+        window: int32, number of positions that a token attends to, itself included; EVERYTHING for
+            all, None for a model without windows.
+        sinks_N: score of each head that only adds to the sum of its weights.
     """
     chex.assert_rank([q_BTNH, new["k"]], 4)
 
-    def local(q_BTNH, new, pool, layer, view):
+    def local(q_BTNH, new, pool, layer, view, window, sinks):
         (B, T, N, H), K = q_BTNH.shape, new["k"].shape[1]
         pool = {name: write(pool[name], layer, new[name], view) for name in pool}
         q_BKMH = q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 1, 3, 4).reshape(B, K, -1, H)
@@ -208,22 +250,44 @@ def grouped_query_attention(
                 q_BKMH, pool["k"], pool["v"], rows, scale=scale, implementation=kernel
             )
 
+        def at_edge(whole, edge):
+            for i in range(edge.run.shape[1]):
+                pages, seen = run_pages(view.table, edge.run[:, i]), edge.visible[:, i]
+                k, v = (read_run(pool[name], layer, pages, H) for name in ("k", "v"))
+                v = clean(v, jnp.any(seen, axis=1)[:, None])
+                seen = jnp.repeat(seen, N // K, axis=1)[:, None]
+                whole = join(xla.scored(q_BKMH, k, v, seen, scale), whole)
+            return whole
+
+        at, edge = (view.prefix + view.own)[:, None] + jnp.arange(T)[None], None
         if T == 1:  # already in its page; unused rows have no page and read nothing
             there = (view.page < pool["k"].shape[1]).astype(jnp.int32)
-            whole = attend(view._replace(own=view.own + there), jnp.int32(layer), q_BKMH, read)
+            view = view._replace(own=view.own + there)
+            if window is not None:
+                view, edge = within(view, window, at)
+            whole = attend(view, jnp.int32(layer), q_BKMH, read)
         else:
-            mask = jnp.repeat(causal(T), N // K, axis=0)[None, None]
+            mask = causal(T)
+            if window is not None:
+                view, edge = within(view, window, at)
+                mask &= jnp.arange(T)[:, None] - jnp.arange(T)[None] < window
+            mask = jnp.repeat(mask, N // K, axis=0)[None, None]
             own = xla.scored(q_BKMH, new["k"], new["v"], mask, scale)
             whole = join(attend(view, jnp.int32(layer), q_BKMH, read), own)
+        whole = whole if edge is None else at_edge(whole, edge)
+        if sinks is not None:
+            sink = jnp.tile(sinks.astype(jnp.float32).reshape(1, K, N // K), (1, 1, T))[..., None]
+            sink = jnp.broadcast_to(sink, whole.top.shape)
+            whole = join(whole, Partial(sink, jnp.ones_like(sink), jnp.zeros_like(whole.value)))
         o_BKMH = (whole.value / jnp.where(whole.total == 0, 1.0, whole.total)).astype(q_BTNH.dtype)
         return o_BKMH.reshape(B, K, T, N // K, H).transpose(0, 2, 1, 3, 4).reshape(B, T, N, H), pool
 
     rows, heads = sharding.cache_axes(new["k"].shape[1])
     q_heads = heads and "q_heads"
     of_out, of_pool = (rows, None, q_heads, None), (None, rows, heads, None, None)
-    specs = of_out, (rows, heads, None, None), of_pool, (), (rows, None)
-    out_specs = of_out, dict.fromkeys(pool, of_pool)
-    out, pool = sharding.over_devices(local, (q_BTNH, new, pool, layer, view), specs, out_specs)
+    specs = of_out, (rows, heads, None, None), of_pool, (), (rows, None), (), (q_heads,)
+    args = q_BTNH, new, pool, layer, view, window, sinks_N
+    out, pool = sharding.over_devices(local, args, specs, (of_out, dict.fromkeys(pool, of_pool)))
     return sharding.constrain(out, "batch", None, q_heads, None), pool
 
 

@@ -12,13 +12,14 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax.ad_checkpoint import checkpoint_name
 
 from mint_jax import sharding
 from mint_jax.lora.view import AdapterView, batch_delta, embedding_delta
 from mint_jax.models import delta, dsa, layers, mla, moe, paged, quantised, stacked, stored
-from mint_jax.models.attention import Context, Segments, packed_attention
+from mint_jax.models.attention import Context, Segments, keys_within, packed_attention
 from mint_jax.models.config import ModelConfig
 from mint_jax.models.layers import matrix, norm, project, project_each, rms_norm, rotate
 from mint_jax.params import ParamSpec
@@ -181,6 +182,10 @@ def hidden_states(
         segments = Segments(zeros, zeros)
     lineage = None if cfg.delta is None or segments is None else delta.lineage(segments)
     ctx = Context(*layers.rope_tables(positions_BT, cfg), segments, lineage)
+    if cfg.windows is not None:
+        size = cfg.windows.size
+        keys = None if segments is None else keys_within(size, positions_BT)
+        ctx = ctx._replace(keys=keys, window=size)
     with jax.named_scope("embed"):
         x = embed(params, lora, tokens_BT)
     B, T = tokens_BT.shape
@@ -243,7 +248,7 @@ def _bind(stack, params, lora, inputs: DecoderInputs, ctx: Context, cfg: ModelCo
         scanned, apart = stacked.side_by_side(scanned)
 
     def run(x, chosen, pool, count, layer_inputs):
-        p, a, number, position, routes = layer_inputs
+        p, a, number, position, near, routes = layer_inputs
         p, number = (p, number) if apart is None else (apart(p), count)
         used = None if view is None else view.used
         p = stacked.attach(p, whole, number, cfg.kernels.layer_matmul, used)
@@ -251,15 +256,18 @@ def _bind(stack, params, lora, inputs: DecoderInputs, ctx: Context, cfg: ModelCo
         own = whole.get("attn", {}).get("indexer")
         indexer = None if position is None else dsa.Layer(own, *position)
         cache = None if view is None else paged.Cache(pool, number, view)
-        x, chosen, pool, route = _layer(x, chosen, p, a, cache, indexer, routes, ctx, cfg)
+        own_ctx = ctx if near is None else ctx.of_layer(near)
+        x, chosen, pool, route = _layer(x, chosen, p, a, cache, indexer, routes, own_ctx, cfg)
         kept = {"routes": route.ids, "missed": route.missed} if keep_routes and route else {}
         return x, chosen, pool, kept
 
+    numbers = cfg.layers_of(stack)
     xs = (
         scanned,
         None if adapters is None else adapters.taps,
-        jnp.arange(cfg.stacks[stack]) if apart is None else None,
+        jnp.arange(len(numbers)) if apart is None else None,
         dsa.positions(cfg, stack),
+        None if cfg.windows is None else np.array([cfg.windows.near[i] for i in numbers]),
         None if replay is None else replay[cfg.routed_layers[stack]],
     )
     return run, xs
@@ -315,15 +323,15 @@ def _attention(h_BTD, p, lora, cache: paged.Cache | None, ctx: Context, cfg: Mod
     if cache is None:
         assert ctx.segments is not None
         kernel = cfg.kernels.packed_attention
-        out = packed_attention(q, k, v, ctx.segments, scale, kernel=kernel, keep=not cfg.qk_norm)
+        keep, sinks = not cfg.qk_norm, p.get("sinks")
+        out = packed_attention(q, k, v, ctx.segments, scale, ctx.keys, kernel, keep, sinks)
     else:
         # Heads before positions, so that a decode step reads one head's keys of all positions from
         # contiguous memory.
         new = {"k": k.swapaxes(1, 2), "v": v.swapaxes(1, 2)}
         own = {name: cache.pool[name] for name in new}
-        out, kv = paged.grouped_query_attention(
-            q, new, own, cache.layer, cache.view, scale, cfg.kernels.paged_attention
-        )
+        how = cfg.kernels.paged_attention, ctx.window, p.get("sinks")
+        out, kv = paged.grouped_query_attention(q, new, own, cache.layer, cache.view, scale, *how)
         pool = cache.pool | kv
     if gate is not None:
         out = out * jax.nn.sigmoid(gate.astype(jnp.float32)).astype(out.dtype)

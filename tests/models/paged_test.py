@@ -21,7 +21,9 @@ from mint_jax import sharding
 from mint_jax.lora.view import attach_rows
 from mint_jax.mesh import make_mesh
 from mint_jax.models import paged, transformer
+from mint_jax.models.attention import EVERYTHING
 from mint_jax.models.paged import PAGE, RUN, RUN_PAGES, TEAM, Teams, View
+from tests.marks import first
 
 NOWHERE = 2**30  # a page that no device has
 LENGTHS = (0, 1, 31, 32, 33, 127, 128, 129, 255, 256, 257, 300)
@@ -189,8 +191,9 @@ def continued(
 
 
 @functools.partial(jax.jit, static_argnames="scale")
-def _attend(q, new, pool, layer, view, scale=SCALE):
-    return paged.grouped_query_attention(q, new, pool, layer, view, scale)
+def _attend(q, new, pool, layer, view, window=None, sinks=None, scale=SCALE):
+    how = "auto", window, sinks
+    return paged.grouped_query_attention(q, new, pool, layer, view, scale, *how)
 
 
 def _normal(rng, *shape):
@@ -229,21 +232,26 @@ def _case(rng, prompt_B, prefix_Q, own_B, N, K, parts=1):
     return Case(layout, own, pool, keys, _normal(rng, B, 1, N, H) * 2, new)
 
 
-def _softmax(q_TNH, k_SKH, v_SKH):
+def _softmax(q_TNH, k_SKH, v_SKH, window=EVERYTHING, sinks_N=None):
     """In float64; the last T keys are the queries' own, seen causally."""
     (T, N, _), (S, K, _) = q_TNH.shape, k_SKH.shape
     k, v = (np.repeat(x.astype(np.float64), N // K, axis=1) for x in (k_SKH, v_SKH))
     s = np.einsum("tnh,snh->nts", q_TNH.astype(np.float64), k) * SCALE
-    s = np.where(np.arange(S)[None] <= S - T + np.arange(T)[:, None], s, -np.inf)
-    w = np.exp(s - s.max(-1, keepdims=True))
-    return np.einsum("nts,snh->tnh", w / w.sum(-1, keepdims=True), v)
+    ago = S - T + np.arange(T)[:, None] - np.arange(S)[None]
+    w = np.exp(np.where((ago >= 0) & (ago < window), s, -np.inf))
+    sink = 0 if sinks_N is None else np.exp(sinks_N.astype(np.float64))[:, None, None]
+    return np.einsum("nts,snh->tnh", w / (w.sum(-1, keepdims=True) + sink), v)
 
 
-def _want(case):
+def _want(case, *how):
     rows = zip(case.q, case.keys, case.new["k"], case.new["v"])
     return np.stack(
         [
-            _softmax(q, *(np.concatenate([old[n], x.swapaxes(0, 1)]) for n, x in zip("kv", (k, v))))
+            _softmax(
+                q,
+                *(np.concatenate([old[n], x.swapaxes(0, 1)]) for n, x in zip("kv", (k, v))),
+                *how,
+            )
             for q, old, k, v in rows
         ]
     )
@@ -304,3 +312,23 @@ def test_attention_equals_a_softmax_whatever_lies_where(name, rng):
         np.testing.assert_array_equal(after[k], wanted)
     routes[LAYER, to, at] = ids[written, 0]
     np.testing.assert_array_equal(recorded, routes)
+
+
+WINDOWS = (1, 2, 31, 32, 33, 100, 128, 129, 130, 257, 400, EVERYTHING)
+
+
+@pytest.mark.parametrize("name", first(1, list(MESHES)))
+def test_windows_and_sinks_of_a_softmax_whatever_lies_where(name, rng):
+    """Rows read through a window by themselves, also where their teams would read the prompt."""
+    sizes, N, K, parts = MESHES[name]
+    mesh = make_mesh(sizes, jax.devices()[: math.prod(sizes.values())])
+    case = _random_case(rng, 32, parts, N, K)
+    layout, sinks = case.layout, _normal(rng, N)
+    view = layout.view(case.own, layout.teams(rng, rng.choice(32, 10, replace=False)))
+    with jax.set_mesh(mesh):
+        split = sharding.partition((None, *sharding.cache_axes(K), None, None), mesh)
+        pool = jax.device_put(case.pool, dict.fromkeys("kv", jax.NamedSharding(mesh, split)))
+        for window in WINDOWS:
+            how = np.int32(window), sinks
+            out, _ = jax.device_get(_attend(case.q, case.new, pool, LAYER, view, *how))
+            np.testing.assert_allclose(out, _want(case, *how), atol=TOLERANCE, err_msg=str(window))
