@@ -205,8 +205,8 @@ def within(view: View, window: jax.Array, at_BT: jax.Array) -> tuple[View, Edge]
     of_own = run - runs_of_prefix[:, None]
     begins = jnp.where(of_own < 0, run * RUN, view.prefix[:, None] + of_own * RUN)
     position = begins[..., None] + jnp.arange(RUN)[None, None]
-    seen = jax.vmap(lambda one: seen_in_run(view.prefix, view.own, one), 1, 1)(run)
-    visible = seen[:, :, None] & (position[:, :, None] >= oldest_BT[:, None, :, None]) & is_near
+    there = jax.vmap(lambda one: seen_in_run(view.prefix, view.own, one), 1, 1)(run)
+    visible = there[:, :, None] & (position[:, :, None] >= oldest_BT[:, None, :, None]) & is_near
     rest = jnp.minimum(run[:, -1] + 1, last_run(view.prefix, view.own))
     teams = view.teams
     if teams is not None:  # a window reads few runs of a prompt, so each row reads its own
@@ -252,11 +252,11 @@ def grouped_query_attention(
 
         def at_edge(whole, edge):
             for i in range(edge.run.shape[1]):
-                pages, seen = run_pages(view.table, edge.run[:, i]), edge.visible[:, i]
+                pages, visible = run_pages(view.table, edge.run[:, i]), edge.visible[:, i]
                 k, v = (read_run(pool[name], layer, pages, H) for name in ("k", "v"))
-                v = clean(v, jnp.any(seen, axis=1)[:, None])
-                seen = jnp.repeat(seen, N // K, axis=1)[:, None]
-                whole = join(xla.scored(q_BKMH, k, v, seen, scale), whole)
+                v = clean(v, jnp.any(visible, axis=1)[:, None])
+                visible = jnp.repeat(visible, N // K, axis=1)[:, None]
+                whole = join(xla.scored(q_BKMH, k, v, visible, scale), whole)
             return whole
 
         at, edge = (view.prefix + view.own)[:, None] + jnp.arange(T)[None], None
