@@ -7,6 +7,7 @@ those without. ``rss_a_tenant``: growth of memory per tenant without a slot, ove
 adapter and moments. ``handoff_...``: from an update's response until its weights can be sampled.
 """
 
+import asyncio
 import threading
 import time
 from collections.abc import Sequence
@@ -23,7 +24,14 @@ from mint_jax.lora.tree import AdapterConfig
 from mint_jax.metrics import Progress
 from mint_jax.rollout.request import Request
 from mint_jax.service.server import Server, Sizes
-from mint_jax.service.training_calls import Call, Create, ForwardBackward, Optim, Save
+from mint_jax.service.training_calls import (
+    Call,
+    Create,
+    ForwardBackward,
+    Optim,
+    Save,
+    decode_result,
+)
 from mint_jax.train.blocks import Datum
 from mint_jax.train.config import BlockShape, OptimizerConfig
 from mint_jax.train.losses import NO_LOSS
@@ -51,19 +59,18 @@ class _Tenants:
             with self._lock:
                 self._sent[name] += 1
                 number = self._sent[name]
-            ids.append(self.durable.submit(name, number, call))
+            ids.append(self.durable.submit(name, number, call).result())
         return ids
 
     def wait(self, ids: Sequence[str]) -> None:
         for id in ids:
-            try:
-                if self.durable.result(id, WAIT_S) is None:
-                    raise TimeoutError(
-                        f"a request has no result within {WAIT_S:.0f} s:"
-                        f" {self.durable.failed or 'the machine is too slow'}"
-                    )
-            except (RuntimeError, ValueError):
-                self.errors += 1
+            outcome = asyncio.run(self.durable.futures.wait(id, WAIT_S))
+            if outcome is None:
+                raise TimeoutError(
+                    f"a request has no result within {WAIT_S:.0f} s:"
+                    f" {self.durable.failed or 'the machine is too slow'}"
+                )
+            self.errors += outcome.category is not None
         for id in ids:
             self.durable.futures.delivered(id)
 
@@ -210,7 +217,9 @@ def _handoff(config: Any, tenants: _Tenants, name: str) -> dict[str, Any]:
         tenants.round(name)
         began = time.perf_counter()
         [id] = tenants.send(name, Save("sampler_weights", None, f"{tenants.session}:sample:{k}"))
-        result = tenants.durable.result(id, WAIT_S)
+        outcome = asyncio.run(tenants.durable.futures.wait(id, WAIT_S))
+        assert outcome is not None
+        result = decode_result(outcome.data)
         digest = server.book.sampler(server.book.owner(name), result["sampling_session_id"]).digest
         assert digest is not None
         wrong += draw(digest)

@@ -152,7 +152,7 @@ class Answers:
         def ended() -> Answer | None:
             return None if found.ended is None else found
 
-        return await self._waker.wait_task(id, ended, timeout_s)
+        return await self._waker.wait(id, ended, timeout_s)
 
     async def wait_group(
         self, group: str, cursor: int, timeout_s: float
@@ -164,7 +164,7 @@ class Answers:
                 places = self._ends.get(group, {}).items()
                 return [answer for place, answer in places if place > cursor] or None
 
-        found = await self._waker.wait_task(group, ended, timeout_s) or []
+        found = await self._waker.wait(group, ended, timeout_s) or []
         return found, max([cursor, *(answer.place for answer in found)])
 
     def delivered(self, answer: Answer) -> None:

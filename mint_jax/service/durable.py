@@ -8,12 +8,11 @@ an update between them. The tenant with the least service goes first (``fairness
 
 import collections
 import dataclasses
-import functools
 import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
@@ -27,7 +26,7 @@ from mint_jax.service import training_calls as codec
 from mint_jax.service.checkpoints import Checkpoints
 from mint_jax.service.costs import BASE, Costs, Kind, Payer
 from mint_jax.service.fairness import Counters
-from mint_jax.service.futures import Category, Done, Failed, Futures, TrainingRequest
+from mint_jax.service.futures import Category, Futures, Outcome, TrainingRequest
 from mint_jax.service.server_db import ServerDatabase
 from mint_jax.service.training_calls import (
     Call,
@@ -88,26 +87,22 @@ def path_of(folder: Path, model: str) -> Path:
 
 @dataclasses.dataclass(eq=False)
 class _Operation:
-    """A request, or a function with a ``future``. ``work`` is for the devices' thread, None before
-    the request is read.
+    """A request, or a function of ``do``. ``work`` is for the devices' thread, None before the
+    request is read; ``waits`` while a thread reads or writes a checkpoint for it.
     """
 
     policy: str
-    tenant: str
     request: TrainingRequest | None = None
-    future: "Future[Any] | None" = None
+    tenant: str | None = None
     call: Call | None = None
     work: TrainRequest | OptimizerConfig | Callable[[Trainer], Any] | None = None
-    ended: bool = False
-    result: Any = None
-    error: BaseException | None = None
+    waits: bool = False
+    future: "Future[Any]" = dataclasses.field(default_factory=Future)
 
     @property
     def payer(self) -> Payer:
+        assert self.tenant is not None
         return Payer(self.tenant, self.policy)
-
-    def end(self, result: Any = None, error: BaseException | None = None) -> None:
-        self.ended, self.result, self.error = True, result, error
 
 
 @dataclasses.dataclass(eq=False)
@@ -180,62 +175,45 @@ class Durable:
         # of ``rollout.active.Coscheduled``
         self.began, self.ended, self.order = counters.begin, counters.end, counters.order
         self._lock = threading.Lock()  # of the inbox and of ``_changes``
-        self._inbox: list[tuple[_Operation, bool]] = []  # with True if its file is there
+        self._inbox: list[_Operation] = []
         self._changes = collections.defaultdict[str, _SinceSnapshot](_SinceSnapshot)
-        # of policies with something to do; paused ones wait for a file; only the devices' thread
-        # touches them
+        # of policies with something to do; only the devices' thread touches them
         self._queues: dict[str, collections.deque[_Operation]] = {}
-        self._paused: set[str] = set()
         self._update_s = 0.0  # seconds of one policy's update, last measured
         self.states, self.loads = folder / "states", folder / "loads"
         self.loads.mkdir(parents=True, exist_ok=True)
         found = [Snapshot.read(path) for path in sorted(self.states.glob("*.safetensors"))]
         places = {snapshot.model: snapshot.place for snapshot in found}
-        self.futures = Futures(database, places, on_ready=wake)
         self.restored = list(places)
         self._to_join = [(one.model, one.state) for one in found]  # by the first slice
-        for path in self.loads.iterdir():
-            if path.name.partition("-")[0] not in self.futures:
-                path.unlink()
+        self.futures = Futures(database, places, lambda one: self._add(_Operation(one.model, one)))
+        again = {one.request.id for one in self._inbox if one.request is not None}
+        self._drop_loads({path.name.partition("-")[0] for path in self.loads.iterdir()} - again)
         self._io = ThreadPoolExecutor(2, "checkpoints")
         self._finisher = ThreadPoolExecutor(1, "finisher")  # results and snapshots, in order
 
     # any thread
 
-    def submit(self, model: str, seq_id: int, call: Call) -> str:
+    def submit(self, model: str, seq_id: int, call: Call) -> "Future[str]":
         """Returns the id of a request, as ``Futures.submit`` does. Raises ``Unavailable``."""
-        return self.futures.submit(model, seq_id, *self._encoded(call))
-
-    async def submit_task(self, model: str, seq_id: int, call: Call) -> str:
-        """``submit`` for an asyncio task."""
-        return await self.futures.submit_task(model, seq_id, *self._encoded(call))
-
-    def _encoded(self, call: Call) -> tuple[str, bytes]:
         if self.failed is not None:
             raise Unavailable(f"this server takes no more requests: {self.failed}")
-        return codec.encode(call)
-
-    def result(self, id: str, timeout_s: float = 0.0) -> Any:
-        """Returns the result of a request; None if it has not ended. Raises ``UserError``: the
-        caller's mistake failed it; ``RuntimeError``: something else did; ``Gone``.
-        """
-        outcome = self.futures.wait(id, timeout_s)
-        if isinstance(outcome, Failed):
-            raise (UserError if outcome.category == Category.USER else RuntimeError)(outcome.error)
-        return None if outcome is None else codec.decode_result(outcome.result)
+        return self.futures.submit(model, seq_id, *codec.encode(call))
 
     def do(self, policy: str, call: Callable[[Trainer], Any], tenant: str = "") -> "Future[Any]":
         """Runs a function in the policy's order, between steps. A restart does not run it again."""
-        future: Future[Any] = Future()
-        future.set_running_or_notify_cancel()
+        one = _Operation(policy, tenant=tenant, work=call)
+        one.future.set_running_or_notify_cancel()
+        self._add(one)
+        return one.future
+
+    def _add(self, one: _Operation) -> None:
         with self._lock:
-            if self.failed is not None:
-                future.set_exception(self.failed)
-                return future
-            self._take()
-            self._inbox.append((_Operation(policy, tenant, future=future, work=call), False))
+            if self.failed is None:
+                self._inbox.append(one)
+            elif one.request is None:  # requests run after a restart
+                one.future.set_exception(self.failed)
         self._wake()
-        return future
 
     def forget(self, model: str) -> None:
         """Deletes a policy: its state, its snapshot, its requests and their results."""
@@ -251,8 +229,8 @@ class Durable:
         """Number of policies with something to do, and of requests not looked at yet."""
         if self.failed is not None:
             return 0
-        new = len(self._inbox) + len(self._to_join) + self.futures.num_ready
-        return len(self._queues) - len(self._paused) + new
+        ready = sum(not queue[0].waits for queue in self._queues.values())
+        return ready + len(self._inbox) + len(self._to_join)
 
     def queued(self) -> dict[str, int]:
         """Returns the number of unfinished requests of each policy that has some."""
@@ -262,11 +240,11 @@ class Durable:
         """Refuses further requests. Unfinished ones run after a restart."""
         with self._lock:
             self.failed = self.failed or reason
-            left, self._inbox = [one for one, _ in self._inbox], []
-        queues, self._queues, self._paused = self._queues, {}, set()
-        for operation in itertools.chain(left, *queues.values()):
-            if operation.future is not None:
-                operation.future.set_exception(reason)
+            left, self._inbox = self._inbox, []
+        queues, self._queues = self._queues, {}
+        for one in itertools.chain(left, *queues.values()):
+            if one.request is None and not one.future.done():
+                one.future.set_exception(reason)
 
     def close(self) -> None:
         """Ends the threads, once ``slice`` is called no more; results so far are written."""
@@ -306,12 +284,6 @@ class Durable:
             self.stop(failure)
             raise
 
-    def _take(self) -> None:
-        """Takes requests that are ready; needs the lock."""
-        while (request := self.futures.take()) is not None:
-            operation = _Operation(request.model, self.tenant_of(request.model), request)
-            self._inbox.append((operation, False))
-
     def _sort(self) -> None:
         """Joins restored policies, and appends new operations to their queues."""
         while self._to_join:
@@ -321,22 +293,19 @@ class Durable:
             except (UserError, OSError) as error:  # no slot fits it since a setting was changed
                 log.warning("policy %s is not restored: %s", policy, error)
         with self._lock:
-            self._take()
             inbox, self._inbox = self._inbox, []
-        for operation, is_back in inbox:
-            if is_back:
-                self._paused.discard(operation.policy)
-                self._pop_ended(operation.policy)
-            else:
-                self.counters.begin(operation.tenant)
-                self._queues.setdefault(operation.policy, collections.deque()).append(operation)
+        for one in inbox:
+            if one.tenant is None:
+                one.tenant = self.tenant_of(one.policy)
+            self.counters.begin(one.tenant)
+            self._queues.setdefault(one.policy, collections.deque()).append(one)
 
     def _slice(self, bound_s: float | None) -> bool:
         heads = [head for policy in list(self._queues) if (head := self._head(policy)) is not None]
         if not heads:
             return False
-        order = self.counters.order(head.tenant for head in heads)
-        heads.sort(key=lambda head: order.index(head.tenant))
+        order = self.counters.order(head.payer.tenant for head in heads)
+        heads.sort(key=lambda head: order.index(head.payer.tenant))
         first = heads[0]
         try:
             if isinstance(first.work, TrainRequest):
@@ -349,7 +318,7 @@ class Durable:
             else:
                 self._call(first)
         except StateLost as lost:  # nothing was computed: the other policies have another turn
-            self._queues[lost.policy][0].end(error=lost)
+            self._queues[lost.policy][0].future.set_exception(lost)
         for head in heads:
             self._pop_ended(head.policy)
         if first.policy in self._queues:  # behind the other policies of its tenant
@@ -358,12 +327,12 @@ class Durable:
 
     def _head(self, policy: str) -> _Operation | None:
         """Returns a policy's next operation, if it can run now."""
-        while policy in self._queues and policy not in self._paused:
+        while policy in self._queues:
             head = self._queues[policy][0]
             self._read(head)
-            if policy in self._paused:
+            if head.waits:
                 return None
-            if head.ended:
+            if head.future.done():
                 self._pop_ended(policy)
                 continue
             # the programs of passes and updates may not be compiled yet; functions need none
@@ -377,27 +346,28 @@ class Durable:
 
     def _read(self, one: _Operation) -> None:
         """Reads and checks a request that comes next."""
-        if one.work is not None or one.ended:
+        if one.work is not None or one.waits or one.future.done():
             return
-        assert one.request is not None
-        if (body := self.futures.body(one.request.id)) is None:  # its model was forgotten
-            one.end()
+        request = one.request
+        assert request is not None
+        if (body := self.futures.body(request)) is None:  # its model was forgotten
+            one.future.cancel()
             return
         try:
-            one.call = codec.decode(one.request.call, body)
-            match one.call:
+            one.call = call = codec.decode(request.call, body)
+            match call:
                 case ForwardBackward(data, loss, backward):
                     blocks.check(data, self.live.base.cfg, self.live.declared)
                     one.work = TrainRequest(one.policy, data, loss, backward)
                 case Optim(numbers):
                     one.work = numbers
-                case Save() if one.request.is_again:  # it was written before
-                    one.end({})
-                case Save() as call:
-                    one.work = functools.partial(self._save, one, call)
-                case Create() | Load() as call:
-                    begin = functools.partial(self._begin, one, one.request, call)
-                    self._in_background(one, begin)
+                case Save() if request.is_again:  # it was written before
+                    one.future.set_result({})
+                case Save(kind):
+                    read = Trainer.read_state if kind == "weights" else Trainer.read_adapter
+                    one.work = lambda live: read(live, one.policy).without_gradients()
+                case Create() | Load():
+                    self._in_background(one, lambda: self._beginning(one.policy, request.id, call))
                 case Refused(reason):
                     raise UserError(reason)
             trains = isinstance(one.work, TrainRequest | OptimizerConfig)
@@ -405,7 +375,7 @@ class Durable:
                 message = f"policy {one.policy!r} is not in training: create or load it first"
                 raise UserError(message)
         except (UserError, OSError) as error:
-            one.end(error=error)
+            one.future.set_exception(error)
 
     def _step(self, heads: list[_Operation], bound_s: float | None) -> None:
         works: dict[int, tuple[TrainRequest, _Operation]] = {}
@@ -421,7 +391,8 @@ class Durable:
         for work, one in works.values():
             if not work.left:
                 assert isinstance(one.call, ForwardBackward)
-                one.end(one.call.result(work.logprobs, work.loss))  # type: ignore[arg-type]
+                result = one.call.result(work.logprobs, work.loss)  # type: ignore[arg-type]
+                one.future.set_result(result)
 
     def _until_update(self, head: _Operation) -> list[_Operation]:
         """Returns a policy's passes before its next other operation; they may run in any order."""
@@ -430,7 +401,7 @@ class Durable:
             if one.request is None or one.request.call != "forward_backward":
                 break
             self._read(one)
-            if not one.ended:
+            if not one.future.done():
                 found.append(one)
         return found
 
@@ -442,17 +413,22 @@ class Durable:
         seconds -= self._charge_moves()
         self._charge("update", seconds, dict.fromkeys((one.payer for one in heads), 1))
         for one in heads:
-            one.end(results[one.policy])
+            one.future.set_result(results[one.policy])
 
     def _call(self, head: _Operation) -> None:
         """Runs a function. Mistakes of its caller and failing disks fail its own operation."""
-        began = time.perf_counter()
+        began, request, call = time.perf_counter(), head.request, head.call
         try:
             result = head.work(self.live)  # type: ignore[operator, misc]
-            if head.policy not in self._paused:
-                head.end(result)
+            if isinstance(call, Save):
+                assert request is not None
+                assert self.store is not None
+                save, about = self.store.save, (head.policy, request.id, call, result)
+                self._in_background(head, lambda: save(*about))
+            else:
+                head.future.set_result(result)
         except (UserError, OSError) as error:
-            head.end(error=error)
+            head.future.set_exception(error)
         seconds = time.perf_counter() - began
         self.live.brought()  # included in these seconds
         self._charge("load", seconds, {head.payer: 1})
@@ -471,29 +447,25 @@ class Durable:
     def _pop_ended(self, policy: str) -> None:
         """Hands over the results of a policy's first operations; takes a snapshot if one is due."""
         operations = self._queues.get(policy, ())
-        while operations and operations[0].ended:
+        while operations and operations[0].future.done():
             one = operations.popleft()
-            self.counters.end(one.tenant)
-            if one.future is not None:
-                if one.error is not None:
-                    one.future.set_exception(one.error)
-                else:
-                    one.future.set_result(one.result)
-            elif one.call is not None or one.error is not None:  # else it was forgotten
-                assert one.request is not None
-                self._later(self._finish, one, one.request)
-                if one.error is None and one.call is not None:
-                    if not one.request.is_again:
-                        self._on_result(policy, one.call, one.result)
-                    if isinstance(one.call, Create | Load | Optim):
-                        self._count_change(one.request, one.call)
+            self.counters.end(one.payer.tenant)
+            request, call, future = one.request, one.call, one.future
+            if request is None or future.cancelled():
+                continue
+            is_done = future.exception() is None
+            if call is not None and is_done and not request.is_again:
+                self._on_result(policy, call, future.result())
+            self._later(self._finish, request, future)
+            if is_done and isinstance(call, Create | Load | Optim):
+                self._count_change(request, call)
         if not operations:
             self._queues.pop(policy, None)
 
     def _count_change(self, request: TrainingRequest, call: Call) -> None:
         """Takes a snapshot if one is due; no later request has started."""
         with self._lock:
-            if request.id not in self.futures:  # its model was forgotten
+            if request not in self.futures:  # its model was forgotten
                 return
             changes = self._changes[request.model]
             changes.updates += 1
@@ -513,45 +485,42 @@ class Durable:
 
     # checkpoints, in threads of their own
 
-    def _in_background(self, one: _Operation, call: Callable[[], None]) -> None:
-        """Runs a function that changes the operation; its policy waits."""
-        self._paused.add(one.policy)
+    def _in_background(self, one: _Operation, call: Callable[[], Any]) -> None:
+        """Calls a function that returns the operation's work, or its result if it has done its
+        work; its policy waits.
+        """
+        one.waits, has_worked = True, one.work is not None
 
         def run() -> None:
             try:
-                call()
+                found = call()
+                if has_worked:
+                    one.future.set_result(found)
+                else:
+                    one.work = found
             except Exception as error:  # no state has changed
-                one.end(error=error)
-            with self._lock:
-                self._inbox.append((one, True))
+                one.future.set_exception(error)
+            one.waits = False
             self._wake()
 
         self._io.submit(run)
 
-    def _begin(self, one: _Operation, request: TrainingRequest, call: Create | Load) -> None:
-        """Makes or reads the state that a policy begins with."""
-        if isinstance(call, Load):
-            assert self.store is not None
-            state = self.store.load(call, self.loads / request.id)
-            result = {"path": call.path}
-        else:
+    def _beginning(
+        self, policy: str, id: str, call: Create | Load
+    ) -> Callable[[Trainer], dict[str, Any]]:
+        """Makes or reads the state that a policy begins with; returns what brings it there."""
+        if isinstance(call, Create):
             state, result = host_state.fresh(self.live.specs, call.config, call.seed), {}
+        else:
+            assert self.store is not None
+            state, result = self.store.load(call, self.loads / id), {"path": call.path}
 
         def begin(live: Trainer) -> dict[str, Any]:
-            is_loaded = isinstance(call, Load) and one.policy in live
-            (live.replace if is_loaded else live.join)(one.policy, state)
+            is_loaded = isinstance(call, Load) and policy in live
+            (live.replace if is_loaded else live.join)(policy, state)
             return result
 
-        one.work = begin
-
-    def _save(self, one: _Operation, call: Save, live: Trainer) -> None:
-        """Reads the policy, and writes the checkpoint in the background."""
-        read = live.read_state if call.kind == "weights" else live.read_adapter
-        state = read(one.policy).without_gradients()
-        assert one.request is not None
-        assert self.store is not None
-        save, id = self.store.save, one.request.id
-        self._in_background(one, lambda: one.end(save(one.policy, id, call, state)))
+        return begin
 
     # the finisher's thread: results and snapshots to the disk
 
@@ -564,15 +533,16 @@ class Durable:
 
         self._finisher.submit(run)
 
-    def _finish(self, one: _Operation, request: TrainingRequest) -> None:
-        if one.error is None:
-            outcome = Done(codec.encode_result(one.result))
+    def _finish(self, request: TrainingRequest, future: "Future[Any]") -> None:
+        if (error := future.exception()) is None:
+            outcome = Outcome(codec.encode_result(future.result()))
         else:
-            is_mistake = isinstance(one.error, UserError)
-            is_mistake &= not isinstance(one.error, (DatabaseFailed, StorageFailed))  # UserErrors
-            outcome = Failed(str(one.error), Category.USER if is_mistake else Category.SERVER)
-        self.futures.finish(request.id, outcome)
-        self._on_end(one.policy, request.seq_id)
+            is_mistake = isinstance(error, UserError)
+            is_mistake &= not isinstance(error, (DatabaseFailed, StorageFailed))  # UserErrors
+            category = Category.USER if is_mistake else Category.SERVER
+            outcome = Outcome(str(error).encode(), category)
+        self.futures.finish(request, outcome)
+        self._on_end(request.model, request.seq_id)
 
     def _write_snapshot(
         self, request: TrainingRequest, state: HostState, loads: Sequence[str]
@@ -584,7 +554,7 @@ class Durable:
         try:
             snapshot = Snapshot(model, self.futures.place(model), state)
             snapshot.write(self.states)
-            if request.id not in self.futures:  # forgotten
+            if request not in self.futures:  # forgotten
                 self.futures.place(model)  # by now the deletion is durable
                 path_of(self.states, model).unlink(missing_ok=True)
                 return
@@ -597,7 +567,7 @@ class Durable:
                 changes.is_due = True
                 changes.loads += loads
 
-    def _drop_loads(self, ids: Sequence[str]) -> None:
+    def _drop_loads(self, ids: Iterable[str]) -> None:
         for id in ids:
             for path in self.loads.glob(f"{id}-*"):
                 path.unlink(missing_ok=True)

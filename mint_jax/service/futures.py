@@ -6,17 +6,16 @@ again; the same number with another body raises ``Conflict``. Each model's reque
 of their numbers, from 1 and without gaps.
 """
 
-import asyncio
 import collections
 import dataclasses
 import enum
 import functools
-import sqlite3
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
+from typing import Any, NamedTuple
 
 from mint_jax.digest import blake3_of
 from mint_jax.errors import UserError
@@ -26,6 +25,10 @@ from mint_jax.service.server_db import Connection, DatabaseDamaged, ServerDataba
 KEEP_S = 300.0
 SHORT = 64 << 10  # bytes of a payload up to which it stays in memory: reading one costs 50 us
 SETTLED = 2  # value of ``requests.kept``
+_STORED = """SELECT requests.*, body.data AS body, body.seal AS body_seal,
+    result.data AS result, result.seal AS result_seal
+    FROM requests LEFT JOIN payloads AS body ON body.place = requests.place
+    LEFT JOIN payloads AS result ON result.place = ended ORDER BY requests.place"""
 
 
 class Category(enum.StrEnum):
@@ -35,22 +38,11 @@ class Category(enum.StrEnum):
     SERVER = "server"
 
 
-@dataclasses.dataclass(frozen=True)
-class Done:
-    """A request's result."""
+class Outcome(NamedTuple):
+    """A request's result; with a ``category`` its error, and it had no effect."""
 
-    result: bytes
-
-
-@dataclasses.dataclass(frozen=True)
-class Failed:
-    """The error of a request that had no effect."""
-
-    error: str
-    category: Category = Category.SERVER
-
-
-Outcome = Done | Failed
+    data: bytes
+    category: Category | None = None
 
 
 class Conflict(UserError):
@@ -83,9 +75,8 @@ class TrainingRequest:
     ended: int = 0
     category: Category | None = None
     is_again: bool = False
-    is_released: bool = False
     data: bytes | None = None
-    accepted: Future[None] = dataclasses.field(default_factory=Future)
+    accepted: Future[str] = dataclasses.field(default_factory=Future)
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -123,7 +114,7 @@ class Futures:
     or has ended. The caller calls ``place(model)`` between two ``finish`` of the model: the state
     then holds exactly those requests that ended up to that place. Once a snapshot of this state is
     durable, the caller calls ``snapshot(model, place)``. After a restart it passes the places of
-    the snapshots that it has loaded. ``take`` then first returns those requests of a model that
+    the snapshots that it has loaded. ``on_ready`` then first gets those requests of a model that
     ended after its place (``is_again``: the state needs them, their results stay as they are;
     failed requests had no effect and are left out), and then its unfinished ones. Calls must depend
     on nothing but state and body.
@@ -133,7 +124,8 @@ class Futures:
 
     Args:
         places: place of the loaded snapshot, of each model that has one.
-        on_ready: called, in any thread, when ``take`` has a new request.
+        on_ready: called, in any thread, with each request that may run, in the order of its model.
+            It must call none of these methods.
 
     Raises:
         DatabaseDamaged: a body or a result is not what was written.
@@ -145,58 +137,101 @@ class Futures:
         self,
         database: ServerDatabase,
         places: Mapping[str, int] | None = None,
+        on_ready: Callable[[TrainingRequest], None] = lambda request: None,
         *,
         keep_s: float = KEEP_S,
         clock: Callable[[], float] = time.monotonic,
-        on_ready: Callable[[], None] = lambda: None,
     ):
         self.keep_s, self._clock, self._database = keep_s, clock, database
         self._on_ready = on_ready
         self._lock = threading.Lock()
         self._waker = Waker()
         self._models: collections.defaultdict[str, _Model] = collections.defaultdict(_Model)
-        self._ids: dict[str, TrainingRequest] = {}
+        self._ids: dict[str, TrainingRequest] = {}  # of results that are not released
         self._delivered: dict[str, float] = {}  # times of the last delivery, the earliest first
-        self._ready: collections.deque[TrainingRequest] = collections.deque()
-        self._load(places or {})
+        database.write(functools.partial(self._load, places or {})).result()
+        for model in self._models.values():
+            self._advance(model)
 
     # clients
 
-    def submit(self, model: str, seq_id: int, call: str, body: bytes) -> str:
-        """Returns the id of a request, which is in the database by then.
+    def submit(self, model: str, seq_id: int, call: str, body: bytes) -> "Future[str]":
+        """Returns the id of a request once it is in the database.
 
         Raises ``Conflict``; ``Gone``: the request ran long ago; ``Overloaded``: the queue is full;
-        ``DatabaseFailed``: the disk refuses, so the request may be sent again.
+        ``DatabaseFailed``, also by the future: the disk refuses, and the request may be sent again.
         """
-        request = self._accept(model, seq_id, call, body)
-        request.accepted.result()
-        return request.id
+        request = TrainingRequest(uuid.uuid4().hex, model, seq_id, call, blake3_of(body))
+        request.data = _kept(body)
 
-    async def submit_task(self, model: str, seq_id: int, call: str, body: bytes) -> str:
-        """``submit`` for an asyncio task."""
-        request = self._accept(model, seq_id, call, body)
-        await asyncio.wrap_future(request.accepted)
-        return request.id
+        def apply(connection: Connection) -> int:
+            place = _insert_payload(connection, body, request.id, model, seq_id, call)
+            query = "INSERT INTO requests (place, id, model, seq_id, call, digest)"
+            values = (place, request.id, model, seq_id, call, request.digest)
+            connection.execute(f"{query} VALUES (?, ?, ?, ?, ?, ?)", values)
+            return place
 
-    def wait(self, id: str, timeout_s: float = 0.0) -> Outcome | None:
+        def written(place: "Future[int]") -> None:
+            error = place.exception()
+            with self._lock:
+                if request.id in self._ids:  # else its model was forgotten
+                    if error is not None:
+                        del queue.requests[seq_id], self._ids[request.id]
+                    else:
+                        request.place = place.result()
+                        self._advance(queue)
+            if error is not None:
+                request.accepted.set_exception(error)
+            else:
+                request.accepted.set_result(request.id)
+
+        with self._lock:
+            queue = self._models.get(model, _Model())
+            if (found := queue.requests.get(seq_id)) is not None:
+                if (found.digest, found.call) != (request.digest, call):
+                    raise Conflict(
+                        f"request {seq_id} of {model!r} was {found.call!r} with another body: give"
+                        " a new request a new seq_id"
+                    )
+                return found.accepted
+            if seq_id < queue.first or seq_id in queue.requests:
+                raise Gone(
+                    f"request {seq_id} of {model!r} has run, and its result was delivered: give a"
+                    " new request a new seq_id"
+                )
+            change = self._database.write(apply, len(body))
+            request.accepted.set_running_or_notify_cancel()  # a caller that leaves cancels nothing
+            self._models[model] = queue
+            queue.requests[seq_id] = self._ids[request.id] = request
+        change.add_done_callback(written)
+        return request.accepted
+
+    async def wait(self, id: str, timeout_s: float) -> Outcome | None:
         """Returns a request's outcome; None if it has not ended in time. Raises ``Gone``."""
-        return self._waker.wait(id, lambda: self._outcome(id), timeout_s)
+        return await self._waker.wait(id, lambda: self.outcome(id), timeout_s)
 
-    async def wait_task(self, id: str, timeout_s: float = 0.0) -> Outcome | None:
-        """``wait`` for an asyncio task."""
-        return await self._waker.wait_task(id, lambda: self._outcome(id), timeout_s)
+    def outcome(self, id: str) -> Outcome | None:
+        """Returns a request's outcome; None if it has not ended. Raises ``Gone``."""
+        request = self.request(id)
+        with self._lock:
+            if not request.ended:
+                return None
+            data = request.data
+        if data is None and (data := self._payload(request.ended)) is None:  # settled meanwhile
+            raise unknown(id)
+        return Outcome(data, request.category)
 
-    def about(self, id: str) -> tuple[str, str]:
-        """Returns the model and the call of a request. Raises ``Gone``."""
+    def request(self, id: str) -> TrainingRequest:
+        """Returns a request whose result is not released. Raises ``Gone``."""
         if (request := self._ids.get(id)) is None:
             raise unknown(id)
-        return request.model, request.call
+        return request
 
     def delivered(self, id: str) -> None:
         """Keeps an outcome for another ``keep_s``. A crash may lose the mark."""
         with self._lock:
             request = self._ids.get(id)
-            if request is None or not request.ended or request.is_released:
+            if request is None or not request.ended:
                 return
             if self._delivered.pop(id, None) is None:
                 query, values = "UPDATE requests SET kept = 1 WHERE place = ?", (request.place,)
@@ -211,9 +246,7 @@ class Futures:
                 if at + self.keep_s > self._clock():
                     break
                 del self._delivered[id]
-                request = self._ids[id]
-                request.is_released, request.data = True, None
-                self._settle(request.model, [request])
+                self._settle([self._ids.pop(id)])
 
     def end_waits(self) -> None:
         """Ends all waits for outcomes, also later ones, as if their time were over."""
@@ -221,65 +254,53 @@ class Futures:
 
     # the executor
 
-    def take(self) -> TrainingRequest | None:
-        """Returns the next request to run, if there is one; those before it may be running."""
+    def body(self, request: TrainingRequest) -> bytes | None:
+        """Returns the body of a request that is ready; None if its model was forgotten."""
         with self._lock:
-            return self._ready.popleft() if self._ready else None
-
-    @property
-    def num_ready(self) -> int:
-        """Number of requests that ``take`` has."""
-        return len(self._ready)
-
-    def body(self, id: str) -> bytes | None:
-        """Returns the body of an unfinished request; None if its model was forgotten."""
-        with self._lock:
-            if (request := self._ids.get(id)) is None:
+            if request not in self:
                 return None
             # a request that runs again may have its result there
             data = None if request.ended else request.data
         return self._payload(request.place) if data is None else data
 
-    def finish(self, id: str, outcome: Outcome) -> None:
-        """Ends a taken request, in the order of its model; ``wait`` returns the outcome once it is
-        in the database.
+    def finish(self, request: TrainingRequest, outcome: Outcome) -> None:
+        """Ends a request, in the order of its model; ``wait`` returns the outcome once it is in the
+        database.
 
         While the disk refuses, the outcome waits. The outcome of a request that ran again, or of a
         forgotten model, is dropped. Raises ``DatabaseFailed``: the database is closed.
         """
-        if isinstance(outcome, Done):
-            data, category = outcome.result, None
-        else:
-            data, category = outcome.error.encode(), outcome.category
+        data, category = outcome
+
+        def apply(connection: Connection) -> int:
+            place = _insert_payload(connection, data, request.id, category)
+            query = "UPDATE requests SET ended = ?, category = ? WHERE place = ?"
+            connection.execute(query, (place, category, request.place))
+            return place
+
+        def written(place: "Future[int]") -> None:
+            if place.exception() is None:
+                with self._lock:
+                    request.ended, request.category = place.result(), category
+                    request.data = _kept(data)
+                self._waker.wake((request.id,))
+
         with self._lock:
-            if (request := self._ids.get(id)) is None:
+            if request not in self:
                 return
             first = self._models[request.model].running.popleft()
-            assert first is request, "requests end in the order in which they were taken"
+            assert first is request, "requests end in the order in which they were ready"
             if request.is_again:
                 request.is_again = False
-                self._settle(request.model, [request])
+                self._settle([request])
                 return
+            change = self._database.write(apply, len(data), keep=True)
+        change.add_done_callback(written)
 
-            def apply(connection: Connection) -> int:
-                place = _insert_payload(connection, data, id, category)
-                query = "UPDATE requests SET ended = ?, category = ? WHERE place = ?"
-                connection.execute(query, (place, category, request.place))
-                return place
-
-            def ended(written: "Future[int]") -> None:
-                if written.exception() is None:
-                    with self._lock:
-                        request.ended, request.category = written.result(), category
-                        request.data = data if len(data) <= SHORT else None
-                    self._waker.wake((id,))
-
-            written = self._database.write(apply, len(data), keep=True)
-        written.add_done_callback(ended)
-
-    def __contains__(self, id: str) -> bool:
+    def __contains__(self, request: TrainingRequest) -> bool:
         """Returns whether a request is neither settled nor of a forgotten model."""
-        return id in self._ids
+        queue = self._models.get(request.model)
+        return queue is not None and queue.requests.get(request.seq_id) is request
 
     def place(self, model: str) -> int:
         """Returns the place of the model's state after its last finished request, once everything
@@ -294,10 +315,9 @@ class Futures:
     def snapshot(self, model: str, place: int) -> None:
         """Records that a snapshot at a place is durable: requests up to there do not run again."""
         with self._lock:
-            if model in self._models:
-                queue = self._models[model]
+            if (queue := self._models.get(model)) is not None:
                 queue.place = max(queue.place, place)
-                self._settle(model, list(queue.requests.values()))
+                self._settle(request for request in queue.requests.values() if request)
 
     def forget(self, model: str, then: Callable[[], None] = lambda: None) -> None:
         """Deletes a model, its waiting requests and its outcomes; its name is as if never used.
@@ -308,93 +328,29 @@ class Futures:
             if model not in self._models:
                 then()
                 return
-            written = self._database.write(functools.partial(_delete_model, model), keep=True)
+            change = self._database.write(functools.partial(_delete_model, model), keep=True)
             ids = [request.id for request in self._models.pop(model).requests.values() if request]
             for id in ids:
-                del self._ids[id]
+                self._ids.pop(id, None)
                 self._delivered.pop(id, None)
-            self._ready = collections.deque(one for one in self._ready if one.model != model)
         self._waker.wake(ids)
-        written.add_done_callback(lambda written: written.exception() or then())
+        change.add_done_callback(lambda change: change.exception() or then())
 
-    # internals
+    # internals, with the lock
 
-    def _accept(self, model: str, seq_id: int, call: str, body: bytes) -> TrainingRequest:
-        """Returns a request, which may still be on its way to the database."""
-        request = TrainingRequest(uuid.uuid4().hex, model, seq_id, call, blake3_of(body))
-        request.data = body if len(body) <= SHORT else None
+    def _advance(self, queue: _Model) -> None:
+        for request in queue.advance():
+            self._on_ready(request)
 
-        def apply(connection: Connection) -> int:
-            place = _insert_payload(connection, body, request.id, model, seq_id, call)
-            query = "INSERT INTO requests (place, id, model, seq_id, call, digest)"
-            values = (place, request.id, model, seq_id, call, request.digest)
-            connection.execute(f"{query} VALUES (?, ?, ?, ?, ?, ?)", values)
-            return place
-
-        def accepted(written: "Future[int]") -> None:
-            error = written.exception()
-            with self._lock:
-                if request.id in self._ids:  # else its model was forgotten
-                    if error is not None:
-                        del queue.requests[seq_id], self._ids[request.id]
-                    else:
-                        request.place = written.result()
-                        self._ready.extend(queue.advance())
-            if error is not None:
-                request.accepted.set_exception(error)
-            else:
-                request.accepted.set_result(None)
-                self._on_ready()
-
-        with self._lock:
-            queue = self._models.get(model, _Model())
-            if (found := queue.requests.get(seq_id)) is not None:
-                if (found.digest, found.call) != (request.digest, call):
-                    raise Conflict(
-                        f"request {seq_id} of {model!r} was {found.call!r} with another body: give"
-                        " a new request a new seq_id"
-                    )
-                return found
-            if seq_id < queue.first or seq_id in queue.requests:
-                raise Gone(
-                    f"request {seq_id} of {model!r} has run, and its result was delivered: give a"
-                    " new request a new seq_id"
-                )
-            written = self._database.write(apply, len(body))
-            request.accepted.set_running_or_notify_cancel()  # a caller that leaves cancels nothing
-            self._models[model] = queue
-            queue.requests[seq_id] = self._ids[request.id] = request
-        written.add_done_callback(accepted)
-        return request
-
-    def _outcome(self, id: str) -> Outcome | None:
-        with self._lock:
-            if (request := self._ids.get(id)) is None or request.is_released:
-                raise unknown(id)
-            if not request.ended:
-                return None
-            data = request.data
-        if data is None and (data := self._payload(request.ended)) is None:  # settled meanwhile
-            raise unknown(id)
-        return Done(data) if request.category is None else Failed(data.decode(), request.category)
-
-    def _payload(self, place: int) -> bytes | None:
-        rows = self._database.read("SELECT data FROM payloads WHERE place = ?", place)
-        return rows[0]["data"] if rows else None
-
-    def _settle(self, model: str, requests: Iterable[TrainingRequest | None]) -> None:
-        """Deletes those requests of which only the numbers are needed; needs the lock."""
-        queue = self._models[model]
-        settled = [
-            one
-            for one in requests
-            if one is not None and one.is_released and not one.is_again
-            if one.category is not None or one.ended <= queue.place
-        ]
-        if not settled:
+    def _settle(self, requests: Iterable[TrainingRequest]) -> None:
+        """Deletes those requests of one model of which only the numbers are needed."""
+        requests = [one for one in requests if one.id not in self._ids and not one.is_again]
+        if not requests:
             return
+        model = requests[0].model
+        queue = self._models[model]
+        settled = [one for one in requests if one.category or one.ended <= queue.place]
         for one in settled:
-            del self._ids[one.id]
             queue.requests[one.seq_id] = None
         while queue.first in queue.requests and queue.requests[queue.first] is None:
             del queue.requests[queue.first]
@@ -409,55 +365,58 @@ class Futures:
             connection.execute("DELETE FROM requests WHERE model = ? AND seq_id < ?", progress[:2])
             connection.execute("INSERT OR REPLACE INTO progress VALUES (?, ?, ?)", progress)
 
-        self._database.write(apply, keep=True, lazy=True)
+        if settled:
+            self._database.write(apply, keep=True, lazy=True)
 
-    def _load(self, places: Mapping[str, int]) -> None:
-        self._database.write(self._check_payloads).result()
-        end = self._database.write(_last_place).result()
+    def _payload(self, place: int) -> bytes | None:
+        rows = self._database.read("SELECT data FROM payloads WHERE place = ?", place)
+        return rows[0]["data"] if rows else None
+
+    def _load(self, places: Mapping[str, int], connection: Connection) -> None:
+        """Reads all requests, and checks that their payloads are what was written."""
+        end = _last_place(connection)
         for model, place in places.items():
             if place > end:
                 raise UserError(
                     f"snapshot of {model!r} is of place {place}, but the requests end at {end}: it"
                     " is of another database"
                 )
-        for model, first, place in self._database.read("SELECT * FROM progress"):
+        for model, first, place in connection.execute("SELECT * FROM progress"):
             if places.get(model, 0) < place:
                 raise UserError(
                     f"snapshot of {model!r} is of place {places.get(model, 0)}, but requests up to"
                     f" {place} are deleted: restore the newest snapshot"
                 )
             self._models[model] = _Model(first, next=first)
-        for row in self._database.read("SELECT * FROM requests ORDER BY place"):
+        for row in connection.execute(_STORED):
             queue = self._models[row["model"]]
             queue.place = places.get(row["model"], 0)
-            self._load_request(row, queue)
-        for queue in self._models.values():
-            self._ready.extend(queue.advance())
-
-    def _load_request(self, row: sqlite3.Row, queue: _Model) -> None:
-        if row["kept"] == SETTLED:
-            queue.requests[row["seq_id"]] = None
-            return
-        names = ("id", "model", "seq_id", "call", "digest", "place")
-        request = TrainingRequest(*(row[name] for name in names))
-        request.accepted.set_result(None)
-        request.ended = row["ended"] or 0
-        request.category = None if row["category"] is None else Category(row["category"])
-        request.is_again = request.category is None and request.ended > queue.place
-        queue.requests[request.seq_id] = self._ids[request.id] = request
-        if row["kept"]:
-            self._delivered[request.id] = self._clock()
-
-    def _check_payloads(self, connection: Connection) -> None:
-        query = """SELECT requests.*, seal, data FROM requests LEFT JOIN payloads
-            ON payloads.place = requests.{0} WHERE kept < ? AND requests.{0} NOT NULL"""
-        owners = {"place": ("id", "model", "seq_id", "call"), "ended": ("id", "category")}
-        for column, owner in owners.items():
-            for row in connection.execute(query.format(column), (SETTLED,)):
-                values = (row[name] for name in owner)
-                if row["data"] is None or _seal(row["data"], *values) != row["seal"]:
-                    reason = f"the payload at {row[column]} is not what was written"
+            if row["kept"] == SETTLED:
+                queue.requests[row["seq_id"]] = None
+                continue
+            names = ("id", "model", "seq_id", "call", "digest", "place")
+            request = TrainingRequest(*(row[name] for name in names))
+            owners: dict[str, tuple[Any, ...]] = {
+                "body": (request.id, request.model, request.seq_id, request.call)
+            }
+            if row["ended"] is not None:
+                owners["result"] = request.id, row["category"]
+                request.ended = row["ended"]
+            for name, owner in owners.items():
+                if row[name] is None or _seal(row[name], *owner) != row[f"{name}_seal"]:
+                    reason = f"the {name} of request {request.id} is not what was written"
                     raise DatabaseDamaged(self._database.path, reason)
+            request.category = None if row["category"] is None else Category(row["category"])
+            request.is_again = request.category is None and request.ended > queue.place
+            request.accepted.set_result(request.id)
+            queue.requests[request.seq_id] = self._ids[request.id] = request
+            if row["kept"]:
+                self._delivered[request.id] = self._clock()
+
+
+def _kept(data: bytes) -> bytes | None:
+    """Returns a payload that is short enough to stay in memory."""
+    return data if len(data) <= SHORT else None
 
 
 def _insert_payload(connection: Connection, data: bytes, *owner: object) -> int:

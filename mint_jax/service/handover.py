@@ -1,9 +1,10 @@
-"""Calls from other threads into event loops, and waits of threads and tasks for one-time events."""
+"""Calls from any thread into event loops, and waits of tasks for one-time events."""
 
 import asyncio
 import contextlib
+import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -19,59 +20,51 @@ class Handover:
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self.loop = loop
         self._lock = threading.Lock()
-        self._due: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
+        self._due: list[Callable[[], Any]] = []
 
     def give(self, call: Callable[..., Any], *args: Any) -> None:
         """Has the loop make a call; drops it if the loop is closed."""
         with self._lock:
-            self._due.append((call, args))
-            if len(self._due) > 1:
-                return
-            try:
-                self.loop.call_soon_threadsafe(self._run)
-            except RuntimeError:  # closed
-                self._due.clear()
+            self._due.append(functools.partial(call, *args))
+            if len(self._due) == 1:
+                with contextlib.suppress(RuntimeError):  # closed
+                    self.loop.call_soon_threadsafe(self._run)
 
     def _run(self) -> None:
         with self._lock:
             due, self._due = self._due, []
-        for call, args in due:
-            call(*args)
+        for call in due:
+            call()
 
 
 class Waker:
-    """Waits for events by key, without polling; may be used from any thread."""
+    """Waits for events by key, without polling; ``wake`` may be called from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._closed = False
         self._waiting: dict[str, set[Callable[[], Any]]] = {}
 
-    def __len__(self) -> int:
-        return sum(map(len, self._waiting.values()))
-
-    def wait(self, key: str, ready: Callable[[], T | None], timeout_s: float) -> T | None:
+    async def wait(self, key: str, ready: Callable[[], T | None], timeout_s: float) -> T | None:
         """Returns the first result of ``ready`` that is not None, asked now and once more after
         ``wake`` of the key or the timeout.
         """
-        event = threading.Event()
-        with self._registered(key, event.set):
-            if (found := ready()) is None and timeout_s > 0 and not self._closed:
-                event.wait(min(timeout_s, threading.TIMEOUT_MAX))
-                found = ready()
-        return found
-
-    async def wait_task(
-        self, key: str, ready: Callable[[], T | None], timeout_s: float
-    ) -> T | None:
-        """``wait`` for an asyncio task."""
-        event, loop = asyncio.Event(), asyncio.get_running_loop()
-        with self._registered(key, lambda: loop.call_soon_threadsafe(event.set)):
+        event = asyncio.Event()
+        call = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, event.set)
+        with self._lock:
+            self._waiting.setdefault(key, set()).add(call)
+        try:
             if (found := ready()) is None and timeout_s > 0 and not self._closed:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(event.wait(), timeout_s)
                 found = ready()
-        return found
+            return found
+        finally:
+            with self._lock:
+                calls = self._waiting.get(key, set())
+                calls.discard(call)
+                if not calls:
+                    self._waiting.pop(key, None)
 
     def wake(self, keys: Iterable[str]) -> None:
         """Ends the waits for these keys."""
@@ -87,16 +80,3 @@ class Waker:
             self._closed = True
             keys = list(self._waiting)
         self.wake(keys)
-
-    @contextlib.contextmanager
-    def _registered(self, key: str, call: Callable[[], Any]) -> Iterator[None]:
-        with self._lock:
-            self._waiting.setdefault(key, set()).add(call)
-        try:
-            yield
-        finally:
-            with self._lock:
-                calls = self._waiting.get(key, set())
-                calls.discard(call)
-                if not calls:
-                    self._waiting.pop(key, None)

@@ -5,6 +5,7 @@
 (states of idle policies, not needed after a restart).
 """
 
+import asyncio
 import contextlib
 import dataclasses
 import functools
@@ -374,7 +375,7 @@ class Server:
     async def submit_training(self, model: str, tenant: str, number: int, call: Call) -> str:
         """Returns a request's id; one that exceeds the whole quota fails through its future."""
         if not isinstance(call, ForwardBackward):
-            return await self.durable.submit_task(model, number, call)
+            return await asyncio.wrap_future(self.durable.submit(model, number, call))
         new, key = False, (model, number)
         try:
             new = self.quotas.begin(key, tenant, sum(datum.tokens.size for datum in call.data))
@@ -382,8 +383,8 @@ class Server:
             call = Refused(str(reason))
         ended = True
         try:
-            id = await self.durable.submit_task(model, number, call)
-            ended = self.durable.futures.wait(id) is not None
+            id = await asyncio.wrap_future(self.durable.submit(model, number, call))
+            ended = self.durable.futures.outcome(id) is not None
         finally:
             if new and ended:  # refused, or the same request again, which has ended already
                 self.quotas.end(key)

@@ -25,7 +25,7 @@ from mint_jax.service import tinker_types as types
 from mint_jax.service.answers import PREFIX, Answer, group_of
 from mint_jax.service.durable import Unavailable
 from mint_jax.service.errors import reason_of
-from mint_jax.service.futures import Category, Conflict, Failed
+from mint_jax.service.futures import Category, Conflict
 from mint_jax.service.handlers import body_of, off_loop, tenant_of
 from mint_jax.service.quotas import Busy
 from mint_jax.service.server import Server
@@ -149,17 +149,17 @@ class Sampling:
 
     async def _trained(self, id: str, tenant: str, protobuf: bool) -> Result | None:
         futures = self.server.durable.futures
-        model, call = futures.about(id)
-        if self.server.book.owner(model) != tenant:
+        asked = futures.request(id)
+        if self.server.book.owner(asked.model) != tenant:
             raise futures_.unknown(id)
-        if (outcome := await futures.wait_task(id, POLL_S)) is None:
+        if (outcome := await futures.wait(id, POLL_S)) is None:
             return None
         then = BackgroundTask(futures.delivered, id)
-        if isinstance(outcome, Failed):
-            return {"error": outcome.error, "category": outcome.category.value}, then
-        raw = outcome.result
-        if call != "forward_backward":
-            return _result(call, model, training_calls.decode_result(raw)), then
+        raw, category = outcome
+        if category is not None:
+            return {"error": raw.decode(), "category": category.value}, then
+        if asked.call != "forward_backward":
+            return _result(asked.call, asked.model, training_calls.decode_result(raw)), then
 
         def encode() -> bytes:
             return forward_backward.encode(training_calls.decode_result(raw), protobuf)

@@ -25,6 +25,7 @@ from mint_jax.service.server_db import ServerDatabase
 from mint_jax.service.training_calls import Create, ForwardBackward, Load, Optim, Save
 from mint_jax.train import host_state as held_lib
 from mint_jax.train.state import OptimizerConfig
+from tests.service.conftest import result_of
 from tests.train.live_test import SHAPES, coefs, random_data, random_state
 
 SIZES = Sizes(
@@ -49,12 +50,12 @@ class Client:
 
     def send(self, model, call) -> str:
         self._sent[model] += 1
-        return self.server.durable.submit(model, self._sent[model], call)
+        return self.server.durable.submit(model, self._sent[model], call).result()
 
     def ask(self, model, *calls):
         """The last call's result."""
         ids = [self.send(model, call) for call in calls]
-        return [self.server.durable.result(id, WAIT_S) for id in ids][-1]
+        return [result_of(self.server.durable, id, WAIT_S) for id in ids][-1]
 
     def sampler(self, model, number) -> str:
         told = self.ask(model, Save("sampler_weights", None, f"{self.session}:sample:{number}"))

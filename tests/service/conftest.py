@@ -1,16 +1,17 @@
 """Fixtures of the service's tests."""
 
-import contextlib
+import asyncio
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mint_jax.service.futures import Futures
-from mint_jax.service.server_db import ServerDatabase
+from mint_jax.errors import UserError
+from mint_jax.service.durable import Durable
+from mint_jax.service.futures import Category
+from mint_jax.service.training_calls import decode_result
 from tests.catalog.postgres import _roomy
 
 
@@ -24,15 +25,12 @@ def memory(tmp_path):
     shutil.rmtree(folder, ignore_errors=True)
 
 
-@contextlib.contextmanager
-def opened(
-    folder: Path,
-    places: Mapping[str, int] | None = None,
-    queue_bytes: int = 1 << 26,
-    **options: Any,
-) -> Iterator[Futures]:
-    """Futures over the database of a server's folder."""
-    with ServerDatabase(folder / "server.db", queue_bytes) as database:
-        futures = Futures(database, places, **options)
-        yield futures
-        futures.end_waits()
+def result_of(durable: Durable, id: str, wait_s: float = 0.0) -> Any:
+    """The result of a request; None if it has not ended in time. Raises ``UserError`` if a mistake
+    of the caller failed it, ``RuntimeError`` if something else did.
+    """
+    outcome = asyncio.run(durable.futures.wait(id, wait_s))
+    if outcome is not None and outcome.category is not None:
+        kind = UserError if outcome.category == Category.USER else RuntimeError
+        raise kind(outcome.data.decode())
+    return None if outcome is None else decode_result(outcome.data)

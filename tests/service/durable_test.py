@@ -24,6 +24,7 @@ from mint_jax.train.blocks import BlockShape, Datum
 from mint_jax.train.losses import NO_LOSS
 from mint_jax.train.state import OptimizerConfig
 from mint_jax.train.trainer import Step, Trainer
+from tests.service.conftest import result_of
 from tests.train.live_test import (
     CONFIGS,
     SHAPES,
@@ -103,14 +104,14 @@ class Served:
     def send(self, model, call):
         """Submits a policy's next call; returns its id."""
         self._sent[model] = self._sent.get(model, 0) + 1
-        return self.durable.submit(model, self._sent[model], call)
+        return self.durable.submit(model, self._sent[model], call).result()
 
     def train(self, model, *data, backward=True):
         return self.send(model, ForwardBackward(data, NO_LOSS, backward))
 
     def get(self, id):
         until = time.monotonic() + DEADLINE_S
-        while (result := self.durable.result(id, 1.0)) is None:
+        while (result := result_of(self.durable, id, 1.0)) is None:
             assert time.monotonic() < until, self.durable.failed
             assert self.durable.failed is None, self.durable.failed
         return result
@@ -121,7 +122,7 @@ class Served:
 
     @property
     def unfinished(self):
-        return sum(self.durable.queued().values()) + self.durable.futures.num_ready
+        return sum(self.durable.queued().values()) + len(self.durable._inbox)
 
 
 @pytest.fixture
@@ -193,7 +194,7 @@ def test_nothing_overtakes_an_update_and_every_request_ends(fake, operations, pa
         if not served.durable.slice(bound_s):
             break
     assert served.unfinished == served.durable.waiting == 0
-    assert None not in [served.durable.result(id, 30) for id in ids]
+    assert None not in [result_of(served.durable, id, 30) for id in ids]
     for policy, groups in expected.items():
         found = [what for _, owner, what in log if owner == policy]
         for group in groups:
@@ -255,8 +256,8 @@ def test_a_mistake_fails_only_its_own_request(rng, server_of):
     with pytest.raises(FileNotFoundError):
         full.result(DEADLINE_S)
     with pytest.raises(Conflict):
-        server.durable.submit("a", 5, Create(CONFIGS["a"], 2))
-    assert server.durable.submit("a", 5, Create(CONFIGS["a"], 1)) == fine
+        server.durable.submit("a", 5, Create(CONFIGS["a"], 2)).result()
+    assert server.durable.submit("a", 5, Create(CONFIGS["a"], 1)).result() == fine
     with pytest.raises(UserError, match="every is 0"):
         Durable(server.durable.states.parent, server.live, server.database, every=0)
 
@@ -315,11 +316,11 @@ def test_a_server_that_ends_at_any_moment_continues_where_it_was(every, rng, ser
         name = str(rng.choice(unsent or list(plans)))
         if unsent:
             number = len(sent[name])
-            sent[name].append(server.durable.submit(name, number + 1, plans[name][number]))
+            sent[name].append(server.durable.submit(name, number + 1, plans[name][number]).result())
         for other, own in sent.items():
             wait_s = 0.0 if unsent else 0.05
             for i in set(range(len(own))) - got[other].keys():
-                if (result := server.durable.result(own[i], wait_s)) is not None:
+                if (result := result_of(server.durable, own[i], wait_s)) is not None:
                     got[other][i] = result
         if rng.random() < 0.2 and ends < 6:
             server.end()
@@ -327,7 +328,7 @@ def test_a_server_that_ends_at_any_moment_continues_where_it_was(every, rng, ser
             for other, own in sent.items():  # a repeated request has the same id
                 if own:
                     again = int(rng.integers(len(own)))
-                    id = server.durable.submit(other, again + 1, plans[other][again])
+                    id = server.durable.submit(other, again + 1, plans[other][again]).result()
                     assert id == own[again]
     for name, plan in plans.items():
         for i, call in enumerate(plan):
@@ -364,7 +365,7 @@ def test_a_device_that_fails_loses_nothing_that_was_accepted(rng, server_of, mon
     with pytest.raises(RuntimeError, match="the device is lost"):
         waiting.result(0)
     with pytest.raises(UserError, match="this server takes no more requests: the device is lost"):
-        server.durable.submit("a", 99, plan[-1])
+        server.durable.submit("a", 99, plan[-1]).result()
     server.end()
     monkeypatch.undo()
     server = server_of()

@@ -7,9 +7,11 @@ database and compares. FOLDER has the database, ``state.json`` with the last sna
 a line of JSON for each answer that a client received, written right after it.
 """
 
+import asyncio
 import contextlib
 import json
 import os
+import queue
 import random
 import signal
 import subprocess
@@ -22,7 +24,7 @@ from pathlib import Path
 import pytest
 
 from mint_jax.files import write_file
-from mint_jax.service.futures import Category, Done, Failed, Futures, Gone, Outcome
+from mint_jax.service.futures import Category, Futures, Gone, Outcome
 from mint_jax.service.server_db import ServerDatabase
 
 ROOT = Path(__file__).parents[2]
@@ -40,8 +42,8 @@ def body(model: str, seq_id: int) -> bytes:
 
 def outcome(model: str, seq_id: int) -> Outcome:
     if fails(seq_id):
-        return Failed(f"no {seq_id}", Category.USER)
-    return Done(body(model, seq_id)[:50])
+        return Outcome(f"no {seq_id}".encode(), Category.USER)
+    return Outcome(body(model, seq_id)[:50])
 
 
 def load(folder: Path) -> tuple[dict[str, list[int]], dict[str, int]]:
@@ -64,7 +66,8 @@ def work(folder: Path, seed: int) -> None:
     waiting = [id for id in given.values() if id not in delivered]
     lines = os.open(folder / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     state, places = load(folder)
-    futures = Futures(ServerDatabase(folder / "server.db"), places, keep_s=0.01)
+    ready: queue.SimpleQueue = queue.SimpleQueue()
+    futures = Futures(ServerDatabase(folder / "server.db"), places, ready.put, keep_s=0.01)
     for id in delivered:  # the last notes may not have reached the disk
         futures.delivered(id)
 
@@ -77,22 +80,20 @@ def work(folder: Path, seed: int) -> None:
             window = [n for n in range(first, first + WINDOW) if (model, n) not in given]
             choice.shuffle(window)
             for seq_id in window:
-                id = futures.submit(model, seq_id, "step", body(model, seq_id))
+                id = futures.submit(model, seq_id, "step", body(model, seq_id)).result()
                 write("given", model, seq_id, id)
                 if choice.random() < 0.7:
-                    futures.wait(id, 0.002)  # not too far ahead of the others
+                    asyncio.run(futures.wait(id, 0.002))  # not too far ahead of the others
                 waiting.append(id)
             first += WINDOW
 
     def execute(choice: random.Random, _: str) -> None:
         while True:
-            if (request := futures.take()) is None:
-                time.sleep(0.0005)
-                continue
-            assert futures.body(request.id) == body(request.model, request.seq_id)
+            request = ready.get()
+            assert futures.body(request) == body(request.model, request.seq_id)
             if not fails(request.seq_id):
                 state.setdefault(request.model, []).append(request.seq_id)
-            futures.finish(request.id, outcome(request.model, request.seq_id))
+            futures.finish(request, outcome(request.model, request.seq_id))
             if choice.random() < 0.1:
                 now = {model: futures.place(model) for model in state}
                 write_file(folder / "state.json", json.dumps([state, now]))
@@ -102,7 +103,7 @@ def work(folder: Path, seed: int) -> None:
     def collect(choice: random.Random, _: str) -> None:
         while True:
             id = waiting.pop(choice.randrange(min(4, len(waiting)))) if waiting else ""
-            if not id or futures.wait(id, 0.01) is None:
+            if not id or asyncio.run(futures.wait(id, 0.01)) is None:
                 waiting.extend([id] if id else [])
                 time.sleep(0.0005)
                 continue
@@ -156,20 +157,23 @@ def compare(folder: Path) -> int:
     had_results = {line[1] for line in known if line[0] == "result"}
     state, places = load(folder)
     with ServerDatabase(folder / "server.db") as database:
-        futures = Futures(database, places)
+        ready: queue.SimpleQueue = queue.SimpleQueue()
+        futures = Futures(database, places, ready.put)
         for (model, seq_id), id in given.items():
             try:
-                found = futures.wait(id)
+                found = futures.outcome(id)
             except Gone:
                 assert id in delivered, f"request {seq_id} of {model} was given {id}, which is lost"
                 continue
             if found is None:
                 assert id not in had_results, f"request {seq_id} of {model} had a result"
-                assert futures.submit(model, seq_id, "step", body(model, seq_id)) == id
+                again = futures.submit(model, seq_id, "step", body(model, seq_id))
+                assert again.result() == id
             else:
                 assert found == outcome(model, seq_id)
-        while (request := futures.take()) is not None:
-            assert futures.body(request.id) == body(request.model, request.seq_id)
+        while not ready.empty():
+            request = ready.get()
+            assert futures.body(request) == body(request.model, request.seq_id)
             if not fails(request.seq_id):
                 state.setdefault(request.model, []).append(request.seq_id)
     for model in MODELS:

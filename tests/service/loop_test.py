@@ -18,6 +18,7 @@ from mint_jax.service.training_calls import ForwardBackward, Optim
 from mint_jax.train.state import OptimizerConfig
 from mint_jax.train.trainer import Trainer
 from tests.rollout.serving_test import contended
+from tests.service.conftest import result_of
 from tests.train.live_test import CONFIGS, SHAPES, coefs, random_data, random_state
 
 
@@ -83,8 +84,8 @@ def test_a_revision_is_sampled_with_the_same_bits_while_policies_train(rng, worl
         numbers, rate = itertools.count(1), 1e30 if name == "b" else 1e-3
         while not ended.is_set():
             calls = update(np.random.default_rng(len(sampled)), rate)
-            ids = [loop.training.submit(name, next(numbers), call) for call in calls]
-            assert None not in [loop.training.result(id, 60) for id in ids]
+            ids = [loop.training.submit(name, next(numbers), call).result() for call in calls]
+            assert None not in [result_of(loop.training, id, 60) for id in ids]
             sampled.append(name)
 
     with loop.running():
@@ -125,11 +126,11 @@ def test_slices_are_small_while_rows_decode(rng, world, loop_of, monkeypatch):
     with loop.running():
         stream = loop.engine.submit(Request((1, 2, 3), max_tokens=64, temperature=1.0, stop_ids=()))
         for call in update(rng):
-            ids.append(loop.training.submit("a", len(ids) + 1, call))
-        assert None not in [loop.training.result(id, 60) for id in ids]
+            ids.append(loop.training.submit("a", len(ids) + 1, call).result())
+        assert None not in [result_of(loop.training, id, 60) for id in ids]
         stream.result(60)
-        last = loop.training.submit("a", len(ids) + 1, update(rng)[0])
-        assert loop.training.result(last, 60) is not None
+        last = loop.training.submit("a", len(ids) + 1, update(rng)[0]).result()
+        assert result_of(loop.training, last, 60) is not None
     assert all(bound == (0.25 if decoding else 4.0) for bound, decoding in bounds)
     assert bounds[-1] == (4.0, False)
 
@@ -168,11 +169,11 @@ def test_a_failure_of_training_ends_samples_too(rng, loop_of, monkeypatch):
         # both are there before either is looked at
         loop.training.do("", lambda live: released.wait(60))
         stream = loop.engine.submit(Request((1, 2, 3), max_tokens=200, stop_ids=()))
-        id = loop.training.submit("a", 1, update(rng)[0])
+        id = loop.training.submit("a", 1, update(rng)[0]).result()
         released.set()
         with pytest.raises(RuntimeError, match="the device is lost"):
             stream.result(60)
-        assert loop.training.result(id) is None, "a restart runs it"
+        assert result_of(loop.training, id) is None, "a restart runs it"
         assert str(loop.training.failed) == "the device is lost"
         with pytest.raises(UserError, match="the engine is stopping"):
             loop.engine.submit(Request((1, 2, 3)))

@@ -4,6 +4,8 @@ Hypothesis makes sequences of calls; after each, every id that was given out mus
 outcome. A crash is a copy of the files while the database is open.
 """
 
+import asyncio
+import collections
 import dataclasses
 import itertools
 import shutil
@@ -14,7 +16,15 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from mint_jax.service.futures import KEEP_S, Category, Conflict, Done, Failed, Futures, Gone
+from mint_jax.service.futures import (
+    KEEP_S,
+    Category,
+    Conflict,
+    Futures,
+    Gone,
+    Outcome,
+    TrainingRequest,
+)
 from mint_jax.service.server_db import ServerDatabase
 from tests.residency.clock import Clock
 
@@ -28,8 +38,8 @@ def outcome_of(model, seq_id, body):
     """Returns a short result, a long one, or a failure."""
     text = f"{model} {seq_id}"
     if body == b"fails":
-        return Failed(text, Category.USER)
-    return Done(text.encode() * (30_000 if body == b"long" else 1))
+        return Outcome(text.encode(), Category.USER)
+    return Outcome(text.encode() * (30_000 if body == b"long" else 1))
 
 
 @dataclasses.dataclass
@@ -53,15 +63,15 @@ class Policy:
     state: list[int] = dataclasses.field(default_factory=list)
     saved: list[int] = dataclasses.field(default_factory=list)
     place: int = 0
-    taken: list[int] = dataclasses.field(default_factory=list)
+    taken: list[TrainingRequest] = dataclasses.field(default_factory=list)
 
     def settled(self, seq_id: int) -> bool:
         known = self.requests[seq_id]
         return known.released and (known.body == b"fails" or seq_id in self.saved)
 
     def next(self) -> int | None:
-        """Returns the number that ``take`` must return, if any."""
-        done = {*self.state, *self.taken}
+        """Returns the number that must be ready, if any."""
+        done = {*self.state, *(request.seq_id for request in self.taken)}
         done |= {n for n, known in self.requests.items() if known.ended and known.body == b"fails"}
         following = next(n for n in itertools.count(1) if n not in done)
         return following if following in self.requests else None
@@ -82,7 +92,8 @@ class Machine(RuleBasedStateMachine):
     def open(self) -> Futures:
         places = {name: policy.place for name, policy in self.policies.items() if policy.place}
         self.database = ServerDatabase(self.place() / "server.db")
-        return Futures(self.database, places, clock=self.clock)
+        self.ready: collections.deque[TrainingRequest] = collections.deque()
+        return Futures(self.database, places, self.ready.append, clock=self.clock)
 
     def place(self) -> Path:
         return self.folder / str(self.opened)
@@ -100,7 +111,7 @@ class Machine(RuleBasedStateMachine):
         policy = self.policies.get(model)
         known = None if policy is None else policy.requests.get(seq_id)
         if known is None:
-            id = self.futures.submit(model, seq_id, CALL, body)
+            id = self.futures.submit(model, seq_id, CALL, body).result()
             self.policies.setdefault(model, Policy()).requests[seq_id] = Known(id, body)
         elif policy.settled(seq_id):
             with pytest.raises(Gone, match=f"request {seq_id} of '{model}' has run"):
@@ -109,21 +120,23 @@ class Machine(RuleBasedStateMachine):
             with pytest.raises(Conflict, match=f"request {seq_id} of '{model}'"):
                 self.futures.submit(model, seq_id, call, body)
         else:
-            assert self.futures.submit(model, seq_id, call, body) == known.id
+            assert self.futures.submit(model, seq_id, call, body).result() == known.id
 
     @rule()
     def take(self):
         following = {name: policy.next() for name, policy in self.policies.items()}
-        request = self.futures.take()
-        if request is None:
+        while self.ready and self.futures.body(self.ready[0]) is None:
+            assert self.ready.popleft().id in self.dropped
+        if not self.ready:
             assert not any(following.values())
             return
+        request = self.ready.popleft()
         policy = self.policies[request.model]
         known = policy.requests[request.seq_id]
         assert following[request.model] == request.seq_id
         assert (request.id, request.is_again) == (known.id, known.ended)
-        assert self.futures.body(request.id) == known.body
-        policy.taken.append(request.seq_id)
+        assert self.futures.body(request) == known.body
+        policy.taken.append(request)
 
     @rule(
         model=MODELS, bodies=st.lists(st.sampled_from(BODIES), max_size=3), backwards=st.booleans()
@@ -153,12 +166,13 @@ class Machine(RuleBasedStateMachine):
         policy = self.policies.get(model)
         if policy is None or not policy.taken:
             return
-        seq_id = policy.taken.pop(0)
+        request = policy.taken.pop(0)
+        seq_id = request.seq_id
         known = policy.requests[seq_id]
         outcome = outcome_of(model, seq_id, known.body)
-        self.futures.finish(known.id, Done(b"another") if known.ended else outcome)
+        self.futures.finish(request, Outcome(b"another") if known.ended else outcome)
         if not known.ended:
-            assert self.futures.wait(known.id, 30) == outcome
+            assert asyncio.run(self.futures.wait(known.id, 30)) == outcome
         known.ended = True
         if known.body != b"fails":
             policy.state.append(seq_id)
@@ -223,10 +237,10 @@ class Machine(RuleBasedStateMachine):
                     gone.append(known.id)
                 else:
                     outcome = outcome_of(name, seq_id, known.body) if known.ended else None
-                    assert self.futures.wait(known.id) == outcome
+                    assert self.futures.outcome(known.id) == outcome
         for id in gone:
             with pytest.raises(Gone):
-                self.futures.wait(id)
+                self.futures.outcome(id)
 
 
 @pytest.mark.parametrize(

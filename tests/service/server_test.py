@@ -22,6 +22,7 @@ from mint_jax.service.training_calls import Create, ForwardBackward, Load, Optim
 from mint_jax.train.state import OptimizerConfig
 from tests.disks import FullDatabase
 from tests.residency.clock import Clock
+from tests.service.conftest import result_of
 from tests.service.tinker_training_test import same_parts
 from tests.train.live_test import SHAPES, coefs, random_data
 
@@ -70,20 +71,20 @@ def test_a_stop_ends_no_session_and_loses_no_accepted_request(serve, jump, secon
     with serve().running() as server:
         session, model = model_of(server)
         assert server.tenancy.is_open("default", session)
-        ids = [server.durable.submit(model, 1, Create(CONFIG))]
-        ids += [server.durable.submit(model, n, Save("weights", f"s{n}")) for n in (2, 3)]
-        results = [server.durable.result(id, WAIT_S) for id in ids]
+        ids = [server.durable.submit(model, 1, Create(CONFIG)).result()]
+        ids += [server.durable.submit(model, n, Save("weights", f"s{n}")).result() for n in (2, 3)]
+        results = [result_of(server.durable, id, WAIT_S) for id in ids]
         assert None not in results
         server.durable.futures.delivered(ids[1])
-        late = server.durable.submit(model, 5, Save("weights", "s5"))
+        late = server.durable.submit(model, 5, Save("weights", "s5")).result()
     jump(seconds)
     with serve().running() as server:
         for _ in range(2):
             server.maintain()
         assert server.tenancy.is_open("default", session)
-        assert [server.durable.result(id, WAIT_S) for id in ids] == results
-        server.durable.submit(model, 4, Save("weights", "s4"))
-        assert server.durable.result(late, WAIT_S) == {"path": f"tinker://{model}/weights/s5"}
+        assert [result_of(server.durable, id, WAIT_S) for id in ids] == results
+        server.durable.submit(model, 4, Save("weights", "s4")).result()
+        assert result_of(server.durable, late, WAIT_S) == {"path": f"tinker://{model}/weights/s5"}
         server.tenancy.monotonic.advance(SIZES.session_s - 1)
         server.maintain()
         assert model in server.live
@@ -99,14 +100,14 @@ def test_a_clock_that_is_set_while_a_server_runs_changes_nothing(serve, jump, se
     with serve().running() as server:
         session, model = model_of(server)
         for number, call in enumerate((Create(CONFIG), Save("weights", "a", ttl_s=3600)), 1):
-            id = server.durable.submit(model, number, call)
-            path = server.durable.result(id, WAIT_S).get("path")
+            id = server.durable.submit(model, number, call).result()
+            path = result_of(server.durable, id, WAIT_S).get("path")
         link = server.links.make("digest/name")
         server.durable.futures.delivered(id)
         jump(seconds)
         server.maintain()
         assert server.tenancy.is_open("default", session)
-        assert server.durable.result(id) == {"path": path}
+        assert result_of(server.durable, id) == {"path": path}
         assert server.book.checkpoint("default", model, "weights", "a").path == path
         assert server.links.key_of(link) == "digest/name"
         second = server.book.open_session("default", {})
@@ -175,7 +176,7 @@ class Sender:
             self.refused.append(call)
             return
         try:
-            id = self.server.durable.submit(self.model, self.number + 1, call)
+            id = self.server.durable.submit(self.model, self.number + 1, call).result()
         except DatabaseFailed as reason:
             self.reasons.append(str(reason))
             self.refused.append(call)
@@ -187,7 +188,7 @@ class Sender:
     def hear(self, number, wait_s=WAIT_S):
         """Keeps a result; of a failure that is no mistake of the client its reason."""
         try:
-            result = self.server.durable.result(self.accepted[number], wait_s)
+            result = result_of(self.server.durable, self.accepted[number], wait_s)
         except RuntimeError as reason:
             self.reasons.append(result := str(reason))
         if result is not None:
@@ -259,7 +260,7 @@ def test_after_a_full_disk_training_continues_with_everything_acknowledged(
         same_parts(held_of(server, model), state)
         for number, id in sender.accepted.items():
             if not isinstance(sender.results[number], str):
-                assert server.durable.result(id, WAIT_S) is not None
+                assert result_of(server.durable, id, WAIT_S) is not None
         for number, path in enumerate(saved):
             if "/weights/" in path:
                 kept = server.folder / f"kept{number}"
@@ -277,16 +278,17 @@ def test_a_load_survives_the_deletion_of_its_checkpoint_before_a_snapshot(serve,
             Snapshot, "write", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "no space"))
         )
         for number, call in enumerate((Create(CONFIG, 7), Save("weights", "x")), 1):
-            server.durable.result(server.durable.submit(one, number, call), WAIT_S)
-        loaded = server.durable.submit(other, 1, Load(path, True, "default"))
-        assert server.durable.result(loaded, WAIT_S) == {"path": path}
+            id = server.durable.submit(one, number, call).result()
+            result_of(server.durable, id, WAIT_S)
+        loaded = server.durable.submit(other, 1, Load(path, True, "default")).result()
+        assert result_of(server.durable, loaded, WAIT_S) == {"path": path}
         expected = held_of(server, one)
         server.checkpoints.remove(server.book.checkpoint("default", one, "weights", "x"))
     monkeypatch.undo()
     for _ in range(2):
         with serve().running() as server:
             same_parts(held_of(server, other), expected)
-            assert server.durable.result(loaded, WAIT_S) == {"path": path}
+            assert result_of(server.durable, loaded, WAIT_S) == {"path": path}
     assert not list(server.durable.loads.iterdir()), "a snapshot has it"
 
 
@@ -308,8 +310,11 @@ def test_saves_of_a_policy_are_kept_in_their_order_and_a_load_follows_them(serve
         calls: list = [Create(CONFIG)]
         calls += [Save("weights", "x", overwrite=True, metadata={"turn": turn}) for turn in (1, 2)]
         calls.append(Load(path, True, "default"))
-        ids = [server.durable.submit(model, number, call) for number, call in enumerate(calls, 1)]
-        assert [server.durable.result(id, WAIT_S) for id in ids[1:]] == [{"path": path}] * 3
+        ids = [
+            server.durable.submit(model, number, call).result()
+            for number, call in enumerate(calls, 1)
+        ]
+        assert [result_of(server.durable, id, WAIT_S) for id in ids[1:]] == [{"path": path}] * 3
         assert starts == [{"turn": 1}, {"turn": 2}]
         assert server.book.checkpoint("default", model, "weights", "x").details["metadata"] == {
             "turn": 2
@@ -326,18 +331,18 @@ def test_a_policy_that_is_forgotten_on_a_full_disk_leaves_a_folder_that_opens(
     with serve(every=1).running() as server:
         session, model = model_of(server)
         done = [
-            server.durable.submit(model, n, call)
+            server.durable.submit(model, n, call).result()
             for n, call in ((1, Create(CONFIG)), (2, Save("weights", "x")))
         ]
         for id in done:
-            server.durable.result(id, WAIT_S)
+            result_of(server.durable, id, WAIT_S)
         snapshot = path_of(server.durable.states, model)
         wait_until(snapshot.exists)
         server.book.end_session(session)
         with full_disk(server, "database"):
             server.durable.forget(model)
             with pytest.raises(DatabaseFailed):
-                server.durable.submit("another", 3, Create(CONFIG))
+                server.durable.submit("another", 3, Create(CONFIG)).result()
             assert snapshot.exists()
             shutil.copytree(server.folder, tmp_path / "crashed")
         wait_until(lambda: not snapshot.exists())

@@ -39,13 +39,13 @@ def site(request, sites, tiny_base, secrets):
 @pytest.fixture
 def journaled(site, monkeypatch):
     """Calls that go to the journal, in their order."""
-    seen, submit = [], site.server.durable.submit_task
+    seen, submit = [], site.server.durable.submit
 
     def record(model, place, call):
         seen.append(call)
         return submit(model, place, call)
 
-    monkeypatch.setattr(site.server.durable, "submit_task", record)
+    monkeypatch.setattr(site.server.durable, "submit", record)
     return seen
 
 
