@@ -63,7 +63,6 @@ class Sampler(_Row):
     session: str
     path: str | None
     digest: str | None
-    clients: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,17 +197,11 @@ class Book:
     ) -> Sampler:
         """Returns a session's sampler of this number, created unless it exists."""
         id = f"{session}:sample:{number}"
-        self._insert("samplers", id, session, tenant, path, digest, 1, self.clock())
+        self._insert("samplers", id, session, tenant, path, digest, self.clock())
         return self.sampler(tenant, id)
 
     def sampler(self, tenant: str, id: str) -> Sampler:
         return self._one(Sampler, "sampling session", tenant, id)
-
-    def join_sampler(self, tenant: str, id: str) -> int:
-        """Returns the number of one more client of a sampler."""
-        self.sampler(tenant, id)
-        query = "UPDATE samplers SET clients = clients + 1 WHERE id = ? RETURNING clients"
-        return self._write(query, id)[0]["clients"] - 1
 
     def samplers_of(self, tenant: str, session: str) -> list[str]:
         return self._ids("samplers", tenant, session)

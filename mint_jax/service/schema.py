@@ -29,7 +29,7 @@ CREATE TABLE points (
     PRIMARY KEY (model, number)) STRICT;
 CREATE TABLE samplers (
     id TEXT PRIMARY KEY, session TEXT NOT NULL, tenant TEXT NOT NULL, path TEXT, digest TEXT,
-    clients INTEGER NOT NULL, created REAL NOT NULL) STRICT;
+    created REAL NOT NULL) STRICT;
 CREATE INDEX samplers_of_session ON samplers (session);
 CREATE INDEX samplers_of_digest ON samplers (digest);
 CREATE TABLE checkpoints (

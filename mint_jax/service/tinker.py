@@ -18,7 +18,7 @@ from mint_jax.errors import UserError
 from mint_jax.service import checkpoints, training_calls
 from mint_jax.service import tinker_types as types
 from mint_jax.service.answers import group_of
-from mint_jax.service.book import Model, NotFound
+from mint_jax.service.book import Checkpoint, Model, NotFound
 from mint_jax.service.errors import LONGEST_REASON, reason_of
 from mint_jax.service.futures import Conflict
 from mint_jax.service.handlers import body_of, off_loop, tenant_of
@@ -33,20 +33,11 @@ CLIENT_CONFIG = {
     "pjwt_auth_enabled": True,
     "proto_compress_fwdbwd": True,
     "sample_use_retrieve_futures": True,
-    "sample_join_sampling_session": False,
 }
 DYNAMIC_CONFIG = {
     "refresh_interval_sec": 300,
     "sample_cancel_enabled": True,
     "sample_cancel_max_batch_size": 64,
-}
-ADAM = {  # Tinker's defaults
-    "learning_rate": 1e-4,
-    "beta1": 0.9,
-    "beta2": 0.95,
-    "eps": 1e-12,
-    "weight_decay": 0.0,
-    "grad_clip_norm": 0.0,
 }
 # its loss sums ``p(v) (log p(v) - log q(v))`` over the vocabulary, which no training step computes
 NO_REVERSE_KL = (
@@ -102,17 +93,15 @@ class Tinker:
         body = await body_of(kind, request) if await request.body() else kind()
         reason = (body.reason or {}).get("type")
         if reason in types.REASONS:
-            detail = (body.detail or "")[:LONGEST_REASON] or None
-            update = self.book.update_session
-            await asyncio.to_thread(update, session, finished=reason, detail=detail)
+            notes = {"finished": reason, "detail": (body.detail or "")[:LONGEST_REASON] or None}
+            await asyncio.to_thread(self.book.update_session, session, **notes)
         await asyncio.to_thread(self.server.end_session, session.id)
         return JSONResponse({})
 
     # -- models
 
     async def create_model(self, request: Request) -> Response:
-        raw = await request.body()
-        place = parse(types.ModelPlace, raw)
+        place = parse(types.ModelPlace, await request.body())
 
         def make(body: types.CreateModel) -> Call:
             self.server.need_base(body.base_model)
@@ -122,43 +111,45 @@ class Tinker:
             seed = zlib.crc32(place.id.encode()) if lora.seed is None else lora.seed
             return Create(self.server.adapter_config(lora.rank, train), seed)
 
-        call = _call(types.CreateModel, raw, make)
-        return await self._begin(place, tenant_of(request), call)
+        return await self._begin(request, types.CreateModel, make)
 
     async def load_weights(self, request: Request) -> Response:
         """Loads a checkpoint, into a new model of a session or into a model in training."""
-        raw, tenant = await request.body(), tenant_of(request)
 
-        def make(body: types.LoadWeights) -> Call:
+        def make(body: types.LoadWeights, model: Any = None) -> Call:
             self.server.need_base(body.base_model)
-            self.book.checkpoint(tenant, *checkpoints.parse(body.path), published=True)
-            return Load(body.path, body.optimizer, tenant)
+            self._checkpoint(request, body.path)
+            return Load(body.path, body.optimizer, tenant_of(request))
 
-        if parse(types.LoadPlace, raw).session_id is None:
-            return await self._train(request, types.LoadWeights, lambda body, _: make(body))
-        call = _call(types.LoadWeights, raw, make)
-        return await self._begin(parse(types.ModelPlace, raw), tenant, call)
+        if parse(types.LoadPlace, await request.body()).session_id is None:
+            return await self._train(request, types.LoadWeights, make)
+        return await self._begin(request, types.LoadWeights, make)
 
-    async def _begin(self, place: types.ModelPlace, tenant: str, call: Call) -> Response:
+    def _checkpoint(self, request: Request, path: str) -> Checkpoint:
+        """Returns a checkpoint of the tenant, or a published one."""
+        return self.book.checkpoint(tenant_of(request), *checkpoints.parse(path), published=True)
+
+    async def _begin(self, request: Request, kind: type[T], make: Callable[[T], Call]) -> Response:
         """Records a new model, or finds it recorded by an earlier copy of the request, and submits
-        its first request.
+        its first request, the call that is made of the body.
         """
+        raw, tenant = await request.body(), tenant_of(request)
+        place, call = parse(types.ModelPlace, raw), _call(kind, raw, make)
         self.tenancy.need_open(tenant, place.session_id)
         about: dict[str, Any] = {"metadata": place.user_metadata}
         if isinstance(call, Create):
             about |= self.server.about(call.config)
         elif isinstance(call, Load):
-            row = self.book.checkpoint(tenant, *checkpoints.parse(call.path), published=True)
+            row = self._checkpoint(request, call.path)
             about |= self.server.about(self.server.checkpoints.config(row))
         new = place.session_id, place.model_seq_id, tenant, about
         model = await asyncio.to_thread(self.tenancy.add_model, *new)
         if model.ended is not None:
             raise Conflict(f"model {model.id!r} has ended: give a new one a new model_seq_id")
-        return await self._submit(model.id, tenant, 0, call)
+        return await self._submit(model, 0, call)
 
     async def get_info(self, request: Request) -> Response:
-        body = await body_of(types.ModelRef, request)
-        model, name = self._model(tenant_of(request), body.model_id), self.server.name
+        model, name = await self._model(request), self.server.name
         data = {"model_name": name, "tokenizer_id": self.server.tokenizer}
         info = {"type": "get_info", "model_id": model.id, "model_name": name, "is_lora": True}
         info["model_data"] = data | {"arch": self.server.base.cfg.family}
@@ -166,21 +157,22 @@ class Tinker:
         return JSONResponse(info | {"optimizer_config": {"type": "adamw"}})
 
     async def unload_model(self, request: Request) -> Response:
-        tenant = tenant_of(request)
-        model = self._model(tenant, (await body_of(types.ModelRef, request)).model_id)
+        model, answers = await self._model(request), self.server.answers
         await asyncio.to_thread(self.server.durable.forget, model.id)
         await asyncio.to_thread(self.book.end_model, model.id)
-        answer, _ = self.server.answers.begin(group_of(tenant, model.id), None, "")
-        self.server.answers.end(answer, {"type": "unload_model", "model_id": model.id})
+        answer, _ = answers.begin(group_of(model.tenant, model.id), None, "")
+        answers.end(answer, {"type": "unload_model", "model_id": model.id})
         return JSONResponse({"request_id": answer.id, "model_id": model.id})
 
-    def _model(self, tenant: str, id: str) -> Model:
-        model = self.book.model(tenant, id)
+    async def _model(self, request: Request, id: str | None = None) -> Model:
+        """Returns the tenant's model of this id, by default of that in the body."""
+        id = (await body_of(types.ModelRef, request)).model_id if id is None else id
+        model = self.book.model(tenant_of(request), id)
         if model.ended is not None:
             raise NotFound(
                 f"model {id!r} has ended with its session: load a checkpoint of it into a new one"
             )
-        self.tenancy.is_open(tenant, model.session)  # counts as a heartbeat
+        self.tenancy.is_open(model.tenant, model.session)  # counts as a heartbeat
         return model
 
     # -- training
@@ -189,48 +181,42 @@ class Tinker:
         self, request: Request, kind: type[T], make: Callable[[T, Model], Call]
     ) -> Response:
         """Submits the call that is made of a body and its model."""
-        raw, tenant = await request.body(), tenant_of(request)
+        raw = await request.body()
         place = parse(types.RequestPlace, raw)
-        model = self._model(tenant, place.model_id)
+        model = await self._model(request, place.model_id)
         call = _call(kind, raw, lambda body: make(body, model))
-        return await self._submit(model.id, tenant, place.seq_id, call)
+        return await self._submit(model, place.seq_id, call)
 
-    async def _submit(self, model: str, tenant: str, place: int, call: Call) -> Response:
+    async def _submit(self, model: Model, place: int, call: Call) -> Response:
         """Returns the id of a training request. A model's first request creates the model."""
-        id = await self.server.submit_training(model, tenant, place + 1, call)
-        return JSONResponse({"request_id": id, "model_id": model})
+        id = await self.server.submit_training(model.id, model.tenant, place + 1, call)
+        return JSONResponse({"request_id": id, "model_id": model.id})
 
     async def forward_backward(self, request: Request) -> Response:
-        raw, tenant = await request.body(), tenant_of(request)
-        kind = request.headers.get("content-type", "")
+        raw, kind = await request.body(), request.headers.get("content-type", "")
         message = await off_loop(len(raw), lambda: wire.read(raw, kind))
-        model = self._model(tenant, message.model_id)
+        model = await self._model(request, message.model_id)
 
         def make() -> Call:
             try:
-                call, spans = message.batch()
-                return self.server.sequences.with_routes(call, spans, tenant)
+                return self.server.sequences.with_routes(*message.batch(), model.tenant)
             except UserError as reason:
                 return Refused(reason_of(reason))
 
-        call = await off_loop(len(raw), make)
-        return await self._submit(model.id, tenant, message.seq_id, call)
+        return await self._submit(model, message.seq_id, await off_loop(len(raw), make))
 
     async def optim_step(self, request: Request) -> Response:
         def make(body: types.OptimStep, model: Model) -> Call:
-            params = body.adam_params or types.AdamParams()
-            rate, b1, b2, eps, decay, norm = (ADAM | params.model_dump(exclude_none=True)).values()
-            return training_calls.Optim(OptimizerConfig(rate, b1, b2, eps, decay, norm))
+            # fields of both are in one order
+            numbers = (body.adam_params or types.AdamParams()).model_dump().values()
+            return training_calls.Optim(OptimizerConfig(*numbers))
 
         return await self._train(request, types.OptimStep, make)
 
     async def reverse_kl(self, request: Request) -> Response:
         """Fails a request of MinT's client; its number is used up."""
-        body, tenant = await body_of(types.ReverseKl, request), tenant_of(request)
-        model = self._model(tenant, body.model_id)
-        if body.seq_id is None:
-            raise UserError(NO_REVERSE_KL)
-        return await self._submit(model.id, tenant, body.seq_id, Refused(NO_REVERSE_KL))
+        refused = Refused(NO_REVERSE_KL)
+        return await self._train(request, types.RequestPlace, lambda body, model: refused)
 
     async def save_weights(self, request: Request) -> Response:
         return await self._train(request, types.SaveWeights, lambda body, _: _save("weights", body))
@@ -257,11 +243,6 @@ def _call(kind: type[T], raw: bytes, make: Callable[[T], Call]) -> Call:
 
 
 def _save(kind: str, body: types.SaveWeights) -> Save:
-    return Save(
-        kind,
-        checkpoints.check_name(body.path),
-        ttl_s=body.ttl_seconds,
-        overwrite=body.overwrite,
-        metadata=body.user_metadata,
-        recipients=tuple(body.age_encryption_recipients or ()),
-    )
+    name, recipients = checkpoints.check_name(body.path), body.age_encryption_recipients or ()
+    options = body.ttl_seconds, body.overwrite, body.user_metadata, tuple(recipients)
+    return Save(kind, name, None, *options)

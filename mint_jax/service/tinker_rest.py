@@ -7,7 +7,7 @@ A project is only a label here: a tenant has access to all projects.
 import asyncio
 import datetime
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from starlette.requests import Request
@@ -53,9 +53,8 @@ class Rest:
     async def training_runs(self, request: Request) -> Response:
         query, tenant = query_of(RunsQuery, request), tenant_of(request)
         models = self.book.models(tenant, *_page(query), query.project_id)
-        runs = [self._run(model) for model in models]
         count = self.book.count_models(tenant, query.project_id)
-        return JSONResponse({"training_runs": runs, "cursor": _cursor(query, count)})
+        return _listed("training_runs", map(self._run, models), query, count)
 
     async def training_run(self, request: Request) -> Response:
         return JSONResponse(self._run(self._model(request)))
@@ -139,14 +138,14 @@ class Rest:
     async def checkpoints(self, request: Request) -> Response:
         query, tenant = query_of(PageQuery, request), tenant_of(request)
         limit, offset = _page(query)
-        found = [_shown(row) for row in self.book.checkpoints(tenant, limit=limit, offset=offset)]
+        found = self.book.checkpoints(tenant, limit=limit, offset=offset)
         count = self.book.checkpoint_totals(tenant)[0]
-        return JSONResponse({"checkpoints": found, "cursor": _cursor(query, count)})
+        return _listed("checkpoints", map(_shown, found), query, count)
 
     async def checkpoints_of(self, request: Request) -> Response:
         model = self._model(request)
-        found = [_shown(row) for row in self.book.checkpoints(model.tenant, model.id)]
-        return JSONResponse({"checkpoints": found})
+        found = map(_shown, self.book.checkpoints(model.tenant, model.id))
+        return JSONResponse({"checkpoints": list(found)})
 
     async def delete(self, request: Request) -> Response:
         await asyncio.to_thread(self.server.checkpoints.remove, self._row(request))
@@ -240,9 +239,10 @@ def _page(query: PageQuery) -> tuple[int, int]:
     return min(query.limit, MAX_LISTED), query.offset
 
 
-def _cursor(query: PageQuery, count: int) -> dict[str, int]:
+def _listed(name: str, rows: Iterable[dict[str, Any]], query: PageQuery, count: int) -> Response:
     limit, offset = _page(query)
-    return {"offset": offset, "limit": limit, "total_count": count}
+    cursor = {"offset": offset, "limit": limit, "total_count": count}
+    return JSONResponse({name: list(rows), "cursor": cursor})
 
 
 def trace_of(server: Server, tenant: str, id: str) -> bytes:
@@ -251,33 +251,33 @@ def trace_of(server: Server, tenant: str, id: str) -> bytes:
     There is a row for each model, with its lifetime, its updates with loss and gradient norm, and
     its checkpoints, and one for each sampler. Times of single requests are not kept.
     """
-    book, events = server.book, []
-    session, row = book.session(tenant, id), -1
-
-    def add(kind: str, name: str, at: float, args: Any, **more: Any) -> None:
-        event = {"pid": 1, "tid": row, "ph": kind, "name": name, "ts": round(1e6 * at)}
-        events.append(event | {"args": args} | more)
-
-    def life(name: str, begin: float, end: float | None, args: Mapping[str, Any]) -> None:
-        nonlocal row
-        row += 1
-        add("M", "thread_name", 0, {"name": name})
-        seconds = (book.clock() if end is None else end) - begin
-        add("X", name, begin, args, dur=round(1e6 * seconds))
-
-    life(f"session {id}", session.created, session.ended, session.details)
+    book, session, events = server.book, server.book.session(tenant, id), []
+    # name, begin, end, notes, and moments of each row
+    rows: list[Any] = [(f"session {id}", session.created, session.ended, session.details, ())]
     for name in book.models_of(tenant, id):
-        model = book.model(tenant, name)
-        life(model.id, model.created, model.ended, {"rank": model.details.get("rank")})
-        for number, point in server.curves.of(model.id, 10_000):
-            args = {"number": number, "loss": point.loss, "grad_norm": point.grad_norm}
-            add("i", "update", point.at, args, s="t")
-        for saved in book.checkpoints(tenant, model.id):
-            name, args = f"{saved.kind}/{saved.name}", {"bytes": saved.nbytes}
-            add("i", name, saved.created, args, s="t")
+        model, notes = book.model(tenant, name), ("loss", "grad_norm")
+        moments = [
+            ("update", point.at, {"number": i} | {note: getattr(point, note) for note in notes})
+            for i, point in server.curves.of(model.id, 10_000)
+        ]
+        moments += [
+            (f"{saved.kind}/{saved.name}", saved.created, {"bytes": saved.nbytes})
+            for saved in book.checkpoints(tenant, model.id)
+        ]
+        rank = {"rank": model.details.get("rank")}
+        rows.append((model.id, model.created, model.ended, rank, moments))
     for name in book.samplers_of(tenant, id):
         sampler = server.sampler(tenant, name)
-        life(sampler.id, sampler.created, session.ended, {"path": sampler.path})
+        rows.append((sampler.id, sampler.created, session.ended, {"path": sampler.path}, ()))
+    for i, (name, begin, end, args, moments) in enumerate(rows):
+        row, seconds = {"pid": 1, "tid": i}, (end or book.clock()) - begin
+        events.append(row | {"ph": "M", "name": "thread_name", "args": {"name": name}})
+        life = {"ph": "X", "name": name, "ts": round(1e6 * begin), "dur": round(1e6 * seconds)}
+        events.append(row | life | {"args": args})
+        events += [
+            row | {"ph": "i", "s": "t", "name": name, "ts": round(1e6 * at), "args": args}
+            for name, at, args in moments
+        ]
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}).encode()
 
 
@@ -298,8 +298,7 @@ def _status(session: Session) -> dict[str, Any] | None:
 def _fits(query: types.SearchSessions, session: Session) -> bool:
     """Returns whether a session matches a search: all filters, and one of id and name."""
     notes, status, words = session.details, _status(session), query.display_name
-    metadata = notes.get("user_metadata") or {}
-    name = (notes.get("display_name") or "").lower()
+    metadata, name = notes.get("user_metadata") or {}, (notes.get("display_name") or "").lower()
     named = words is not None and all(word in name for word in words.lower().split())
     anything = query.session_id is None and words is None
     return (

@@ -71,11 +71,6 @@ class Sampling:
         self.server.need_base(base_model)
         return None if path is None else self.server.checkpoints.digest(tenant, path)
 
-    async def join_sampling_session(self, request: Request) -> Response:
-        id = (await body_of(types.SamplerRef, request)).sampling_session_id
-        count = await asyncio.to_thread(self.server.book.join_sampler, tenant_of(request), id)
-        return JSONResponse({"type": "join_sampling_session", "client_counter": count})
-
     async def sampler(self, request: Request) -> Response:
         found = self.server.sampler(tenant_of(request), request.path_params["sampler"])
         answer = {"sampler_id": found.id, "base_model": self.server.name}

@@ -7,13 +7,14 @@ future. The class of its place is therefore validated first, and OpenAPI documen
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, AwareDatetime, Field
+from pydantic import AfterValidator, AwareDatetime, Field, model_validator
 
 from mint_jax.service.validation import Body, Number, Place, SeqId, Text
 
 REASONS = ("success", "errored", "interrupted")  # of clients that finish a session
 MAX_METADATA = 1 << 16  # bytes of JSON of a user's notes
-Amount = Annotated[float, Field(ge=0, le=3.4028234663852886e38)]
+FLOAT32_MAX = 3.4028234663852886e38
+Amount = Annotated[float, Field(ge=0, le=FLOAT32_MAX)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Ttl = Annotated[int, Field(ge=3600, le=10 * 366 * 86400)]  # seconds
 
@@ -28,16 +29,23 @@ Metadata = Annotated[dict[str, Any], AfterValidator(_small)]
 Name = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
+class NullableBody(Body):
+    """A body whose null fields have their defaults."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {key: one for key, one in value.items() if one is not None}
+
+
 class SessionRef(Body):
     session_id: Text
 
 
 class ModelRef(Body):
     model_id: Text
-
-
-class SamplerRef(Body):
-    sampling_session_id: Text
 
 
 class ModelPlace(SessionRef):
@@ -102,15 +110,15 @@ class LoadPlace(Body):
     session_id: Text | None = None
 
 
-class AdamParams(Body):
-    """Settings of AdamW; a null is Tinker's default."""
+class AdamParams(NullableBody):
+    """Settings of AdamW with Tinker's defaults."""
 
-    learning_rate: Amount | None = None
-    beta1: Share | None = None
-    beta2: Share | None = None
-    eps: Amount | None = None
-    weight_decay: Amount | None = None
-    grad_clip_norm: Amount | None = None
+    learning_rate: Amount = 1e-4
+    beta1: Share = 0.9
+    beta2: Share = 0.95
+    eps: Amount = 1e-12
+    weight_decay: Amount = 0.0
+    grad_clip_norm: Amount = 0.0
 
 
 class OptimStep(RequestPlace):
@@ -142,7 +150,8 @@ class RetrieveFuture(Body):
     allow_metadata_only: bool = False
 
 
-class SamplerTarget(SamplerRef):
+class SamplerTarget(Body):
+    sampling_session_id: Text
     cloned_sampler_id: Place = 0
 
 
@@ -210,10 +219,6 @@ class Interpolate(Body):
     coefficients: Annotated[list[Number], Field(min_length=1)]
     output_checkpoint_type: Literal["sampler"] = "sampler"
     output_path: str | None = None
-
-
-class ReverseKl(ModelRef):
-    seq_id: SeqId | None = None
 
 
 class SampleRequest(Body):

@@ -108,7 +108,7 @@ def batch(tokens: Any = (5, 6, 7)) -> dict[str, Any]:
 SAVES = ("save_weights", "save_weights_for_sampler", "save_weights_external")
 TRAINING = ("load_weights", "forward_backward", "optim_step", *SAVES)
 ROUTES = ("create_session", "session_heartbeat", "create_model", *TRAINING, "get_info")
-ROUTES += ("unload_model", "create_sampling_session", "join_sampling_session", "asample")
+ROUTES += ("unload_model", "create_sampling_session", "asample")
 ROUTES += ("retrieve_future", "retrieve_futures", "cancel_future", "weights_info", "copy_weights")
 
 
@@ -140,7 +140,6 @@ def body_of(route: str, tenant: Tenant) -> dict[str, Any]:
         "save_weights_external": saved | {"age_encryption_recipients": []},
         "create_sampling_session": session
         | {"sampling_session_seq_id": new, "model_path": ids["sampler_weights"]},
-        "join_sampling_session": sampler,
         "asample": sampler | sample | scored | {"sampling_params": params},
         "retrieve_future": {"request_id": ids["future"], "allow_metadata_only": False},
         "retrieve_futures": {"target": sampler | {"cloned_sampler_id": 0}, "prev_cursor": 0}

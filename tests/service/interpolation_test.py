@@ -172,7 +172,7 @@ def test_the_first_source_must_belong_to_the_tenant(old, saved):
 
 @pytest.mark.long
 def test_the_reverse_kl_fails_and_uses_up_its_number(old, rng):
-    assert old.send(REVERSE_KL, {"model_id": "none", "seq_id": None}).status_code == 404
+    assert old.send(REVERSE_KL, {"model_id": "none", "seq_id": 1}).status_code == 404
     model = old.create()
     told = {"reference_model_path": "tinker://a:train:0/sampler_weights/b"}
     unnumbered = old.send(REVERSE_KL, told | {"model_id": model, "data": [], "seq_id": None})

@@ -19,9 +19,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from mint_jax.errors import UserError, choice
+from mint_jax.service.tinker_types import FLOAT32_MAX
 from mint_jax.service.validation import shown
 from mint_jax.train.config import KINDS
-from mint_jax.train.losses import LossCoefs
+from mint_jax.train.losses import NO_LOSS, LossCoefs
 
 CLIP, SAMPLED = ("clip_low_threshold", "clip_high_threshold"), ("logprobs", "advantages")
 INPUTS = ("target_tokens", "weights", *SAMPLED, "sequence_ratio_mask")
@@ -47,20 +48,20 @@ def coefs(name: str, config: Mapping[str, Any]) -> LossCoefs:
     if name not in LOSSES:
         raise choice("loss_fn", name[:80], LOSSES)
     options = LOSSES[name][1]
-    for key, value in config.items():
+    numbers = options | dict(config)
+    for key, value in numbers.items():
         if key not in options:
             takes = ", ".join(options) or "no options"
             raise UserError(f"loss_fn_config has {shown(key)}; {name} takes {takes}")
-        if type(value) not in (int, float) or not abs(value) <= 3.4028234663852886e38:
+        if value is None and key not in config:
+            raise UserError(f"loss_fn_config has no {key}; {name} needs it: give a number")
+        if type(value) not in (int, float) or not abs(value) <= FLOAT32_MAX:
             raise UserError(f"loss_fn_config.{key} is {shown(value)}; expected a finite number")
-    numbers = {**options, **config}
     low, high = (float(numbers.get(key, default)) for key, default in zip(CLIP, (0, math.inf)))
-    if (beta := numbers.get("beta", 0.0)) is None:
-        raise UserError(f"loss_fn_config has no beta; {name} needs it: give a number")
+    beta = float(numbers.get("beta", 0))
     if not 0 <= low <= high:
         found = f"clip_low_threshold is {low} and clip_high_threshold {high}"
         raise UserError(f"{found}; expected ratios, 0 <= low <= high, 0.8 and 1.2 say")
     if beta < 0:
         raise UserError(f"beta is {beta}; expected at least 0")
-    rest = 0, 0.0, 0.0, math.inf, float(beta)
-    return LossCoefs(KINDS.index(name), low, high, *rest)  # type: ignore[arg-type]
+    return NO_LOSS._replace(kind=KINDS.index(name), ratio_low=low, ratio_high=high, beta=beta)

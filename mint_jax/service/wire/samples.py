@@ -17,8 +17,8 @@ from pydantic import Field
 from mint_jax.errors import UserError
 from mint_jax.rollout.device import ALTERNATIVES
 from mint_jax.rollout.request import Completion, Request
-from mint_jax.service.tinker_types import SampleRequest
-from mint_jax.service.validation import Body, Number, Text, TokenId, parse
+from mint_jax.service.tinker_types import NullableBody, SampleRequest
+from mint_jax.service.validation import Number, Text, TokenId, parse
 from mint_jax.service.wire import messages, tensors
 from mint_jax.service.wire.tensors import ModelInput, Tensor, TensorBody, to_json, to_proto
 
@@ -40,11 +40,11 @@ Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 Top = Annotated[int, Field(ge=0, le=ALTERNATIVES)]
 
 
-class SampleParams(Body):
+class SampleParams(NullableBody):
     max_tokens: Int32 | None = None
-    temperature: Number | None = None
-    top_k: Int32 | None = None
-    top_p: Number | None = None
+    temperature: Number = 1.0
+    top_k: Int32 = -1
+    top_p: Number = 1.0
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     stop: Text | list[Text] | list[TokenId] | None = None
 
@@ -76,29 +76,30 @@ def spec_of(raw: bytes, context: int, end_ids: Sequence[int], seed: int) -> Samp
     params, target = body.sampling_params or SampleParams(), body.target_prompt_logprobs
     prompt = tensors.tokens_of(body.prompt, "prompt")
     named = None if target is None else tensors.tensor_of(target, "target_prompt_logprobs")
-    most, given, stop = params.max_tokens, params.seed, params.stop
-    stops = [] if stop is None else [stop] if isinstance(stop, str) else stop
-    ids = tuple(one for one in stops if isinstance(one, int))
+    stops = [params.stop] if isinstance(params.stop, str) else params.stop or []
+    ids = tuple(end_ids) if params.stop is None else tuple(x for x in stops if isinstance(x, int))
+    if body.prompt_alt_tokens_k and params.temperature != 1:
+        value = f"temperature is {params.temperature}"
+        raise UserError(f"{value}; prompt_alt_tokens_k draws only at 1: send two requests")
     request = Request(
         tuple(prompt.tolist()),
         n=body.num_samples or 1,
-        max_tokens=max(1, context - prompt.size) if most is None else most,
-        temperature=1.0 if params.temperature is None else params.temperature,
-        top_k=0 if params.top_k in (None, -1) else params.top_k,
-        top_p=1.0 if params.top_p is None else params.top_p,
+        max_tokens=max(1, context - prompt.size)
+        if params.max_tokens is None
+        else params.max_tokens,
+        temperature=params.temperature,
+        top_k=0 if params.top_k == -1 else params.top_k,
+        top_p=params.top_p,
         top_logprobs=body.topk_sample_logprobs or 0,
         prompt_logprobs=bool(body.prompt_logprobs),
         top_prompt_logprobs=body.topk_prompt_logprobs or 0,
         target_prompt_logprobs=None if named is None else _targets(named, prompt.size - 1),
         prompt_alternatives=body.prompt_alt_tokens_k or 0,
         prompt_logprobs_last_n=body.prompt_logprobs_last_n,
-        seed=(seed if given is None else given) % 2**32,
-        stop_ids=tuple(end_ids) if stop is None else ids,
+        seed=(seed if params.seed is None else params.seed) % 2**32,
+        stop_ids=ids,
         stop=tuple(one for one in stops if isinstance(one, str)),
     )
-    if request.prompt_alternatives and request.temperature != 1:
-        value = f"temperature is {request.temperature}"
-        raise UserError(f"{value}; prompt_alt_tokens_k draws only at 1: send two requests")
     return SampleSpec(request, named)
 
 
@@ -120,13 +121,18 @@ def encode(completions: Sequence[Completion], spec: SampleSpec, protobuf: bool) 
     Positions of a prompt that were not scored have log-probability NaN (null in JSON), and no
     likeliest or drawn tokens. JSON is for old SDKs, with newer fields only if requested.
     """
-    return (_proto if protobuf else _json)(completions, spec)
-
-
-def _scored(first: Completion) -> np.ndarray | None:
-    """Returns the prompt's log-probabilities, float32 ``[P]``."""
-    found = first.prompt_logprobs
-    return None if found is None else np.array([math.nan, *found], "<f4")
+    first, targets = completions[0], None
+    if spec.named is not None:  # in the layout in which they were sent, 0 for -1
+        scores = first.target_prompt_logprobs or ()
+        rows = zip(spec.request.target_prompt_logprobs or (), scores, strict=True)
+        values = np.zeros(spec.named.values.size, np.float32)
+        found = itertools.chain(*(place or [math.nan] * len(ids) for ids, place in rows))
+        values[spec.named.values != -1] = list(found)
+        targets = dataclasses.replace(spec.named, values=values)
+    drawn = None
+    if first.prompt_alternatives is not None:
+        drawn = _matrix(first.prompt_alternatives, spec.request.prompt_alternatives)
+    return (_proto if protobuf else _json)(completions, spec.request, targets, drawn)
 
 
 def _matrix(places: Pairs, k: int) -> tuple[np.ndarray, np.ndarray]:
@@ -138,21 +144,15 @@ def _matrix(places: Pairs, k: int) -> tuple[np.ndarray, np.ndarray]:
     return cells["f0"], cells["f1"]
 
 
-def _target_logprobs(spec: SampleSpec, first: Completion) -> Tensor | None:
-    """Returns the log-probabilities of the scored tokens as these were sent; 0 for -1."""
-    if spec.named is None:
-        return None
-    ids, found = spec.request.target_prompt_logprobs, first.target_prompt_logprobs
-    assert ids is not None, "the specification has named cells and no targets"
-    assert found is not None, "the completion is not of this request"
-    rows = [place or [math.nan] * len(wanted) for wanted, place in zip(ids, found)]
-    values = np.zeros(spec.named.values.size, np.float32)
-    values[spec.named.values != -1] = list(itertools.chain(*rows))
-    return dataclasses.replace(spec.named, values=values)
+def _proto(
+    completions: Sequence[Completion], request: Request, targets: Tensor | None, drawn: Any
+) -> bytes:
+    def write_top(message: Any, places: Pairs, k: int) -> None:
+        ids, logprobs = _matrix(places, k)
+        message.token_ids, message.logprobs = ids.tobytes(), logprobs.tobytes()
+        message.length, message.k = ids.shape
 
-
-def _proto(completions: Sequence[Completion], spec: SampleSpec) -> bytes:
-    first, request = completions[0], spec.request
+    first = completions[0]
     message = messages.SampleResponse(prompt_cache_hit_tokens=first.reused)
     for one in completions:
         reason = messages.STOP if one.finish == "stop" else messages.LENGTH
@@ -160,45 +160,37 @@ def _proto(completions: Sequence[Completion], spec: SampleSpec) -> bytes:
         sequence.tokens = np.array(one.tokens, "<i4").tobytes()
         sequence.logprobs = np.array(one.drawn_logprobs, "<f4").tobytes()
         if one.top_logprobs is not None:
-            _write_top(sequence.topk_sampled_logprobs, one.top_logprobs, request.top_logprobs)
-    if (scored := _scored(first)) is not None:
-        message.prompt_logprobs = scored.tobytes()
+            write_top(sequence.topk_sampled_logprobs, one.top_logprobs, request.top_logprobs)
+    if (scored := first.prompt_logprobs) is not None:
+        message.prompt_logprobs = np.array([math.nan, *scored], "<f4").tobytes()
     if (top := first.top_prompt_logprobs) is not None:
-        _write_top(message.topk_prompt_logprobs, [[], *top], request.top_prompt_logprobs)
-    if (targets := _target_logprobs(spec, first)) is not None:
+        write_top(message.topk_prompt_logprobs, [[], *top], request.top_prompt_logprobs)
+    if targets is not None:
         to_proto(targets, message.target_prompt_logprobs)
-    if (drawn := first.prompt_alternatives) is not None:
-        ids, logprobs = _matrix(drawn, request.prompt_alternatives)
-        to_proto(ids, message.prompt_alt_tokens.tokens)
-        to_proto(logprobs, message.prompt_alt_tokens.logprobs)
+    if drawn is not None:
+        to_proto(drawn[0], message.prompt_alt_tokens.tokens)
+        to_proto(drawn[1], message.prompt_alt_tokens.logprobs)
     return message.SerializeToString()
 
 
-def _write_top(message: Any, places: Pairs, k: int) -> None:
-    ids, logprobs = _matrix(places, k)
-    message.token_ids, message.logprobs = ids.tobytes(), logprobs.tobytes()
-    message.length, message.k = ids.shape
-
-
-def _json(completions: Sequence[Completion], spec: SampleSpec) -> bytes:
-    first, top, sequences = completions[0], completions[0].top_prompt_logprobs, []
+def _json(
+    completions: Sequence[Completion], request: Request, targets: Tensor | None, drawn: Any
+) -> bytes:
+    first, sequences = completions[0], []
     for one in completions:
         logprobs = np.array(one.drawn_logprobs, np.float32).tolist()
         sequence = {"stop_reason": one.finish, "tokens": one.tokens, "logprobs": logprobs}
         likeliest = {} if one.top_logprobs is None else {"topk_logprobs": one.top_logprobs}
         sequences.append(sequence | likeliest)
-    scored = _scored(first)
-    answer: dict[str, Any] = {
-        "type": "sample",
-        "sequences": sequences,
-        "prompt_logprobs": (
-            None if scored is None else [None if math.isnan(p) else p for p in scored.tolist()]
-        ),
-        "topk_prompt_logprobs": None if top is None else [None, *(place or None for place in top)],
-    }
-    if (targets := _target_logprobs(spec, first)) is not None:
+    answer: dict[str, Any] = {"type": "sample", "sequences": sequences}
+    answer |= {"prompt_logprobs": None, "topk_prompt_logprobs": None}
+    if (scored := first.prompt_logprobs) is not None:
+        values = np.array(scored, np.float32).tolist()
+        answer["prompt_logprobs"] = [None, *(None if math.isnan(p) else p for p in values)]
+    if (top := first.top_prompt_logprobs) is not None:
+        answer["topk_prompt_logprobs"] = [None, *(place or None for place in top)]
+    if targets is not None:
         answer["target_prompt_logprobs"] = to_json(targets)
-    if (drawn := first.prompt_alternatives) is not None:
-        ids, logprobs = _matrix(drawn, spec.request.prompt_alternatives)
-        answer["prompt_alt_tokens"] = {"tokens": to_json(ids), "logprobs": to_json(logprobs)}
+    if drawn is not None:
+        answer["prompt_alt_tokens"] = dict(zip(("tokens", "logprobs"), map(to_json, drawn)))
     return json.dumps(answer, separators=(",", ":")).encode()

@@ -27,33 +27,6 @@ FORMS = {
 }
 
 
-def as_int32(values: np.ndarray, what: str) -> np.ndarray:
-    """Returns whole numbers as int32. Raises ``UserError`` if one needs more bits."""
-    if values.size and not -(2**31) <= values.min() <= values.max() < 2**31:
-        wrong = int(values.min() if values.min() < -(2**31) else values.max())
-        raise UserError(f"{what} has {wrong}; expected token ids of this base")
-    return values.astype(np.int32)
-
-
-def array_of(values: list[Any], whole: bool, what: str) -> np.ndarray:
-    """Returns numbers of JSON as int64 or float64 ``[n]``. Raises ``UserError``."""
-    if set(map(type, values)) <= ({int} if whole else {int, float}):
-        try:
-            return np.array(values, np.int64 if whole else np.float64)
-        except OverflowError:
-            pass
-    expected = "whole numbers of 64 bits" if whole else "numbers"
-    raise UserError(f"{what} is {shown(values)}; expected a list of {expected}")
-
-
-def raw(data: bytes, dtype: np.dtype, what: str) -> np.ndarray:
-    """Returns little-endian bytes as a flat array, a view. Raises ``UserError``."""
-    if len(data) % dtype.itemsize:
-        expected = f"a multiple of {dtype.itemsize}, little-endian {dtype.name}"
-        raise UserError(f"{what} has {len(data)} bytes; expected {expected}")
-    return np.frombuffer(data, dtype)
-
-
 class Chunk(Body):
     """Text of a model's input. Items of ``tokens`` are validated as one array."""
 
@@ -65,22 +38,6 @@ class ModelInput(Body):
     chunks: list[Chunk]
 
 
-def tokens_of(sent: Any, what: str) -> np.ndarray:
-    """Returns the token ids of a ``ModelInput`` or of ``Chunk`` messages, int32 ``[N]``. Raises
-    ``UserError`` if one is not text, or too large.
-    """
-    parts = [np.zeros(0, np.int32)]
-    for i, chunk in enumerate(sent.chunks if isinstance(sent, ModelInput) else sent):
-        name = f"{what}.chunks[{i}]"
-        if isinstance(chunk, Chunk):
-            parts.append(as_int32(array_of(chunk.tokens, True, f"{name}.tokens"), what))
-        elif (kind := chunk.WhichOneof("chunk")) == "encoded_text":
-            parts.append(raw(chunk.encoded_text.tokens, FORMS[messages.INT32], f"{name}.tokens"))
-        else:
-            raise UserError(f"{name} is of type {shown(kind)}; this base reads encoded_text only")
-    return np.concatenate(parts)
-
-
 class TensorBody(Body):
     """A tensor in JSON. Items of the lists are validated as arrays."""
 
@@ -89,6 +46,50 @@ class TensorBody(Body):
     shape: list[Any] | None = None
     sparse_crow_indices: list[Any] | None = None
     sparse_col_indices: list[Any] | None = None
+
+
+def as_int32(values: np.ndarray, what: str) -> np.ndarray:
+    """Returns whole numbers as int32. Raises ``UserError`` if one needs more bits."""
+    if values.size and not -(2**31) <= values.min() <= values.max() < 2**31:
+        wrong = int(values.min() if values.min() < -(2**31) else values.max())
+        raise UserError(f"{what} has {wrong}; expected token ids of this base")
+    return values.astype(np.int32)
+
+
+def _listed(values: list[Any], whole: bool, what: str) -> np.ndarray:
+    """Returns numbers of JSON as int64 or float64 ``[n]``."""
+    if set(map(type, values)) <= ({int} if whole else {int, float}):
+        try:
+            return np.array(values, np.int64 if whole else np.float64)
+        except OverflowError:
+            pass
+    expected = "whole numbers of 64 bits" if whole else "numbers"
+    raise UserError(f"{what} is {shown(values)}; expected a list of {expected}")
+
+
+def _raw(data: bytes, form: int, what: str) -> np.ndarray:
+    """Returns little-endian bytes as a flat array, a view."""
+    dtype = FORMS[form]
+    if len(data) % dtype.itemsize:
+        expected = f"a multiple of {dtype.itemsize}, little-endian {dtype.name}"
+        raise UserError(f"{what} has {len(data)} bytes; expected {expected}")
+    return np.frombuffer(data, dtype)
+
+
+def tokens_of(sent: Any, what: str) -> np.ndarray:
+    """Returns the token ids of a ``ModelInput`` or of ``Chunk`` messages, int32 ``[N]``. Raises
+    ``UserError`` if one is not text, or too large.
+    """
+    parts = [np.zeros(0, np.int32)]
+    for i, chunk in enumerate(sent.chunks if isinstance(sent, ModelInput) else sent):
+        name = f"{what}.chunks[{i}]"
+        if isinstance(chunk, Chunk):
+            parts.append(as_int32(_listed(chunk.tokens, True, f"{name}.tokens"), what))
+        elif (kind := chunk.WhichOneof("chunk")) == "encoded_text":
+            parts.append(_raw(chunk.encoded_text.tokens, messages.INT32, f"{name}.tokens"))
+        else:
+            raise UserError(f"{name} is of type {shown(kind)}; this base reads encoded_text only")
+    return np.concatenate(parts)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -131,11 +132,11 @@ class Tensor:
 
     def dense(self, values: np.ndarray) -> np.ndarray:
         """Returns numbers for ``values`` in the tensor's shape."""
-        if self.csr is not None:
-            out = np.zeros(math.prod(self.shape), values.dtype)
-            out[self.cells] = values
-            values = out
-        return values.reshape(self.shape)
+        if self.csr is None:
+            return values.reshape(self.shape)
+        out = np.zeros(math.prod(self.shape), values.dtype)
+        out[self.cells] = values
+        return out.reshape(self.shape)
 
 
 def tensor_of(sent: Any, what: str) -> Tensor:
@@ -143,33 +144,30 @@ def tensor_of(sent: Any, what: str) -> Tensor:
     its values, type and shape do not match.
     """
     if isinstance(sent, TensorBody):
-        values = array_of(sent.data, sent.dtype.startswith("int"), f"{what}: data")
-        csr = [sent.sparse_crow_indices, sent.sparse_col_indices]
-        csr = [] if csr == [None, None] else csr
-        indices = [array_of(one or [], True, f"{what}: indices") for one in csr]
-        return _tensor(what, values, tuple(sent.shape or ()), *indices)
+        values = _listed(sent.data, sent.dtype.startswith("int"), f"{what}: data")
+        csr = sent.sparse_crow_indices, sent.sparse_col_indices
+        indices = [_listed(one or [], True, f"{what}: indices") for one in csr]
+        return _tensor(what, values, sent.shape or (), None if csr == (None, None) else indices)
     if sent.dtype not in FORMS:
         known = ["1 (float32)", "2 (int64)", "3 (int32)", "4 (bfloat16)"]
         raise choice(f"{what}: dtype", sent.dtype, known)
     if (kind := sent.WhichOneof("encoding")) is None:
         raise UserError(f"{what} has no values: send it dense or as sparse_csr")
-    dtype, csr = FORMS[sent.dtype], sent.sparse_csr
-    values = raw(sent.dense if kind == "dense" else csr.values, dtype, what)
-    values = values.astype(np.int64 if dtype.kind == "i" else np.float32)
-    csr = [] if kind == "dense" else [csr.crow_indices, csr.col_indices]
-    indices = [raw(one, FORMS[messages.INT64], what) for one in csr]
-    return _tensor(what, values, tuple(sent.shape), *indices)
+    csr, is_dense = sent.sparse_csr, kind == "dense"
+    values = _raw(sent.dense if is_dense else csr.values, sent.dtype, what)
+    values = values.astype(np.int64 if values.dtype.kind == "i" else np.float32)
+    indices = [_raw(one, messages.INT64, what) for one in (csr.crow_indices, csr.col_indices)]
+    return _tensor(what, values, sent.shape, None if is_dense else indices)
 
 
-def _tensor(what: str, values: np.ndarray, shape: tuple[Any, ...], *csr: np.ndarray) -> Tensor:
-    """Returns a tensor, sparse if CSR's row pointers and columns are given."""
-    n = values.size
-    shape = shape or (n,)
+def _tensor(what: str, values: np.ndarray, sizes: Any, csr: list[np.ndarray] | None) -> Tensor:
+    """Returns a valid tensor, sparse if CSR's row pointers and columns are given."""
+    n, shape = values.size, tuple(sizes) or (values.size,)
     if len(shape) > 2 or any(type(d) is not int or not 0 <= d < 2**62 for d in shape):
         text = shown(list(shape))[:80]
         raise UserError(f"{what} has shape {text}; expected one or two axes, none below 0")
     count = math.prod(shape)
-    if not csr:
+    if csr is None:
         if count != n:
             raise UserError(f"{what} has {n} values; its shape {list(shape)} has {count}")
         return Tensor(values, shape, None, what)
@@ -194,9 +192,9 @@ def _dense(array: Tensor | np.ndarray) -> Tensor:
     return array if isinstance(array, Tensor) else Tensor(array.reshape(-1), array.shape)
 
 
-def to_json(tensor: Tensor | np.ndarray) -> dict[str, Any]:
+def to_json(array: Tensor | np.ndarray) -> dict[str, Any]:
     """Returns the JSON of a tensor or array; whole numbers as int64, others as float32."""
-    tensor = _dense(tensor)
+    tensor = _dense(array)
     dtype = "int64" if tensor.values.dtype.kind == "i" else "float32"
     out = {"data": tensor.values.tolist(), "dtype": dtype, "shape": list(tensor.shape)}
     if tensor.csr is not None:
@@ -204,18 +202,18 @@ def to_json(tensor: Tensor | np.ndarray) -> dict[str, Any]:
     return out
 
 
-def to_proto(tensor: Tensor | np.ndarray, message: Any) -> None:
+def to_proto(array: Tensor | np.ndarray, message: Any) -> None:
     """Fills a ``Tensor`` message with the int32 or float32 values of a tensor or array."""
-    tensor = _dense(tensor)
+    tensor = _dense(array)
     message.dtype = messages.INT32 if tensor.values.dtype.kind == "i" else messages.FLOAT32
     message.shape.extend(tensor.shape)
     data = tensor.values.astype(FORMS[message.dtype]).tobytes()
     if tensor.csr is None:
         message.dense = data
-        return
-    message.sparse_csr.values = data
-    rows, columns = (one.astype("<i8").tobytes() for one in tensor.csr)
-    message.sparse_csr.crow_indices, message.sparse_csr.col_indices = rows, columns
+    else:
+        rows, columns = (one.astype("<i8").tobytes() for one in tensor.csr)
+        sparse = message.sparse_csr
+        sparse.values, sparse.crow_indices, sparse.col_indices = data, rows, columns
 
 
 def packed(
