@@ -28,7 +28,7 @@ from mint_jax.service.console.sessions import Browsers, covers, sign_in_first
 from mint_jax.service.endpoints import TABLE, Endpoint
 from mint_jax.service.exchange import Left, Refusal, Reply, Source, path_of, replay, values
 from mint_jax.service.handlers import off_loop
-from mint_jax.service.keys import SCOPES, Key, Keys
+from mint_jax.service.keys import SCOPES, Keys
 from mint_jax.service.quotas import Quotas
 from mint_jax.service.tokens import is_token
 
@@ -104,11 +104,9 @@ class Budget:
                 if ended:
                     raise Left
                 if own + count > self.limit:
-                    raise Refusal(
-                        413,
-                        f"the request would take {own + count} bytes of memory, of at most"
-                        f" {self.limit}: send fewer data in a request",
-                    )
+                    found = f"the request would take {own + count} bytes of memory"
+                    limit = f"of at most {self.limit}: send fewer data in a request"
+                    raise Refusal(413, f"{found}, {limit}")
                 if count > 0 and self.used + count > self.limit:
                     used = f"the server holds {self.used} bytes of requests"
                     raise _busy(f"{used}, of at most {self.limit}")
@@ -162,9 +160,8 @@ class Gate:
             endpoint = TABLE.find(scope["method"], path)
             # an absolute URI, whose host would count in place of the header's, or `*`
             if not path.startswith("/"):
-                raise Refusal(
-                    400, f"the path is {path[:80]!r}; expected '/...', and the host in Host"
-                )
+                expected = "'/...', and the host in Host"
+                raise Refusal(400, f"the path is {path[:80]!r}; expected {expected}")
             is_open = endpoint is not None and endpoint.open
             if not is_open or self.keys is None:
                 client = self._client(scope, path)
@@ -196,11 +193,8 @@ class Gate:
             line = {"id": reply.id, "tenant": client.tenant, "key": client.key}
             line |= {"method": scope["method"], "path": _masked(path)[:200]}
             line |= {"status": reply.status or 499, "bytes_in": source.bytes}
-            line |= {
-                "bytes_out": reply.bytes,
-                "ms": round(1e3 * (time.perf_counter() - started), 1),
-            }
-            log.info("%s", json.dumps(line))
+            ms = 1e3 * (time.perf_counter() - started)
+            log.info("%s", json.dumps(line | {"bytes_out": reply.bytes, "ms": round(ms, 1)}))
 
     # -- keys
 
@@ -212,40 +206,35 @@ class Gate:
         if self.keys is None:
             self._check_local(headers)
             return Client("default", SCOPES)
-        sent = set(values(headers, b"x-api-key"))
-        for value in values(headers, b"authorization"):
-            scheme, _, key = value.partition(" ")
-            if scheme.lower() != "bearer":
-                raise _unknown("Authorization is not 'Bearer KEY'")
-            sent.add(key.strip())
-        if not sent and self.browsers is not None and covers(path):
-            found = self.browsers.find(headers)
-            key = None if found is None else self._readable(self.keys.by_id, found[0])
-            if found is None or key is None:
-                raise sign_in_first(scope)
-            return Client(key.tenant, key.scopes, key.id, session=found[1])
-        if not sent:
-            raise _unknown("there is no API key: send it as X-API-Key or as Authorization: Bearer")
+        bearers = [value.partition(" ") for value in values(headers, b"authorization")]
+        if any(scheme.lower() != "bearer" for scheme, *_ in bearers):
+            raise _unknown("Authorization is not 'Bearer KEY'")
+        sent = {*values(headers, b"x-api-key"), *(key.strip() for *_, key in bearers)}
         if len(sent) > 1:
             raise _unknown("there are several API keys: send one")
-        secret = sent.pop()
-        key = self._readable(self.keys.find, secret)
-        if key is None:
-            # The SDK fetches another token when it reads this, also where the server's clock was
-            # moved past the old one's end.
-            raise _unknown(
-                "the API key is unknown, revoked or expired: ask the server's operator for another",
-                ' error="invalid_token"',
-            )
-        return Client(key.tenant, key.scopes, key.id, is_token(secret), key.id)
-
-    def _readable(self, find: Callable[[str], Key | None], text: str) -> Key | None:
         try:
-            return find(text)
+            if sent:
+                secret = sent.pop()
+                if (key := self.keys.find(secret)) is not None:
+                    return Client(key.tenant, key.scopes, key.id, is_token(secret), key.id)
+            elif self.browsers is not None and covers(path):
+                owner, session = self.browsers.find(headers) or ("", "")
+                if (key := self.keys.by_id(owner)) is not None:
+                    return Client(key.tenant, key.scopes, key.id, session=session)
+                raise sign_in_first(scope)
+            else:
+                text = "there is no API key: send it as X-API-Key or as Authorization: Bearer"
+                raise _unknown(text)
         except UserError as error:
             log.error("keys: %s", error)
             message = "the server cannot read its keys now: ask its operator"
             raise Refusal(503, message, {"retry-after": "5"}) from error
+        # The SDK fetches another token when it reads this, also where the server's clock was moved
+        # past the old one's end.
+        message = (
+            "the API key is unknown, revoked or expired: ask the server's operator for another"
+        )
+        raise _unknown(message, ' error="invalid_token"')
 
     def _check_local(self, headers: Headers) -> None:
         """Refuses browsers' requests from pages of other sites, whatever name these give to this
@@ -254,14 +243,11 @@ class Gate:
         named = values(headers, b"host")
         if len(named) != 1 or not is_ours(named[0], self.hosts):
             names = ", ".join(["localhost", "127.0.0.1", "[::1]", *sorted(self.hosts)])
-            raise Refusal(
-                403,
-                f"Host is {', '.join(named)[:80]!r}; a server without keys answers to {names} alone"
-                ": use such a name, add this one to the server's setting hosts, or give it keys",
-            )
-        if not all(
-            is_ours(one.partition("://")[2], self.hosts) for one in values(headers, b"origin")
-        ):
+            found = f"Host is {', '.join(named)[:80]!r}; a server without keys answers to {names}"
+            remedy = "use such a name, add this one to the server's setting hosts, or give it keys"
+            raise Refusal(403, f"{found} alone: {remedy}")
+        origins = (one.partition("://")[2] for one in values(headers, b"origin"))
+        if not all(is_ours(origin, self.hosts) for origin in origins):
             raise Refusal(403, "a server without keys takes no requests from pages of other sites")
 
     # -- limits
@@ -269,19 +255,19 @@ class Gate:
     @contextlib.contextmanager
     def _count(self, tenant: str, count: int) -> Iterator[None]:
         """Counts a request as in flight."""
-        quota = self.quotas.of(tenant).requests
-        most = self.limits.tenant if quota is None else quota
-        if count and self.in_flight[tenant] >= most:
+        quota, limits, in_flight = self.quotas.of(tenant).requests, self.limits, self.in_flight
+        most = limits.tenant if quota is None else quota
+        if count and in_flight[tenant] >= most:
             raise _busy(f"tenant {tenant} has {most} requests in flight")
-        if count and self.in_flight.total() >= self.limits.total:
-            raise _busy(f"the server has {self.limits.total} requests in flight")
-        self.in_flight[tenant] += count
+        if count and in_flight.total() >= limits.total:
+            raise _busy(f"the server has {limits.total} requests in flight")
+        in_flight[tenant] += count
         try:
             yield
         finally:
-            self.in_flight[tenant] -= count
-            if not self.in_flight[tenant]:
-                del self.in_flight[tenant]
+            in_flight[tenant] -= count
+            if not in_flight[tenant]:
+                del in_flight[tenant]
 
     async def _body(
         self,
@@ -311,14 +297,13 @@ class Gate:
         body = whole.getvalue()
         del whole
         codings = [value.strip().lower() for value in values(headers, b"content-encoding")]
-        codings = [coding for coding in codings if coding not in ("", "identity")]
+        coding = ", ".join(coding for coding in codings if coding not in ("", "identity"))
         protobuf = any(map(bodies.is_protobuf, values(headers, b"content-type")[:1]))
         is_message = protobuf and endpoint is not None and endpoint.protobuf
         estimate = bodies.protobuf_memory if is_message else bodies.json_memory
         try:
-            if codings:
-                unpack, coding = bodies.decompress, ", ".join(codings)
-                body = await asyncio.to_thread(unpack, body, coding, limit, take)
+            if coding:
+                body = await asyncio.to_thread(bodies.decompress, body, coding, limit, take)
                 take(-source.bytes)
             take(await off_loop(len(body), lambda: estimate(body)))
         except UserError as error:

@@ -89,9 +89,8 @@ class ReloadedFile(Generic[T]):
                 if version != self._version or self._problem:
                     self._value, self._version, self._problem = self._read(), version, ""
             except OSError as error:
-                self._problem = (
-                    f"{self._path} cannot be read ({error.strerror}): let the server's user read it"
-                )
+                remedy = f"({error.strerror}): let the server's user read it"
+                self._problem = f"{self._path} cannot be read {remedy}"
             except UserError as error:
                 self._problem = str(error)
         if self._problem:
@@ -138,14 +137,11 @@ class Keys:
     def _read(self) -> dict[str, Key]:
         path = self._folder / FILE
         if not path.exists():
-            raise UserError(
-                f"there is no {path}; make a key with: python -m mint_jax.service.keys add"
-                f" --folder {self._folder} --tenant T --scopes sample,train"
-            )
+            command = f"python -m mint_jax.service.keys add --folder {self._folder} --tenant T"
+            raise UserError(f"there is no {path}; make a key with: {command} --scopes sample,train")
         if (mode := path.stat().st_mode) & 0o022:
-            raise UserError(
-                f"{path} may be written by others (mode {mode & 0o777:o}): chmod 600 {path}"
-            )
+            found = f"{path} may be written by others (mode {mode & 0o777:o})"
+            raise UserError(f"{found}: chmod 600 {path}")
         return {name: key for key in read(self._folder) for name in (key.id, key.hash)}
 
 
@@ -172,8 +168,7 @@ def add(
     """
     if days is not None and not 0 < days <= 36_500:
         raise UserError(f"days is {days}; expected a number above 0 and at most 36500")
-    now = datetime.datetime.now(datetime.UTC)
-    secret = PREFIX + secrets.token_urlsafe(32)
+    now, secret = datetime.datetime.now(datetime.UTC), PREFIX + secrets.token_urlsafe(32)
     key = Key(
         id=secrets.token_hex(6),
         tenant=check_tenant(tenant),
@@ -190,11 +185,10 @@ def add(
 def revoke(folder: Path, id: str) -> Key:
     """Removes a key; a running server refuses it within two seconds. Raises ``UserError``."""
     with locked(folder):
-        keys = read(folder) if (folder / FILE).exists() else []
-        found = next((key for key in keys if key.id == id), None)
-        if found is None:
+        keys = {key.id: key for key in read(folder)}
+        if (found := keys.pop(id, None)) is None:
             raise UserError(f"{folder / FILE} has no key {id!r}: the command list shows all")
-        _write(folder, [key for key in keys if key is not found])
+        _write(folder, list(keys.values()))
     return found
 
 
@@ -223,19 +217,19 @@ def _write(folder: Path, keys: list[Key]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command, and returns the exit status: 2 for a user's mistake."""
-    folder = argparse.ArgumentParser(add_help=False)
-    folder.add_argument("--folder", type=Path, required=True, help="the server's folder")
     parser = argparse.ArgumentParser(
         prog="python -m mint_jax.service.keys", description="API keys of a server."
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    adding = commands.add_parser("add", parents=[folder], help="make a key and print it, once")
-    adding.add_argument("--tenant", required=True, help="owner of what is made with the key")
-    adding.add_argument("--scopes", required=True, help=f"some of {','.join(SCOPES)}")
-    adding.add_argument("--days", type=float, help="days until it expires")
-    commands.add_parser("list", parents=[folder], help="print all keys, without their secrets")
-    revoking = commands.add_parser("revoke", parents=[folder], help="remove a key")
-    revoking.add_argument("id", help="as `list` prints it")
+    abouts = {"add": "make a key and print it, once", "revoke": "remove a key"}
+    abouts["list"] = "print all keys, without their secrets"
+    made = {name: commands.add_parser(name, help=text) for name, text in abouts.items()}
+    for one in made.values():
+        one.add_argument("--folder", type=Path, required=True, help="the server's folder")
+    made["add"].add_argument("--tenant", required=True, help="owner of what is made with the key")
+    made["add"].add_argument("--scopes", required=True, help=f"some of {','.join(SCOPES)}")
+    made["add"].add_argument("--days", type=float, help="days until it expires")
+    made["revoke"].add_argument("id", help="as `list` prints it")
     given = parser.parse_args(arguments)
     try:
         if given.command == "add":

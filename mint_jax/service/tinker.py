@@ -199,7 +199,8 @@ class Tinker:
 
         def make() -> Call:
             try:
-                return self.server.sequences.with_routes(*message.batch(), model.tenant)
+                call, spans = message.batch()
+                return self.server.sequences.with_routes(call, spans, model.tenant)
             except UserError as reason:
                 return Refused(reason_of(reason))
 

@@ -55,7 +55,11 @@ def coefs(name: str, config: Mapping[str, Any]) -> LossCoefs:
             raise UserError(f"loss_fn_config has {shown(key)}; {name} takes {takes}")
         if value is None and key not in config:
             raise UserError(f"loss_fn_config has no {key}; {name} needs it: give a number")
-        if type(value) not in (int, float) or not abs(value) <= FLOAT32_MAX:
+        if (
+            not isinstance(value, int | float)
+            or isinstance(value, bool)
+            or not abs(value) <= FLOAT32_MAX
+        ):
             raise UserError(f"loss_fn_config.{key} is {shown(value)}; expected a finite number")
     low, high = (float(numbers.get(key, default)) for key, default in zip(CLIP, (0, math.inf)))
     beta = float(numbers.get("beta", 0))
