@@ -14,7 +14,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import time
 import urllib.request
@@ -25,7 +24,8 @@ import mint_jax as mint
 from benchmarks.service_client import Served
 from mint_jax.models.base import resolve
 from mint_jax.rollout.score import Scorer
-from tests.clients.run import ROOT, Failed, chosen, need, report
+from tests.clients import runner
+from tests.clients.runner import ROOT, Failed, need
 
 BASE = "tiny-random"
 CALL_S = 1200.0
@@ -39,39 +39,16 @@ class Foreign:
         python: the interpreter of the client's environment.
         url: the server's.
         folder: empty, for what the client reads and writes.
-        base: the server's, as it is called there and as we load it.
-        tokenizer: folder of its tokenizer.
     """
 
     python: Path
     url: str
     folder: Path
-    base: str
-    tokenizer: Path
 
     def call(self, *command: object) -> str:
-        """Runs a module of the client to its end; what it printed, which is kept in the folder as
-        well. Raises ``Failed``.
-        """
-        told = self.folder / f"{time.monotonic_ns()}.log"
-        quiet = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(self.folder / "hf"), "PYTHONPATH": ""}
-        quiet |= {"OMP_NUM_THREADS": "1", "COLUMNS": "160"}
-        with open(told, "wb") as log:
-            process = subprocess.Popen(
-                [str(self.python), "-m", *map(str, command)],
-                cwd=self.folder,
-                env=os.environ | quiet,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
-            try:
-                code = process.wait(CALL_S)
-            except subprocess.TimeoutExpired:
-                code = None
-            finally:
-                process.kill()
-        need(code == 0, f"{command[0]} ended with {code}: see {told}")
-        return told.read_text(errors="replace")
+        """Runs a module of the client to its end; returns its output, which the folder keeps."""
+        log = self.folder / f"{time.monotonic_ns()}.log"
+        return runner.whole([self.python, "-m", *command], self.folder, log, CALL_S)
 
 
 # -- lm-eval's ``local-completions``: choices, rolling and generating tasks of our own. The harness
@@ -114,14 +91,14 @@ def lm_eval(client: Foreign) -> str:
     """What the harness finds is what our own model says."""
     _run_tasks(client)
     found = {name: _samples(client.folder, name) for name in TASKS}
-    model = mint.load(client.base)
+    model = mint.load(BASE)
     encode = model.base.need_tokenizer().encode
     pairs = [(one["arg_0"], one["arg_1"], response) for one, response in found["mint_choice"]]
     need(len(pairs) == sum(len(row["choices"]) for row in CHOICES), f"{len(pairs)} choices")
     rolled = [("", argument["arg_0"], response) for argument, response in found["mint_rolling"]]
     need(len(rolled) == len(TEXTS), f"{len(rolled)} texts were scored")
     # the harness puts it before a text
-    config = json.loads((client.tokenizer / "tokenizer_config.json").read_text())
+    config = json.loads((resolve(BASE) / "tokenizer_config.json").read_text())
     [begin] = encode(config["bos_token"])
     sequences = [encode(context + more) for context, more, _ in pairs] + [
         [begin, *encode(text)] for _, text, _ in rolled
@@ -159,8 +136,8 @@ def _run_tasks(client: Foreign) -> None:
         source: dict[str, Any] = {"task": name, "dataset_path": "json", "test_split": "test"}
         source["dataset_kwargs"] = {"data_files": {"test": str(data)}}
         (folder / f"{name}.yaml").write_text(json.dumps(source | task))  # JSON is YAML
-    given = f"model={client.base},base_url={client.url}/v1/completions"
-    given += f",tokenizer={client.tokenizer},num_concurrent=2,max_retries=1,max_length=512"
+    given = f"model={BASE},base_url={client.url}/v1/completions"
+    given += f",tokenizer={resolve(BASE)},num_concurrent=2,max_retries=1,max_length=512"
     more = ("--model_args", given, "--tasks", ",".join(TASKS), "--include_path", folder)
     more += ("--output_path", folder / "out", "--log_samples")
     client.call("lm_eval", "run", "--model", "local-completions", *more)
@@ -193,7 +170,7 @@ def schemathesis(client: Foreign) -> str:
     with urllib.request.urlopen(f"{client.url}/openapi.json") as answer:
         document = json.load(answer)
     told = []
-    for mode, shown in (("negative", document), ("positive", narrowed(document, client.base))):
+    for mode, shown in (("negative", document), ("positive", narrowed(document))):
         path = client.folder / f"{mode}.json"
         path.write_text(json.dumps(shown))
         asked = ("--url", client.url, "--mode", mode, *OPTIONS.split())
@@ -220,12 +197,12 @@ def answered(url: str, path: str) -> float:
     )
 
 
-def narrowed(document: dict[str, Any], base: str) -> dict[str, Any]:
+def narrowed(document: dict[str, Any]) -> dict[str, Any]:
     """The document, whose completions are of the base and short."""
     out = copy.deepcopy(document)
     for name in ("CompletionBody", "ChatBody"):
         body = out["components"]["schemas"][name]
-        body["properties"]["model"] = {"const": base}
+        body["properties"]["model"] = {"const": BASE}
         for field in ("max_tokens", "max_completion_tokens", "n"):
             if field in body["properties"]:
                 body["properties"][field] = {"type": "integer", "minimum": 1, "maximum": MOST}
@@ -237,21 +214,12 @@ CHECKS = {"lm_eval": lm_eval, "schemathesis": schemathesis}
 
 
 def interpreter(folder: Path, name: str) -> Path:
-    """The Python of a client's environment, which is made where there is none or where its versions
-    are others.
-    """
+    """The Python of a client's environment, with the versions of its file."""
     version = f"py{sys.version_info.major}{sys.version_info.minor}"
-    home, wanted = folder / name, ROOT / "constraints" / f"evals-{name}-{version}.txt"
-    python, stamp = home / "bin" / "python", home / "installed"
+    wanted = ROOT / "constraints" / f"evals-{name}-{version}.txt"
     if not wanted.exists():
         raise Failed(f"there is no {wanted.name}: run it with Python 3.11")
-    if not stamp.exists() or stamp.read_text() != wanted.read_text():
-        subprocess.run([sys.executable, "-m", "venv", "--clear", home], check=True)
-        subprocess.run(
-            [python, "-m", "pip", "install", "--quiet", "--no-compile", "-r", wanted], check=True
-        )
-        stamp.write_text(wanted.read_text())
-    return python
+    return runner.interpreter(folder / name, ("-r", str(wanted)), wanted.read_text())
 
 
 def main() -> int:
@@ -261,7 +229,7 @@ def main() -> int:
     parser.add_argument("--workdir", type=Path, required=True)
     parser.add_argument("clients", nargs="*", help=f"of {', '.join(CHECKS)}; all by default")
     asked = parser.parse_args()
-    names = chosen(parser, asked.clients, list(CHECKS))
+    names = runner.chosen(parser, asked.clients, list(CHECKS))
     pythons = {name: interpreter(Path(os.path.abspath(asked.environments)), name) for name in names}
     workdir = asked.workdir.resolve()
     shutil.rmtree(workdir, ignore_errors=True)
@@ -271,9 +239,9 @@ def main() -> int:
         url = server.ready()
         for name in names:
             (workdir / name).mkdir()
-            client = Foreign(pythons[name], url, workdir / name, BASE, resolve(BASE))
+            client = Foreign(pythons[name], url, workdir / name)
             checks[name] = functools.partial(CHECKS[name], client)
-        code = report(checks)
+        code = runner.report(checks)
         server.stop()
         return code
     finally:

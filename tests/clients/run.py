@@ -26,7 +26,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +34,9 @@ from safetensors.numpy import load_file
 
 from benchmarks.service_client import Served
 from mint_jax.models.base import resolve
-from tests.clients import data
+from tests.clients import data, runner
+from tests.clients.runner import need
 
-ROOT = Path(__file__).parents[2]
-RECIPE_S = 3600.0
 STEPS = 16  # of arithmetic
 COMMON = {"name": data.NAME, "tokenizer": data.NAME, "port": 0, "idle_gap_s": 30.0}
 TINY, SMOL = "tiny-random", "smollm2-135m-instruct"
@@ -47,50 +46,13 @@ SERVERS = {  # base -> what fits two cores; some recipes have no option of the r
     SMOL: {"ranks": "(8,)", "slots": 1, "adapters": 2, "max_rows": 32}
     | {"shapes": "((1,1,256),(1,4,256))"},
 }
-IMITATION = {  # base -> chat_sl's options, for answers in the form that rl_loop rewards
-    "tiny-random": "learning_rate=1e-2",
-    "smollm2-135m-instruct": "learning_rate=2e-3 max_steps=10",
-}
+# base -> chat_sl's options, for answers in the form that rl_loop rewards
+IMITATION = {TINY: "learning_rate=1e-2", SMOL: "learning_rate=2e-3 max_steps=10"}
 RENDERER = "renderer_name=qwen3_instruct"
 
 
-class Failed(Exception):
-    """What did not hold."""
-
-
-def need(holds: bool, what: str) -> None:
-    if not holds:
-        raise Failed(what)
-
-
-def report(checks: Mapping[str, Callable[[], str]]) -> int:
-    """Runs checks, and prints a line for each and a JSON object of all; the exit code."""
-    told: dict[str, dict[str, Any]] = {}
-    for name, check in checks.items():
-        begun = time.monotonic()
-        try:
-            held, ok = check(), True
-        except (Failed, OSError, LookupError, ValueError, subprocess.TimeoutExpired) as failure:
-            held, ok = f"{type(failure).__name__}: {failure}", False
-        wall_s = round(time.monotonic() - begun, 1)
-        told[name] = {"ok": ok, "told": held, "wall_s": wall_s}
-        print(f"{name:14}{'ok    ' if ok else 'FAILED'} {wall_s:7.1f} s  {held}", flush=True)
-    ok = all(one["ok"] for one in told.values())
-    print(json.dumps({"ok": ok, "checks": told}))
-    return 0 if ok else 1
-
-
-def chosen(
-    parser: argparse.ArgumentParser, asked: Sequence[str], names: Sequence[str]
-) -> list[str]:
-    """The names that were given on the command line; all by default."""
-    if unknown := set(asked) - set(names):
-        parser.error(f"{', '.join(sorted(unknown))}: expected some of {', '.join(names)}")
-    return list(asked or names)
-
-
 class Run:
-    """A server and the recipes that ask it; ``folder`` is the clients', with the server's."""
+    """A server and its clients' recipes; ``folder`` is the clients', with the server's."""
 
     def __init__(self, base: str, folder: Path, python: str):
         self.base, self.folder, self.python = base, folder, python
@@ -98,51 +60,36 @@ class Run:
 
     def start(self) -> None:
         """Starts the server, again where it ran before, and waits until it is ready."""
-        folder = self.folder / "server"
         options = {"base": self.base} | COMMON | SERVERS[self.base]
+        folder = self.folder / "server"
         self.server = Served("mint_jax.launch", "configs/serve.py", folder, options)
-        self.url = self.server.ready()
+        self.where = {"TINKER_BASE_URL": self.server.ready(), "TINKER_API_KEY": "tml-local"}
 
     def log(self, name: str) -> Path:
         """The folder of a recipe's own logs."""
         return self.folder / "logs" / name
 
-    def begin(self, name: str, *command: str) -> subprocess.Popen[bytes]:
-        """Starts a process of the clients' environment."""
-        (self.folder / "logs").mkdir(exist_ok=True)
-        environment = os.environ | {"TINKER_BASE_URL": self.url, "TINKER_API_KEY": "tml-local"}
-        environment |= {"TINKER_TELEMETRY": "0", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-        environment |= {"HF_HOME": str(self.folder / "hf"), "PYTHONPATH": ""}
-        with open(self.folder / "logs" / f"{name}.log", "ab") as log:
-            return subprocess.Popen(
-                [self.python, *command], cwd=self.folder, env=environment, stdout=log, stderr=log
-            )
-
     def recipe(self, name: str, module: str, options: str) -> list[str]:
         """Returns the command of a recipe with its options."""
         own = f"model_name={data.NAME}", f"log_path={self.log(name)}"
-        return ["-m", f"tinker_cookbook.recipes.{module}", *own, *options.split()]
+        return [self.python, "-m", f"tinker_cookbook.recipes.{module}", *own, *options.split()]
 
-    def whole(self, name: str, *command: str) -> None:
-        """Runs a process to its end."""
-        process = self.begin(name, *command)
-        try:
-            code = process.wait(RECIPE_S)
-        finally:
-            process.kill()
-        need(code == 0, f"it ended with {code}: see {self.folder / 'logs' / name}.log")
+    def begin(self, name: str, command: Sequence[str]) -> subprocess.Popen:
+        return runner.begin(command, self.folder, Path(f"{self.log(name)}.log"), **self.where)
 
-    def metrics(self, name: str) -> list[dict[str, float]]:
+    def whole(self, name: str, command: Sequence[str]) -> None:
+        runner.whole(command, self.folder, Path(f"{self.log(name)}.log"), **self.where)
+
+    def lines(self, name: str, file: str) -> list[dict[str, Any]]:
+        path = self.log(name) / file
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def metrics(self, name: str) -> list[dict[str, Any]]:
         """A recipe's metrics, a line for each step."""
-        path = self.log(name) / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [json.loads(line) for line in lines]
+        return self.lines(name, "metrics.jsonl")
 
     def checkpoints(self, name: str) -> list[dict[str, Any]]:
-        return [
-            json.loads(line)
-            for line in (self.log(name) / "checkpoints.jsonl").read_text().splitlines()
-        ]
+        return self.lines(name, "checkpoints.jsonl")
 
 
 def series(rows: Sequence[dict[str, float]], name: str) -> list[float]:
@@ -158,8 +105,8 @@ def ended(run: Run, name: str) -> dict[str, Any]:
 
 
 def kill_after(run: Run, name: str, command: Sequence[str], steps: int) -> list[dict[str, float]]:
-    """Starts a recipe, kills it when so many steps are logged, and gives their metrics."""
-    process = run.begin(name, *command)
+    """Starts a recipe, kills it after this number of logged steps, and returns their metrics."""
+    process = run.begin(name, command)
     try:
         while len(run.metrics(name)) < steps:
             need(process.poll() is None, f"it ended with {process.returncode} before step {steps}")
@@ -177,7 +124,7 @@ def sl_loop(run: Run) -> str:
     kept = run.checkpoints("sl_loop")[-1]["batch"]
     run.server.stop()
     run.start()
-    run.whole("sl_loop", *command)
+    run.whole("sl_loop", command)
     second = run.metrics("sl_loop")[len(first) :]
     steps = [int(row["step"]) for row in second]
     need(
@@ -198,7 +145,7 @@ def sl_loop(run: Run) -> str:
 
 def dpo(run: Run) -> str:
     options = f"{RENDERER} batch_size=8 learning_rate=1e-3 max_steps=8 max_length=256"
-    run.whole("dpo", *run.recipe("dpo", "preference.dpo.train", options))
+    run.whole("dpo", run.recipe("dpo", "preference.dpo.train", options))
     rows = run.metrics("dpo")
     losses, right = series(rows, "dpo_loss"), series(rows, "accuracy")
     need(abs(losses[0] - math.log(2)) < 1e-2 and losses[-1] < 0.6, f"losses {losses}")
@@ -210,7 +157,7 @@ def dpo(run: Run) -> str:
 def guess_number(run: Run) -> str:
     options = f"{RENDERER} group_size=2 batch_size=2 max_tokens=8 max_steps=2 eval_every=0"
     module = "multiplayer_rl.guess_number.train"
-    run.whole("guess_number", *run.recipe("guess_number", module, options))
+    run.whole("guess_number", run.recipe("guess_number", module, options))
     rows = run.metrics("guess_number")
     turns = series(rows, "env/all/turns_per_episode")
     need(len(turns) == 2 and min(turns) > 1, f"turns of an episode {turns}")
@@ -234,7 +181,7 @@ def download(run: Run) -> str:
         "import sys; from tinker_cookbook import weights; weights.download(tinker_path=sys.argv[1],"
         " output_dir=sys.argv[2])"
     )
-    run.whole("download", "-c", program, path, str(out))
+    run.whole("download", [run.python, "-c", program, path, str(out)])
     config = json.loads((out / "adapter_config.json").read_text())
     arrays = load_file(out / "adapter_model.safetensors")
     need(config["r"] == 8, f"the rank is {config['r']}")
@@ -249,13 +196,13 @@ def download(run: Run) -> str:
 def rl_loop(run: Run) -> str:
     options = f"dataset={data.BOXED} {RENDERER} batch_size=16 lora_rank=8 save_every=0"
     options += f" eval_every=0 max_length=256 {IMITATION[run.base]}"
-    run.whole("imitation", *run.recipe("imitation", "chat_sl.train", options))
+    run.whole("imitation", run.recipe("imitation", "chat_sl.train", options))
     begun = {"name": "imitation", "batch": 0, "state_path": ended(run, "imitation")["state_path"]}
     run.log("rl_loop").mkdir()
     (run.log("rl_loop") / "checkpoints.jsonl").write_text(json.dumps(begun) + "\n")
     options = "batch_size=2 group_size=8 learning_rate=4e-4 max_steps=4 save_every=2 max_tokens=8"
     options += " loss_fn=importance_sampling"
-    run.whole("rl_loop", *run.recipe("rl_loop", "rl_loop", options))
+    run.whole("rl_loop", run.recipe("rl_loop", "rl_loop", options))
     rows = run.metrics("rl_loop")
     rewards, steps = series(rows, "reward/total"), series(rows, "grad_norm")
     need(len(rewards) == 4 and 0 < statistics.mean(rewards) < 1, f"rewards {rewards}")
@@ -270,7 +217,7 @@ def arithmetic(run: Run) -> str:
     options = f"{RENDERER} env=arithmetic group_size=8 groups_per_batch=4 max_steps={STEPS}"
     options += " lora_rank=8 learning_rate=4e-4 loss_fn=importance_sampling"
     options += " eval_every=0 save_every=0"
-    run.whole("arithmetic", *run.recipe("arithmetic", "math_rl.train", options))
+    run.whole("arithmetic", run.recipe("arithmetic", "math_rl.train", options))
     rows = run.metrics("arithmetic")
     rewards = series(rows, "env/all/reward/total")
     before, after = rewards[0], statistics.mean(rewards[-4:])
@@ -310,12 +257,14 @@ def main() -> int:
     text = f"of {', '.join(known)}; all by default. download needs sl_loop"
     parser.add_argument("recipes", nargs="*", help=text)
     asked = parser.parse_args()
-    names, code = chosen(parser, asked.recipes, known), 0
+    names, code = runner.chosen(parser, asked.recipes, known), 0
     python = os.path.abspath(asked.python)  # a link into the environment must stay one
     for base in [asked.base] if asked.base else SERVERS:
         if calls := {call.__name__: call for call in RECIPES[base] if call.__name__ in names}:
             with served(base, asked.workdir.resolve() / base, python) as run:
-                code |= report({n: functools.partial(call, run) for n, call in calls.items()})
+                code |= runner.report(
+                    {n: functools.partial(call, run) for n, call in calls.items()}
+                )
     return code
 
 
