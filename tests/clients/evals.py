@@ -48,7 +48,7 @@ class Foreign:
     def call(self, *command: object) -> str:
         """Runs a module of the client to its end; returns its output, which the folder keeps."""
         log = self.folder / f"{time.monotonic_ns()}.log"
-        return runner.whole([self.python, "-m", *command], self.folder, log, CALL_S)
+        return runner.whole([self.python, "-m", *command], self.folder, log, limit_s=CALL_S)
 
 
 # -- lm-eval's ``local-completions``: choices, rolling and generating tasks of our own. The harness
@@ -176,7 +176,8 @@ def schemathesis(client: Foreign) -> str:
         asked = ("--url", client.url, "--mode", mode, *OPTIONS.split())
         out = client.call("schemathesis.cli", "run", path, *asked)
         counted = re.search(r"(\d+) generated", out)
-        need(counted is not None, f"schemathesis made no requests: {out[-300:]}")
+        if counted is None:
+            raise Failed(f"schemathesis made no requests: {out[-300:]}")
         told.append(f"{counted[1]} {mode} requests")
     for path in ("/v1/completions", "/v1/chat/completions"):
         need(

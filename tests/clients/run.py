@@ -75,10 +75,10 @@ class Run:
         return [self.python, "-m", f"tinker_cookbook.recipes.{module}", *own, *options.split()]
 
     def begin(self, name: str, command: Sequence[str]) -> subprocess.Popen:
-        return runner.begin(command, self.folder, Path(f"{self.log(name)}.log"), **self.where)
+        return runner.begin(command, self.folder, Path(f"{self.log(name)}.log"), self.where)
 
     def whole(self, name: str, command: Sequence[str]) -> None:
-        runner.whole(command, self.folder, Path(f"{self.log(name)}.log"), **self.where)
+        runner.whole(command, self.folder, Path(f"{self.log(name)}.log"), self.where)
 
     def lines(self, name: str, file: str) -> list[dict[str, Any]]:
         path = self.log(name) / file

@@ -56,21 +56,27 @@ def interpreter(home: Path, packages: Sequence[str], stamp: str = "installed") -
     return python
 
 
-def begin(command: Sequence[object], folder: Path, log: Path, **more: str) -> subprocess.Popen:
+def begin(
+    command: Sequence[object], folder: Path, log: Path, where: Mapping[str, str] | None = None
+) -> subprocess.Popen:
     """Starts a client in a folder, without a network; its output goes to a file."""
     quiet = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hf"), "PYTHONPATH": ""}
-    quiet |= {"OMP_NUM_THREADS": "1", "COLUMNS": "160", "TINKER_TELEMETRY": "0"} | more
+    quiet |= {"OMP_NUM_THREADS": "1", "COLUMNS": "160", "TINKER_TELEMETRY": "0"}
     log.parent.mkdir(exist_ok=True)
     with open(log, "ab") as out:
-        words, environment = [str(word) for word in command], os.environ | quiet
+        words, environment = [str(word) for word in command], os.environ | quiet | dict(where or {})
         return subprocess.Popen(words, cwd=folder, env=environment, stdout=out, stderr=out)
 
 
 def whole(
-    command: Sequence[object], folder: Path, log: Path, limit_s: float = 3600, **more: str
+    command: Sequence[object],
+    folder: Path,
+    log: Path,
+    where: Mapping[str, str] | None = None,
+    limit_s: float = 3600.0,
 ) -> str:
     """Runs a client to its end, and returns its output. Raises ``Failed``."""
-    process = begin(command, folder, log, **more)
+    process = begin(command, folder, log, where)
     try:
         code = process.wait(limit_s)
     finally:

@@ -35,7 +35,7 @@ def main(folder: Path) -> int:
             for packages, key in CLIENTS.items():
                 command = [pythons[packages], SESSION, url, key]
                 log = workdir / f"{names[packages]}.log"
-                whole = functools.partial(runner.whole, command, workdir, log, SESSION_S)
+                whole = functools.partial(runner.whole, command, workdir, log, None, SESSION_S)
                 checks[names[packages]] = whole
             return runner.report(checks)
         finally:
