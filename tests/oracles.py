@@ -70,6 +70,23 @@ _EXPERTS = {  # one dense layer, then experts in groups, and a shared one
     "topk_group": 2,
     "routed_scaling_factor": 2.5,
 }
+_STATES = {
+    "num_hidden_layers": 5,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "tie_word_embeddings": False,
+    # A query nearly orthogonal to all keys gives a small output, whose rounding the norm would
+    # enlarge 300 times: neither library is then within 1e-4 of float64.
+    "rms_norm_eps": 1e-2,
+}
+_SHARED = {  # routed experts beside a gated one of another width
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 28,
+}
 _WIDE = {"hidden_size": 128, "moe_intermediate_size": 128, "tie_word_embeddings": False}
 _MSCALE = _YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}
 # name -> (transformers config class, what differs from _COMMON)
@@ -133,19 +150,11 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV3Config",
         _LATENT | _EXPERTS | _WIDE | {"n_routed_experts": 8, "num_experts_per_tok": 2},
     ),
-    "qwen3_5": (
-        "Qwen3_5TextConfig",
-        {
-            "num_hidden_layers": 5,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 12,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "tie_word_embeddings": False,
-            # A query nearly orthogonal to all keys gives a small output, whose rounding the norm
-            # would enlarge 300 times: neither library is then within 1e-4 of float64.
-            "rms_norm_eps": 1e-2,
-        },
+    "qwen3_5": ("Qwen3_5TextConfig", _STATES),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", _STATES | _SHARED),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        _STATES | _SHARED | {"linear_num_value_heads": 6, "num_hidden_layers": 4},
     ),
     # windows shorter and longer than a page of the cache, a run of pages and a block of queries
     "mistral": ("MistralConfig", {"sliding_window": 45, "tie_word_embeddings": False}),

@@ -145,7 +145,8 @@ def _targets(
     # converts them to parameters that stack gate and up at twice the rank, by the model type, even
     # if no layer has experts. That fails in two ways: the same names no longer adapt dense layers
     # and shared experts, whose factors PEFT drops silently, and with rslora the scale of gate and
-    # up grows by sqrt(2). In these cases the parameters are named explicitly.
+    # up grows by sqrt(2). In these cases the parameters are named explicitly. So are routers: PEFT
+    # adapts one as a parameter, whose name it derives for some types of models only.
     paths = sorted({leaf.rsplit("/", 1)[0] for leaf in flat})
     modules = {path: {module.rsplit(".", 1)[-1] for module in names[path]} for path in paths}
     stacks = {
@@ -154,7 +155,12 @@ def _targets(
         if np.ndim(flat[f"{path}/a"]) == 4
     }
     of_experts = set().union(*(modules[path] for path in stacks), _MLP if moe_type else ())
-    colliding = [path for path in paths if path not in stacks and modules[path] & of_experts]
+    routers = {path for path in paths if path.endswith("/router")}
+    colliding = [
+        path
+        for path in paths
+        if path not in stacks and (modules[path] & of_experts or path in routers)
+    ]
     if not colliding and not (stacks and config.rslora):
         return {"target_modules": sorted(set().union(*modules.values()))}
     by_module = fused_parameters({path: names[path] for path in stacks}, stacks)

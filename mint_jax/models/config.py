@@ -92,6 +92,9 @@ class Delta:
     value: int  # dimensions of a value
     taps: int  # of the short convolution
     full: tuple[bool, ...]  # per layer, True if it has attention
+    # queries, keys, values and gates of a key head are neighbours in one projection, its decays and
+    # betas in another (Qwen3-Next)
+    joint: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,6 +271,12 @@ _QWEN3_5 |= {"linear_value_head_dim": 128, "linear_num_key_heads": 16}
 _QWEN3_5 |= {"linear_num_value_heads": 32}
 _MISTRAL = {"vocab_size": 32000, "intermediate_size": 14336, "num_key_value_heads": 8}
 _MISTRAL |= {"max_position_embeddings": 131072, "sliding_window": 4096}
+_SHARED = {"num_experts_per_tok": 8, "num_experts": 256, "moe_intermediate_size": 512}
+_SHARED |= {"shared_expert_intermediate_size": 512, "hidden_size": 2048, "num_hidden_layers": 40}
+_SHARED |= {"num_key_value_heads": 2}
+_QWEN3_NEXT = _QWEN3_5 | _SHARED | {"vocab_size": 151936, "intermediate_size": 5632}
+_QWEN3_NEXT |= {"num_hidden_layers": 48, "num_experts": 512, "num_experts_per_tok": 10}
+_QWEN3_NEXT |= {"norm_topk_prob": True}
 _OFF, _ONE = (None, False), (None, 1)
 # Fields that change the forward pass, in the transformers class or in the model's original code ->
 # supported values. Other values are rejected. Fields in no table have no effect in the class.
@@ -284,6 +293,7 @@ ONLY: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("embedding_multiplier", "attention_multiplier", "residual_multiplier"), _ONE),
     **dict.fromkeys(("logits_scaling", "logit_scale", "scale_emb", "scale_depth"), _ONE),
 }
+_ALL_SPARSE = {"mlp_only_layers": (None, []), "decoder_sparse_step": (None, 1)}
 _LATENT_ONLY = dict.fromkeys(("attention_bias", "mlp_bias", "sliding_window"), _OFF)
 _LATENT_ONLY |= {"moe_layer_freq": _ONE, "scoring_func": (None, "sigmoid")}
 _LATENT_ONLY |= {"topk_method": (None, "noaux_tc")}
@@ -304,8 +314,11 @@ class Family:
     rotary: float = 1.0  # share of a head's dimensions that rotate; 1: no other is supported
     norm_offset: float = 0.0
     full_every: int = 0  # with windows: every n-th layer has none; 0: all have one
+    joint_delta: bool = False  # see ``Delta.joint``
 
 
+_HYBRID: dict[str, Any] = {"qk_norm": True, "gated_attention": True, "rotary": 0.25}
+_HYBRID |= {"norm_offset": 1.0}
 FAMILIES = {  # `architectures` entry ->
     "LlamaForCausalLM": Family("llama", _GROUPED | _LLAMA, {"sliding_window": _OFF}),
     "Qwen2ForCausalLM": Family("qwen2", _GROUPED, qkv_bias=True),
@@ -315,7 +328,7 @@ FAMILIES = {  # `architectures` entry ->
     "Qwen3MoeForCausalLM": Family(
         "qwen3_moe",
         _GROUPED | _QWEN3_MOE,
-        {"mlp_only_layers": (None, []), "decoder_sparse_step": (1,)},
+        _ALL_SPARSE | {"decoder_sparse_step": (1,)},
         qk_norm=True,
     ),
     "MistralForCausalLM": Family("mistral", _GROUPED | _MISTRAL),
@@ -332,19 +345,27 @@ FAMILIES = {  # `architectures` entry ->
         shared_indexers=True,
     ),
     "Qwen3_5ForCausalLM": Family(
-        "qwen3_5_text",
-        _GROUPED | _QWEN3_5,
-        {"attn_output_gate": (None, True)},
-        qk_norm=True,
-        gated_attention=True,
-        rotary=0.25,
-        norm_offset=1.0,
+        "qwen3_5_text", _GROUPED | _QWEN3_5, {"attn_output_gate": (None, True)}, **_HYBRID
+    ),
+    "Qwen3_5MoeForCausalLM": Family(
+        "qwen3_5_moe_text",
+        {k: v for k, v in (_GROUPED | _QWEN3_5 | _SHARED).items() if k != "intermediate_size"},
+        _ALL_SPARSE | {"attn_output_gate": (None, True), "norm_topk_prob": (None, True)},
+        **_HYBRID,
+    ),
+    "Qwen3NextForCausalLM": Family(
+        "qwen3_next",
+        _GROUPED | _QWEN3_NEXT,
+        _ALL_SPARSE | {"attn_output_gate": (None, True)},
+        **_HYBRID,
+        joint_delta=True,
     ),
 }
 # Classes of text and other media -> that of their ``text_config``
 WRAPPERS = {
     "KimiK25ForConditionalGeneration": "DeepseekV3ForCausalLM",
     "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
 }
 _ROPE_NEEDS = {  # rope_type -> keys that its formula needs
     "default": (),
@@ -460,7 +481,7 @@ def _windows(fields: _Fields, layers: int, family: Family) -> Windows | None:
     return Windows(size, tuple(not one for one in full))
 
 
-def _delta(given: dict[str, Any], fields: _Fields, layers: int) -> Delta:
+def _delta(given: dict[str, Any], fields: _Fields, layers: int, joint: bool) -> Delta:
     every = _Fields({"full_attention_interval": 4} | given).number("full_attention_interval")
     full = _full_layers(fields["layer_types"], layers, "linear_attention", every)
     names = (
@@ -478,10 +499,10 @@ def _delta(given: dict[str, Any], fields: _Fields, layers: int) -> Delta:
         f"linear_num_value_heads is {sizes[1]}, which linear_num_key_heads {sizes[0]} does not"
         " divide",
     )
-    return Delta(*sizes, full=full)
+    return Delta(*sizes, full=full, joint=joint)
 
 
-def _experts(given: dict[str, Any], fields: _Fields) -> Experts:
+def _experts(given: dict[str, Any], fields: _Fields, shared_gate: bool) -> Experts:
     number, grouped = fields.number, "n_routed_experts" in fields  # DeepSeek's
     names = ["num_experts", "num_local_experts"]
     if grouped:
@@ -490,8 +511,12 @@ def _experts(given: dict[str, Any], fields: _Fields) -> Experts:
         fields.one_of(given, *names),
         number("num_experts_per_tok"),
         number("moe_intermediate_size"),
-        normalise=bool(fields["norm_topk_prob"]),
+        normalise=bool(fields.get("norm_topk_prob", True)),
     )
+    if shared_gate:
+        width = number("shared_expert_intermediate_size")
+        _require(width > 0, f"shared_expert_intermediate_size is {width}")
+        experts = dataclasses.replace(experts, shared=width, shared_gate=True)
     if grouped:
         experts = dataclasses.replace(
             experts,
@@ -551,7 +576,7 @@ def from_hf(given: dict[str, Any]) -> ModelConfig:
     """
     given = _text_of(given)
     family = _checked_family(given)
-    known, dense, experts, latent, indexer = family.defaults, 0, None, None, None
+    known, dense, experts, latent, indexer, delta = family.defaults, 0, None, None, None, None
     fields = _Fields(known | given)
     heads, layers = fields.number("num_attention_heads"), fields.number("num_hidden_layers")
     if fields["num_key_value_heads"] is None:
@@ -562,7 +587,7 @@ def from_hf(given: dict[str, Any]) -> ModelConfig:
         f"num_attention_heads is {heads}, which num_key_value_heads {kv_heads} does not divide",
     )
     if "num_experts_per_tok" in known:
-        experts = _experts(given, fields)
+        experts = _experts(given, fields, "shared_expert_intermediate_size" in known)
     if "kv_lora_rank" in known:
         widths = "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"
         latent = Latent(fields.or_zero("q_lora_rank"), *map(fields.number, widths))
@@ -577,7 +602,8 @@ def from_hf(given: dict[str, Any]) -> ModelConfig:
     if "index_topk" in known:
         _require(latent is not None and latent.q_latent > 0, "the indexer needs q_lora_rank")
         indexer = _indexer(given, fields, layers, family.shared_indexers)
-    delta = _delta(given, fields, layers) if "linear_num_value_heads" in known else None
+    if "linear_num_value_heads" in known:
+        delta = _delta(given, fields, layers, family.joint_delta)
     theta, scaling = _rope(fields)
     bias = bool(known.get("attention_bias") is False and fields["attention_bias"])
     cfg = ModelConfig(
@@ -588,7 +614,7 @@ def from_hf(given: dict[str, Any]) -> ModelConfig:
         heads,
         kv_heads,
         fields.number("head_dim"),
-        fields.number("intermediate_size"),
+        fields.number("intermediate_size") if "intermediate_size" in known else 0,
         theta,
         scaling,
         fields.number("rms_norm_eps", float),

@@ -202,12 +202,12 @@ def specs(cfg: ModelConfig, L: int, dtype: Any) -> dict[str, Any]:
     d, D, width = _dims(cfg), cfg.d_model, channels(cfg)
     values = d.heads * d.value
     taps = ("layers", None, None, AXES["qkv"][1])
+    inward = {"qkv": width, "z": values, "beta": d.heads, "decay": d.heads}
+    if d.joint:
+        inward = {"qkvz": width + values, "ba": 2 * d.heads}
     return {
         "norm": norm(L, D, dtype),
-        "qkv": matrix("qkv", L, D, width, dtype),
-        "z": matrix("z", L, D, values, dtype),
-        "beta": matrix("beta", L, D, d.heads, dtype),
-        "decay": matrix("decay", L, D, d.heads, dtype),
+        **{name: matrix(name, L, D, F, dtype) for name, F in inward.items()},
         "convolution": ParamSpec((L, d.taps, 1, width), taps, dtype, fan_in=d.taps),
         "log_rate": norm(L, d.heads, dtype),
         "bias": norm(L, d.heads, dtype),
@@ -248,7 +248,11 @@ def mixer(
 ) -> tuple[jax.Array, dict[str, jax.Array] | None]:
     """Mixes the tokens of packed rows, or of rows with a cache; ``[B, T, D]``, and the pool."""
     d, (B, T, _) = _dims(cfg), h_BTD.shape
-    x, z, beta, decay = project_each(h_BTD, p, lora, ("qkv", "z", "beta", "decay"))
+    if d.joint:
+        qkvz, ba = project_each(h_BTD, p, lora, ("qkvz", "ba"))
+        x, z, beta, decay = _apart(qkvz, ba, d)
+    else:
+        x, z, beta, decay = project_each(h_BTD, p, lora, ("qkv", "z", "beta", "decay"))
     rate, bias = (p[name].astype(jnp.float32)[None, None] for name in ("log_rate", "bias"))
     decay = -jnp.exp(rate) * jax.nn.softplus(decay.astype(jnp.float32) + bias)
     beta, taps = jax.nn.sigmoid(beta.astype(jnp.float32)), p["convolution"][:, 0]
@@ -267,6 +271,19 @@ def mixer(
     o = rms_norm(o, p["out_norm"], cfg.norm_eps)
     o = o * jax.nn.silu(z.astype(jnp.float32)).reshape(o.shape)
     return project(o.reshape(B, T, -1).astype(h_BTD.dtype), p, lora, "out"), pool
+
+
+def _apart(qkvz: jax.Array, ba: jax.Array, d: Delta) -> list[jax.Array]:
+    """Returns channels, gates, betas and decays from projections that hold them by key head."""
+    (B, T, _), each = qkvz.shape, d.heads // d.key_heads
+
+    def split(y: jax.Array, *ends: int) -> list[jax.Array]:
+        parts = jnp.split(y.reshape(B, T, d.key_heads, -1), ends, axis=-1)
+        return [part.reshape(B, T, -1) for part in parts]
+
+    keys = 2 * d.key
+    *qkv, z = split(qkvz, d.key, keys, keys + each * d.value)
+    return [jnp.concatenate(qkv, axis=-1), z, *split(ba, each)]
 
 
 def _heads(x: jax.Array, d: Delta) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -94,18 +94,26 @@ _DELTA = _DECODER | {
     "delta/bias": "linear_attn.dt_bias",
     "delta/out_norm": "linear_attn.norm.weight",
 }
+_SHARED = {name: theirs.replace("shared_experts", "shared_expert") for name, theirs in _MOE.items()}
+_SHARED |= {"moe/shared_gate/w": "mlp.shared_expert_gate.weight"}
+_JOINT = {f"delta/{name}/w": f"linear_attn.in_proj_{name}.weight" for name in ("qkvz", "ba")}
 LAYER_NAMES: dict[str, dict[str, str]] = {
     **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral"), _DECODER),
     "qwen3_moe": _DECODER | _MOE,
     "qwen3_5_text": _DELTA,
+    "qwen3_5_moe_text": _DELTA | _SHARED,
+    "qwen3_next": _DELTA | _SHARED | _JOINT,
     "deepseek_v3": _LATENT | _MOE,
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), _SPARSE | _MOE),
 }
 # Prefixes of tensors of other media and of multi-token prediction, which text does not pass through
 OTHER_PARTS = {
-    "qwen3_5_text": ("mtp.", "model.visual."),
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), ("mtp.", "model.visual.")),
+    "qwen3_next": ("mtp.",),
     "deepseek_v3": ("vision_tower.", "mm_projector."),
 }
+# A layer's experts in one tensor ``[E, F, D]`` -> the projections whose rows it stacks
+FUSED = {".experts.gate_up_proj": ("gate_proj", "up_proj"), ".experts.down_proj": ("down_proj",)}
 FLOATS = ("F64", "F32", "F16", "BF16")  # supported dtypes, as named by safetensors
 PREFIXES = {  # prefix of the decoder's names in a file -> prefix of the head's
     "model.": "",
@@ -147,7 +155,7 @@ def source_of(path: str, spec: ParamSpec, cfg: ModelConfig) -> LeafSource:
 
 def is_moe_type(cfg: ModelConfig) -> bool:
     """Returns True if the base's transformers class has routed experts."""
-    return _MOE.items() <= LAYER_NAMES[cfg.family].items()
+    return "moe/router/w" in LAYER_NAMES[cfg.family]
 
 
 def module_names(cfg: ModelConfig, paths: Iterable[str]) -> BaseNames:
@@ -216,9 +224,32 @@ class Checkpoint:
                 parts = [self._names.pop(f"{module}.{part}") for part in self._scheme.parts]
                 self._names[f"{module}.weight"] = parts[0]
                 self._quantised[f"{module}.weight"] = tuple(parts)
+        self._experts = self._fused_experts()
         if tied and EMBED not in self._names and HEAD in self._names:
             self._names[EMBED] = self._names.pop(HEAD)
         self.files = {name: self.stored[stored] for name, stored in self._names.items()}
+
+    def _fused_experts(self) -> dict[str, tuple[int, slice]]:
+        """Replaces the names of fused tensors by one for each expert's matrix; returns which expert
+        and which rows that is.
+        """
+        found = {}
+        for name in [name for name in self._names if name.endswith(tuple(FUSED))]:
+            stored = self._names.pop(name)
+            owner, projection = name.rsplit(".", 1)
+            parts = FUSED[f".experts.{projection}"]
+            shape = self._slice(stored).get_shape()
+            if len(shape) != 3 or shape[1] % len(parts):
+                raise UserError(
+                    f"tensor {name!r} has shape {tuple(shape)}; expected experts, rows of"
+                    f" {' and '.join(parts)}, and columns: the checkpoint is of another model"
+                )
+            F = shape[1] // len(parts)
+            for e in range(shape[0]):
+                for i, part in enumerate(parts):
+                    self._names[one := f"{owner}.{e}.{part}.weight"] = stored
+                    found[one] = e, slice(i * F, (i + 1) * F)
+        return found
 
     def _open(self, file: str) -> Any:
         path = self.directory / file
@@ -242,6 +273,8 @@ class Checkpoint:
                 f"{self.directory} has no tensor {name!r}{hint}: config.json and weights do not"
                 " match"
             )
+        if name in self._experts:
+            return _Expert(self._slice(self._names[name]), *self._experts[name])
         if self._scheme is None or name not in self._quantised:
             return self._slice(self._names[name])
         parts = [self._slice(part) for part in self._quantised[name]]
@@ -253,6 +286,25 @@ class Checkpoint:
         if published.is_float8(part.get_dtype()):
             return published.Float8(self.directory / file, stored_name)
         return part
+
+
+class _Expert:
+    """One expert's matrix ``[out, in]`` of a fused tensor, as lazily read as that."""
+
+    def __init__(self, fused: Any, expert: int, rows: slice):
+        self._fused, self._expert, self._rows = fused, expert, rows
+
+    def get_shape(self) -> list[int]:
+        return [self._rows.stop - self._rows.start, self._fused.get_shape()[2]]
+
+    def get_dtype(self) -> str:
+        return self._fused.get_dtype()
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        rows, *columns = index if isinstance(index, tuple) else (index,)
+        start, stop, _ = rows.indices(self.get_shape()[0])
+        first, own = self._rows.start, slice(self._expert, self._expert + 1)
+        return np.asarray(self._fused[(own, slice(first + start, first + stop), *columns)])[0]
 
 
 def _weight_map(index: Path) -> dict[str, str]:

@@ -36,7 +36,10 @@ AXES: dict[str, Ends] = {  # logical axes of every projection's in and out dimen
     "z": ("embed", "q_heads"),
     "beta": ("embed", None),
     "decay": ("embed", None),
+    "qkvz": ("embed", "q_heads"),
+    "ba": ("embed", None),
     "out": ("q_heads", "embed"),
+    "shared_gate": ("embed", None),
 }
 
 

@@ -13,7 +13,7 @@ from mint_jax.lora.view import AdapterView
 from mint_jax.models import experts
 from mint_jax.models.config import Experts, ModelConfig
 from mint_jax.models.expert_parallel import routed
-from mint_jax.models.layers import AXES, mlp, mlp_matrices, norm, project
+from mint_jax.models.layers import AXES, matrix, mlp, mlp_matrices, norm, project
 from mint_jax.params import ParamSpec
 
 
@@ -28,6 +28,8 @@ def specs(cfg: ModelConfig, L: int, dtype: Any) -> dict[str, Any]:
     }
     if e.shared:
         out["shared"] = mlp_matrices(L, D, e.shared, dtype)
+    if e.shared_gate:
+        out["shared_gate"] = matrix("shared_gate", L, D, 1, dtype)
     return out
 
 
@@ -63,7 +65,11 @@ def moe(
         out = routed(h_BTD, taken.ids, taken.weights, p["experts"], adapters, cfg.kernels)
     if cfg.experts.shared:
         with jax.named_scope("shared"):
-            out = out + mlp(h_BTD, p["shared"], None if lora is None else lora.at("shared"))
+            shared = mlp(h_BTD, p["shared"], None if lora is None else lora.at("shared"))
+            if cfg.experts.shared_gate:
+                gate = project(h_BTD, p, lora, "shared_gate").astype(jnp.float32)
+                shared = shared * jax.nn.sigmoid(gate).astype(shared.dtype)
+            out = out + shared
     return out.astype(h_BTD.dtype), taken
 
 

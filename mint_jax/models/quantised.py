@@ -1,7 +1,8 @@
 """A frozen base in 8 bits: int8 or float8 matrices of the layers with a scale per output channel.
 
 ``w[:, f] ~ q[:, f] * scale[f]`` with ``scale[f] = max |w[:, f]| / top``, rounded to nearest. The
-router, whose choices are discrete, and the expansion of latents, which attention absorbs, are kept.
+router, whose choices are discrete, the expansion of latents, which attention absorbs, and the gate
+of shared experts, one column, are kept.
 
 Axes: D in, F out. LLM.int8() (arXiv 2208.07339) section 2.1, without its outlier path.
 """
@@ -22,7 +23,7 @@ KINDS: dict[str, tuple[Any, float]] = {
     "int8": (np.dtype(np.int8), 127.0),
     "float8": (np.dtype(ml_dtypes.float8_e4m3fn), 448.0),
 }
-KEPT = ("router", "kv_b")  # projections that stay in the base's dtype
+KEPT = ("router", "kv_b", "shared_gate")  # projections that stay in the base's dtype
 
 
 def specs(tree: Any, kind: str) -> Any:

@@ -71,6 +71,8 @@ def logits_and_gradients(params, stacks, tokens_BT, pull_BTV, cfg, blocks, base_
         ("moonlight_dense", NO_Q_LATENT),
         ("qwen3_moe", EXPERTS),
         ("qwen3_5", STATES),
+        ("qwen3_next", EXPERTS),
+        pytest.param("qwen3_5_moe", EXPERTS, marks=pytest.mark.long),
         # experts chosen group by group, shared ones, and a dense layer
         pytest.param("deepseek_v3", EXPERTS, marks=pytest.mark.long),
         pytest.param("deepseek_v3_dense", LATENT, marks=pytest.mark.long),

@@ -53,6 +53,8 @@ EXPORTS = [
     ("qwen3_moe", AdapterConfig(2, 3.0, ("router", "gate", "up", "down"))),
     ("qwen3_moe", AdapterConfig(4, 2.0, ("down",))),
     ("qwen3_5", AdapterConfig(3, 5.0, (tree.ALL_LINEAR,))),
+    ("qwen3_5_moe", AdapterConfig(3, 5.0, (tree.ALL_LINEAR, "router"), rslora=True)),
+    ("qwen3_next", AdapterConfig(3, 5.0, (tree.ALL_LINEAR,))),
     # a dense layer and shared experts beside routed ones
     ("deepseek_v3", AdapterConfig(3, 5.0, (tree.ALL_LINEAR,))),
     # PEFT takes the names of MLPs for those of experts by the type of the model

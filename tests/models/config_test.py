@@ -127,11 +127,13 @@ SMALL_LATENT |= {"qk_rope_head_dim": 8, "v_head_dim": 10, "n_routed_experts": 8,
 SMALL_LATENT |= {"topk_group": 1, "first_k_dense_replace": 1}
 SMALL_STATES = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
 SMALL_STATES |= {"linear_value_head_dim": 6, "num_hidden_layers": 4}
+SMALL_SHARED = SMALL_EXPERTS | {"num_experts": 8, "shared_expert_intermediate_size": 20}
 SMALL_INDEXER = {"index_topk": 4, "index_head_dim": 16, "index_n_heads": 2}
 TINY = {
     **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral"), SMALL),
     "qwen3_moe": SMALL | SMALL_EXPERTS | {"num_experts": 8},
     "qwen3_5_text": SMALL | SMALL_STATES,
+    **dict.fromkeys(("qwen3_5_moe_text", "qwen3_next"), SMALL | SMALL_STATES | SMALL_SHARED),
     "deepseek_v3": SMALL | SMALL_LATENT,
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), SMALL | SMALL_LATENT | SMALL_INDEXER),
 }

@@ -18,6 +18,7 @@ from mint_jax.models import config as config_lib
 from mint_jax.models import delta, hf
 from mint_jax.models.attention import Segments
 from mint_jax.models.paged import EMPTY, FOLLOW, StateSlots
+from tests import oracles
 
 B, N, K, V, TAPS = 2, 3, 8, 5, 4
 
@@ -131,16 +132,20 @@ def test_blocks_in_any_calls_and_steps_are_the_recurrence(rng, bad):
         np.testing.assert_allclose(o[0], want[t], rtol=0, atol=2e-4)
 
 
-def test_a_checkpoint_of_several_media_is_read_for_its_text(hf_dirs, tmp_path, mesh):
-    """As published: nested ``text_config``, other names, tensors of pictures and of prediction."""
-    source = hf_dirs("qwen3_5")
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_a_checkpoint_of_several_media_is_read_for_its_text(family, hf_dirs, tmp_path, mesh):
+    """As published: nested ``text_config``, other names, experts of a layer in one tensor, tensors
+    of pictures and of prediction.
+    """
+    source = hf_dirs(family)
     directory = shutil.copytree(source, tmp_path / "base")
     text = json.loads((source / "config.json").read_text())
     del text["architectures"]
-    outer = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5"}
+    name = {"qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe"}[family]
+    outer = {"architectures": [f"{name}ForConditionalGeneration"], "model_type": family}
     outer |= {"text_config": text, "vision_config": {}, "tie_word_embeddings": False}
     (directory / "config.json").write_text(json.dumps(outer))
-    tensors = safetensors.torch.load_file(source / "model.safetensors")
+    tensors = oracles.torch_model(source).state_dict()  # experts fused
     renamed = {
         name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name: x
         for name, x in tensors.items()
@@ -154,6 +159,14 @@ def test_a_checkpoint_of_several_media_is_read_for_its_text(hf_dirs, tmp_path, m
     assert cfg.replace(directory=None) == hf.read_model(source).replace(directory=None)
     whole, plain = (hf.load(folder, cfg, mesh) for folder in (directory, source))
     jax.tree.map(np.testing.assert_array_equal, whole, plain)
+    if family == "qwen3_5_moe":
+        fused = hf.Checkpoint(directory).tensor("model.layers.1.mlp.experts.2.up_proj.weight")
+        np.testing.assert_array_equal(fused[3:9, 1:], fused[:][3:9, 1:])
+        bad = {n: x[:, 1:] if n.endswith(".gate_up_proj") else x for n, x in renamed.items()}
+        bad = {n: x.contiguous() for n, x in bad.items()}
+        safetensors.torch.save_file(bad, directory / "model.safetensors", {"format": "pt"})
+        with pytest.raises(UserError, match=r"expected experts, rows of gate_proj and up_proj"):
+            hf.load(directory, cfg, mesh)
     outer.pop("text_config")
     with pytest.raises(UserError, match="has no text_config"):
         config_lib.from_hf(outer)

@@ -37,7 +37,13 @@ LATENT = tuple(
     pytest.param(family, marks=[pytest.mark.long, pytest.mark.users])
     for family in ("deepseek_v3", "deepseek_v32", "glm")
 )
-FAMILIES = ("llama", "qwen3_5", pytest.param("qwen3_moe", marks=pytest.mark.long), *LATENT)
+FAMILIES = (
+    "llama",
+    "qwen3_5",
+    "qwen3_next",
+    pytest.param("qwen3_moe", marks=pytest.mark.long),
+    *LATENT,
+)
 VOCAB = 96  # of the smallest base
 # of a prompt, the rest of it shared
 LAST = {"prompt_logprobs": True, "prompt_alternatives": 2, "prompt_logprobs_last_n": 12}
