@@ -6,6 +6,7 @@ be called from any thread, everything else in the event loop.
 """
 
 import dataclasses
+import math
 import threading
 import time
 import uuid
@@ -23,7 +24,7 @@ PREFIX = "a-"  # of ids; no future's id begins like this
 
 @dataclasses.dataclass(eq=False)
 class Answer:
-    """One request's answer.
+    """One request's answer; ``value`` or ``failure`` is set once it has ended.
 
     Attributes:
         group: of the requests that are polled together.
@@ -31,8 +32,8 @@ class Answer:
         body: digest of the request's body, so that a number is not used for two requests.
         what: a stream to cancel; None once the request has ended.
         count: number of samples.
-        value, failure: one of them is set once the request has ended.
-        place: in the order of its group's ends.
+        until: the time when it is dropped; infinite until the request has ended.
+        place: in the order in which the answers of its group end.
     """
 
     id: str
@@ -44,8 +45,7 @@ class Answer:
     nbytes: int = 0
     value: Any = None
     failure: BaseException | None = None
-    ended: float | None = None
-    delivered: float | None = None
+    until: float = math.inf
     place: int = 0
 
 
@@ -56,10 +56,8 @@ def group_of(tenant: str, owner: str, clone: int = 0) -> str:
 
 def unknown(id: str) -> Gone:
     """Returns the error for an id that is unknown or another tenant's, in the same words."""
-    return Gone(
-        f"request {id[:80]!r} is not kept here: the server has restarted, or its answer was"
-        " delivered; ask again"
-    )
+    reason = "the server has restarted, or its answer was delivered; ask again"
+    return Gone(f"request {id[:80]!r} is not kept here: {reason}")
 
 
 class Answers:
@@ -80,7 +78,7 @@ class Answers:
         self._clock, self.kept_bytes, self._nbytes = clock, kept_bytes, 0
         self._lock, self._waker = threading.Lock(), Waker()
         self._answers: dict[str, Answer] = {}
-        self._numbers: dict[tuple[str, int], Answer] = {}
+        self._numbers: dict[tuple[str, int | None], Answer] = {}
         self._ends: dict[str, dict[int, Answer]] = {}  # of each group, by place
         self._places = start * PLACES
 
@@ -92,7 +90,7 @@ class Answers:
         same request, repeated. Raises ``Conflict`` if another request had this number.
         """
         with self._lock:
-            if number is not None and (found := self._numbers.get((group, number))) is not None:
+            if (found := self._numbers.get((group, number))) is not None:
                 if found.body != body:
                     text = f"request {number} of {group!r} was another one"
                     raise Conflict(f"{text}: give a new request a new number")
@@ -112,29 +110,24 @@ class Answers:
         self, answer: Answer, value: Any = None, failure: Exception | None = None, nbytes: int = 0
     ) -> None:
         """Ends a request; ``nbytes`` is the memory of ``value``. If all answers together have too
-        many bytes, earlier ones are dropped, delivered ones first.
+        many bytes, those that would be dropped first are dropped now.
         """
         with self._lock:
             answer.value, answer.failure, answer.what = value, failure, None
-            answer.ended = self._clock()
             if answer.id in self._answers:
                 answer.nbytes = nbytes
                 self._nbytes += nbytes
-                self._make_room(answer)
+                if self._nbytes > self.kept_bytes:
+                    self._make_room()
+            answer.until = self._clock() + FORGOTTEN_S
             self._places += 1
             answer.place = self._places
             self._ends.setdefault(answer.group, {})[answer.place] = answer
         self._waker.wake((answer.id, answer.group))
 
-    def _make_room(self, newest: Answer) -> None:
-        if self._nbytes <= self.kept_bytes:
-            return
-        ended = [
-            one for one in self._answers.values() if one.ended is not None and one is not newest
-        ]
-        for one in sorted(
-            ended, key=lambda one: (one.delivered is None, one.delivered or one.ended)
-        ):
+    def _make_room(self) -> None:
+        ended = [one for one in self._answers.values() if one.until < math.inf]
+        for one in sorted(ended, key=lambda one: one.until):
             if self._nbytes <= self.kept_bytes * 3 // 4:  # so that the next answers fit too
                 break
             self._drop(one)
@@ -148,11 +141,7 @@ class Answers:
     async def wait(self, id: str, timeout_s: float) -> Answer | None:
         """Returns an answer once it has ended; None on timeout. Raises ``Gone`` as ``find``."""
         found = self.find(id)
-
-        def ended() -> Answer | None:
-            return None if found.ended is None else found
-
-        return await self._waker.wait(id, ended, timeout_s)
+        return await self._waker.wait(id, lambda: found if found.place else None, timeout_s)
 
     async def wait_group(
         self, group: str, cursor: int, timeout_s: float
@@ -169,30 +158,23 @@ class Answers:
 
     def delivered(self, answer: Answer) -> None:
         """Marks an answer as delivered: it is kept for another ``KEEP_S`` seconds."""
-        answer.delivered = self._clock()
+        answer.until = min(answer.until, self._clock() + KEEP_S)
 
     def acknowledge(self, group: str, ids: Iterable[str]) -> None:
         """Drops a group's answers that the client has received; other ids are ignored."""
         with self._lock:
             for found in filter(None, map(self._answers.get, ids)):
-                if found.group == group and found.ended is not None:
+                if found.group == group and found.place:
                     self._drop(found)
 
     def expire(self) -> int:
         """Drops expired answers; returns their number."""
         now = self._clock()
-
-        def expired(one: Answer) -> bool:
-            if one.ended is None:
-                return False
-            delivered = now if one.delivered is None else one.delivered
-            return now - one.ended > FORGOTTEN_S or now - delivered > KEEP_S
-
         with self._lock:
-            dropped = [one for one in self._answers.values() if expired(one)]
-            for one in dropped:
+            expired = [one for one in self._answers.values() if one.until < now]
+            for one in expired:
                 self._drop(one)
-        return len(dropped)
+        return len(expired)
 
     def _drop(self, answer: Answer) -> None:
         if self._answers.pop(answer.id, None) is not None:
@@ -201,8 +183,7 @@ class Answers:
             ends.pop(answer.place, None)
             if not ends:
                 del self._ends[answer.group]
-        if answer.number is not None:
-            self._numbers.pop((answer.group, answer.number), None)
+        self._numbers.pop((answer.group, answer.number), None)
 
     def wake_all(self) -> None:
         """Ends all waits."""

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import signal
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -89,15 +88,12 @@ async def exchange(tokens: Tokens, request: Request) -> Response:
 
 
 class Web(uvicorn.Server):
-    """Serves an application until a signal or ``should_exit`` stops it. Requests in flight are
-    finished; the ``server`` ends long polls at once.
+    """Serves an application until a signal (``stopped_by``) or ``should_exit`` stops it. Requests
+    in flight are finished; the ``server`` ends long polls at once.
 
     Args:
         started: called with the port once connections are accepted.
         options: further options of ``uvicorn.Config``.
-
-    Attributes:
-        stopped_by: the signal's name.
     """
 
     def __init__(
@@ -126,18 +122,9 @@ class Web(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handles signals without raising them again, as uvicorn would: the program ends itself."""
-        if threading.current_thread() is not threading.main_thread():
+        with interrupts.grace(DRAIN_S + interrupts.GRACE_S), super().capture_signals():
             yield
-            return
 
-        def stop(number: int, frame: Any) -> None:
-            self.stopped_by, self.should_exit = signal.Signals(number).name, True
-
-        before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            with interrupts.grace(DRAIN_S + interrupts.GRACE_S):
-                yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        # uvicorn would raise the signal again, but the program ends itself
+        self.stopped_by, self.should_exit = signal.Signals(sig).name, True

@@ -9,6 +9,7 @@ demands is sampled under a JSON schema; others are parsed in the form that the t
 import dataclasses
 import functools
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -36,9 +37,6 @@ To call a function, write a JSON object with its name and its arguments, between
 <tool_call>
 {{"name": "the function's name", "arguments": {{"an argument's name": "its value"}}}}
 </tool_call>"""
-RESULT = "<tool_response>\n{content}\n</tool_response>"
-
-
 UNKNOWN_SYNTAX = (
     "this model's chat template writes tool calls in a form that is not supported here"
     f" (supported are {MARKER} with JSON, Qwen3-Coder's and GLM's): leave tools out, or demand a"
@@ -144,24 +142,17 @@ def tools_of(
     given = [tool["function"] for tool in tools]
     functions = {one["name"]: one.get("parameters") or {"type": "object"} for one in given}
     if choice is None or choice == "auto":
-        form = json_object
-        if takes_tools(tokenizer):
-            form = form_of(tokenizer.sources[1] or "")
+        form = form_of(tokenizer.sources[1] or "") if takes_tools(tokenizer) else json_object
         if form is None:
             raise BadRequest("tools", UNKNOWN_SYNTAX)
         most = 1 if parallel is False else None
         return Tools(tools, lambda answer: read_calls(answer, form, functions, most))
     if choice == "required":
-        calls = [
-            {
-                "type": "object",
-                "properties": {"name": {"const": name}, "arguments": schema},
-                "required": ["name", "arguments"],
-                "additionalProperties": False,
-            }
-            for name, schema in functions.items()
+        call = {"type": "object", "required": ["name", "arguments"], "additionalProperties": False}
+        properties = [
+            {"name": {"const": n}, "arguments": schema} for n, schema in functions.items()
         ]
-        return Tools(tools, _demanded, {"anyOf": calls})
+        return Tools(tools, _demanded, {"anyOf": [{**call, "properties": p} for p in properties]})
     named = choice.get("function") if isinstance(choice, dict) else None
     name = named.get("name") if isinstance(named, dict) else None
     if not isinstance(name, str) or name not in functions:
@@ -171,9 +162,8 @@ def tools_of(
 
 def _demanded(answer: str, name: str = "") -> tuple[str, list[Call]]:
     """Returns the content and the call of an answer under a schema, of a named tool or of any."""
-    if (value := value_of(answer)) is None:
-        return answer, []
-    call = Call(name, answer) if name else call_of(value)
+    value = value_of(answer)
+    call = call_of({"name": name, "arguments": value} if name else value)
     return (answer, []) if call is None else ("", [call])
 
 
@@ -194,46 +184,17 @@ def prompt_of(
         UserError: the template refuses the messages.
     """
     variables = dict(variables or {})
-    if taken := OWN & variables.keys():
-        name, field = sorted(taken)[0], "chat_template_kwargs"
-        raise BadRequest(field, f"{field} has {name}, which has a field of its own: leave it out")
+    if taken := sorted(OWN & variables.keys()):
+        field = "chat_template_kwargs"
+        text = f"{field} has {taken[0]}, which has a field of its own: leave it out"
+        raise BadRequest(field, text)
     has_developer = "developer" in (tokenizer.sources[1] or "")
     read = [_for_template(message, has_developer) for message in messages]
     if not takes_tools(tokenizer):
         read = _as_text(read, None if tools is None else tools.shown)
     elif tools is not None:
         variables["tools"] = tools.shown
-    return tokenizer.encode(tokenizer.render(read, opening, **variables), special=False)
-
-
-def _as_text(
-    messages: Sequence[TemplateMessage], tools: Sequence[Any] | None
-) -> list[TemplateMessage]:
-    """Writes tools, calls and results as text, for a template without any of them."""
-    written = functools.partial(json.dumps, ensure_ascii=False)
-    out: list[TemplateMessage] = []
-    last = None  # the last message's role
-    for message in messages:
-        role, content = message["role"], message["content"]
-        new = {key: value for key, value in message.items() if key != "tool_calls"}
-        texts = [content]
-        for call in message.get("tool_calls", ()):
-            call = {name: call["function"][name] for name in ("name", "arguments")}
-            texts.append(f"{MARKER}\n{written(call)}\n{END}")
-        if role in ("tool", "function"):
-            texts = [RESULT.format(content=content)]
-            if last in ("tool", "function"):
-                texts.insert(0, out.pop()["content"])
-            new = {"role": "user"}
-        out.append(new | {"content": "\n".join(filter(None, texts))})
-        last = role
-    if tools:
-        text = SHOWN.format(tools="\n".join(map(written, tools)))
-        if out[0]["role"] == "system":
-            out[0]["content"] = f"{out[0]['content']}\n\n{text}"
-        else:
-            out.insert(0, {"role": "system", "content": text})
-    return out
+    return tokenizer.encode_chat(read, opening, **variables)
 
 
 def _for_template(given: Mapping[str, Any], has_developer: bool) -> TemplateMessage:
@@ -257,6 +218,36 @@ def _for_template(given: Mapping[str, Any], has_developer: bool) -> TemplateMess
     return message | ({"tool_calls": calls} if calls else {})
 
 
+def _as_text(
+    messages: Sequence[TemplateMessage], tools: Sequence[Any] | None
+) -> list[TemplateMessage]:
+    """Writes tools, calls and results as text, for a template without any of them."""
+    written = functools.partial(json.dumps, ensure_ascii=False)
+    out: list[TemplateMessage] = []
+    last = None  # the last message's role
+    for message in messages:
+        role, content = message["role"], message["content"]
+        new = {key: value for key, value in message.items() if key != "tool_calls"}
+        texts = [content]
+        for call in message.get("tool_calls", ()):
+            call = {name: call["function"][name] for name in ("name", "arguments")}
+            texts.append(f"{MARKER}\n{written(call)}\n{END}")
+        if role in ("tool", "function"):
+            texts = [f"<tool_response>\n{content}\n</tool_response>"]
+            if last in ("tool", "function"):
+                texts.insert(0, out.pop()["content"])
+            new = {"role": "user"}
+        out.append(new | {"content": "\n".join(filter(None, texts))})
+        last = role
+    if tools:
+        text = SHOWN.format(tools="\n".join(map(written, tools)))
+        if out[0]["role"] == "system":
+            out[0]["content"] += f"\n\n{text}"
+        else:
+            out.insert(0, {"role": "system", "content": text})
+    return out
+
+
 # -- calls in an answer
 
 Schemas = Mapping[str, dict[str, Any]]  # JSON schemas of the parameters, by the tool's name
@@ -273,11 +264,7 @@ Form = Callable[[str, int, Schemas], "tuple[Call, int] | None"]
 
 def form_of(template: str) -> Form | None:
     """Returns the form of calls that a chat template writes; None if it is unknown."""
-    if "<function=" in template and "<parameter=" in template:
-        return xml
-    if "<arg_key>" in template:
-        return key_value
-    return json_object if MARKER in template else None
+    return next((form for mark, form in FORMS.items() if mark in template), None)
 
 
 def read_calls(
@@ -308,12 +295,14 @@ def read_calls(
     return outside[1] + "\n".join(filter(None, map(str.strip, outside[2:]))), calls[:most]
 
 
-def _refuse(name: str) -> Any:
-    raise ValueError(name)
+def _finite(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError(text)
+    return value
 
 
 # models write line ends as they are
-_DECODER = json.JSONDecoder(strict=False, parse_constant=_refuse)
+_DECODER = json.JSONDecoder(strict=False, parse_float=_finite, parse_constant=_finite)
 
 
 def value_of(text: str) -> Any:
@@ -332,16 +321,9 @@ def call_of(value: Any) -> Call | None:
     name, arguments = value.get("name"), value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):
         arguments = value_of(arguments)
-    if isinstance(name, str) and name and isinstance(arguments, dict):
-        return _call(name, arguments)
-    return None
-
-
-def _call(name: str, arguments: dict[str, Any]) -> Call:
-    try:
-        return Call(name, json.dumps(arguments, ensure_ascii=False, allow_nan=False))
-    except ValueError:  # a number beyond float64
-        raise Unreadable from None
+    if not (isinstance(name, str) and name and isinstance(arguments, dict)):
+        return None
+    return Call(name, json.dumps(arguments, ensure_ascii=False))
 
 
 def json_object(answer: str, at: int, _: Schemas) -> tuple[Call, int] | None:
@@ -371,12 +353,11 @@ def _pairs(
     properties = schemas.get(name, {}).get("properties")
     properties = properties if isinstance(properties, dict) else {}
     while (found := pair.match(answer, at)) is not None:
-        key = found[1].strip()
+        key, at = found[1].strip(), found.end()
         arguments[key] = _typed(found[2], properties.get(key))
-        at = found.end()
     if (closed := end.match(answer, at)) is None:
         raise Unreadable
-    return _call(name, arguments), closed.end()
+    return Call(name, json.dumps(arguments, ensure_ascii=False)), closed.end()
 
 
 # Qwen3-Coder: <tool_call><function=f><parameter=x>1</parameter></function></tool_call>
@@ -393,8 +374,10 @@ _KEY_VALUE = (
     "(?=</tool_call>)",
 )
 xml, key_value = functools.partial(_pairs, _XML), functools.partial(_pairs, _KEY_VALUE)
+# a mark of a template -> the form of its calls; the first that matches
+FORMS: dict[str, Form] = {"<parameter=": xml, "<arg_key>": key_value, MARKER: json_object}
 
-_PYTHON = {"True": True, "False": False, "None": None}  # as templates write these values, too
+_PYTHON = {"True": "true", "False": "false", "None": "null"}  # as templates write them, too
 _TYPES: dict[type, tuple[str, ...]] = {  # JSON schema's names
     dict: ("object",),
     list: ("array",),
@@ -408,7 +391,7 @@ _TYPES: dict[type, tuple[str, ...]] = {  # JSON schema's names
 def _typed(text: str, schema: Any) -> Any:
     """Returns the JSON value of a text if the schema takes its type, else the text."""
     try:
-        value = _PYTHON[text.strip()] if text.strip() in _PYTHON else _DECODER.decode(text)
+        value = _DECODER.decode(_PYTHON.get(text.strip(), text))
     except (ValueError, RecursionError):
         return text
     return value if not isinstance(value, str) and _takes(schema, value) else text
@@ -421,8 +404,8 @@ def _takes(schema: Any, value: Any) -> bool:
     if "type" in schema:
         names = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
         return any(name in _TYPES[type(value)] for name in names)
-    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
-    if isinstance(values, list) and any(type(one) is type(value) for one in values):
-        return True
-    lists = (schema.get(key) for key in ("anyOf", "oneOf"))
-    return any(_takes(one, value) for parts in lists if isinstance(parts, list) for one in parts)
+    values, parts = schema.get("enum", [schema.get("const", "")]), []
+    for key in ("anyOf", "oneOf"):
+        parts += schema[key] if isinstance(schema.get(key), list) else []
+    same = isinstance(values, list) and any(type(one) is type(value) for one in values)
+    return same or any(_takes(part, value) for part in parts)

@@ -50,6 +50,11 @@ class Endpoint:
         """The endpoint needs no key."""
         return self.scopes is None
 
+    @property
+    def name(self) -> str:
+        """Name of the handler."""
+        return self.call or self.path.rpartition("/")[2]
+
 
 def _below(prefix: str, *methods: str) -> Iterator[Callable[..., Endpoint]]:
     """Yields makers of endpoints below a prefix."""
@@ -196,8 +201,7 @@ def routes(endpoints: Iterable[Endpoint], *owners: Any) -> list[Route]:
     """Returns the routes of endpoints; the handler of each is the method of an owner."""
     out = []
     for one in endpoints:
-        name = one.call or one.path.rpartition("/")[2]
-        handler = next(getattr(owner, name) for owner in owners if hasattr(owner, name))
+        handler = next(getattr(owner, one.name) for owner in owners if hasattr(owner, one.name))
         out.append(Route(one.path, handler, methods=[one.method]))
     return out
 

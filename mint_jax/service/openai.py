@@ -23,12 +23,20 @@ import mint_jax
 from mint_jax.models.paged import PAGE
 from mint_jax.rollout.request import BadField, ContextExceeded
 from mint_jax.rollout.stream import Piece, Stream
-from mint_jax.service import errors, openai_types, responses
+from mint_jax.service import errors, responses
 from mint_jax.service.durable import Unavailable
 from mint_jax.service.handlers import ModelsQuery, body_of, query_of, tenant_of
 from mint_jax.service.handover import Handover
 from mint_jax.service.openai_answers import Answer
-from mint_jax.service.openai_types import TOO_LONG, ChatBody, CompletionBody
+from mint_jax.service.openai_types import (
+    TOO_LONG,
+    ChatBody,
+    CompletionBody,
+    LoadAdapter,
+    Spec,
+    UnloadAdapter,
+    spec_of,
+)
 from mint_jax.service.responses import Response, ResponseBody, Store
 from mint_jax.service.server import Server
 from mint_jax.service.text_stream import TokenTexts
@@ -57,8 +65,6 @@ class OpenAI:
     def _handover(self) -> Handover:
         return Handover(asyncio.get_running_loop())
 
-    # -- completions, chats and responses
-
     async def _serve(self, kind: Any, request: Request) -> HttpResponse:
         raw, tenant = await request.body(), tenant_of(request)
         answer, streams = await asyncio.to_thread(self._start, raw, tenant, kind)
@@ -84,7 +90,7 @@ class OpenAI:
     chats = functools.partialmethod(_serve, ChatBody)
     responses = functools.partialmethod(_serve, ResponseBody)
 
-    def _start(self, raw: bytes, tenant: str, kind: Any) -> tuple[Answer | Response, list[Stream]]:
+    def _start(self, raw: bytes, tenant: str, kind: Any) -> tuple[Answer, list[Stream]]:
         """Validates a body and submits its prompts to the engine, one stream for each; runs in a
         thread.
 
@@ -92,43 +98,43 @@ class OpenAI:
             UserError, QueueFull: none of its prompts are left in the engine.
         """
         body = parse(kind, raw)
-        model = self._server.weights.resolve(body.model, tenant)
+        model, base = self._server.weights.resolve(body.model, tenant), self._server.base
         if not self._server.engine.is_serving:
             raise Unavailable("sampling has stopped: retry once the server is up again")
+        # an answer may take the cache's capacity for one sample, less a page at each end
+        room = min(base.cfg.context, max(1, self._server.engine.calls.most - 2) * PAGE)
+        limits = base.need_tokenizer(), room, self.strict
         if not isinstance(body, ResponseBody):
-            return self._submit(body, model, tenant)
-        messages = responses.conversation_of(body, tenant, self._store)
+            spec = spec_of(body, *limits)
+            return Answer(spec, model, self._texts, self._fingerprint), self._submit(
+                spec, model, tenant
+            )
+        items = responses.items_of(body, tenant, self._store)
         try:
-            chat = check(ChatBody, responses.chat_body_of(body, messages))
-            answer, streams = self._submit(chat, model, tenant)
+            spec = spec_of(check(ChatBody, responses.chat_of(body, items)), *limits)
+            streams = self._submit(spec, model, tenant)
         except BadRequest as error:
             raise responses.own_names(error) from None
-        return Response(answer, body, messages, tenant, self._store), streams
+        keep = functools.partial(self._store.put, tenant, items)
+        return Response(spec, model, self._texts, body, keep), streams
 
-    def _submit(
-        self, body: CompletionBody | ChatBody, model: Model, tenant: str
-    ) -> tuple[Answer, list[Stream]]:
-        base, calls = self._server.base, self._server.engine.calls
-        # an answer may take the cache's capacity for one sample, less a page at each end
-        room = min(base.cfg.context, max(1, calls.most - 2) * PAGE)
-        spec = openai_types.spec_of(body, base.need_tokenizer(), room, self.strict)
-        answer = Answer(spec, model, self._texts, self._fingerprint)
+    def _submit(self, spec: Spec, model: Model, tenant: str) -> list[Stream]:
         request = dataclasses.replace(spec.request, revision=model.digest, tenant=tenant)
         streams: list[Stream] = []
         try:
             for prompt in spec.prompts:
-                seed = secrets.randbits(32) if body.seed is None else request.seed
+                seed = secrets.randbits(32) if spec.body.seed is None else request.seed
                 one = dataclasses.replace(request, prompt=prompt.tokens, seed=seed)
                 streams.append(self._server.submit(one))
         except BaseException as error:
             for stream in streams:
                 stream.cancel()
-            if isinstance(error, BadField):
-                code = TOO_LONG if isinstance(error, ContextExceeded) else None
-                name = spec.names.get(error.field, error.field)
-                raise BadRequest(name, str(error), code) from None
-            raise
-        return answer, streams
+            if not isinstance(error, BadField):
+                raise
+            code = TOO_LONG if isinstance(error, ContextExceeded) else None
+            name = spec.names.get(error.field, error.field)
+            raise BadRequest(name, str(error), code) from None
+        return streams
 
     async def _arrivals(self, streams: list[Stream], pieces: bool) -> AsyncIterator[Arrived]:
         """Yields what has arrived until all streams have ended: pieces and ends, or only ends."""
@@ -152,17 +158,15 @@ class OpenAI:
             yield arrived
 
     async def _events(
-        self, answer: Answer | Response, streams: list[Stream], request: Request
+        self, answer: Answer, streams: list[Stream], request: Request
     ) -> AsyncIterator[str]:
         """Yields the text of a streamed answer, all events of a dispatch at once."""
         started = False
         async with _watched(streams, request):
             try:
                 async for arrived in self._arrivals(streams, pieces=True):
-                    chunks = answer.chunks(
-                        [(n, piece) for n, piece in arrived if piece is not None]
-                    )
-                    for number in [n for n, piece in arrived if piece is None]:
+                    chunks = answer.chunks((n, piece) for n, piece in arrived if piece is not None)
+                    for number in (n for n, piece in arrived if piece is None):
                         chunks += answer.last_chunks(number, streams[number].result(0))
                     yield _written(chunks)
                     started = True
@@ -181,8 +185,6 @@ class OpenAI:
         self._store.delete(tenant_of(request), id)
         return JSONResponse({"id": id, "object": "response", "deleted": True})
 
-    # -- models and adapters
-
     async def models(self, request: Request) -> HttpResponse:
         query, tenant = query_of(ModelsQuery, request), tenant_of(request)
         page = await asyncio.to_thread(self._server.weights.page, tenant, query.after, query.limit)
@@ -195,7 +197,7 @@ class OpenAI:
         return JSONResponse(await asyncio.to_thread(self._server.weights.card, name, tenant))
 
     async def load_lora_adapter(self, request: Request) -> HttpResponse:
-        body, load = await body_of(openai_types.LoadAdapter, request), self._server.weights.load
+        body, load = await body_of(LoadAdapter, request), self._server.weights.load
         place = (tenant_of(request), bool(body.load_inplace))
         try:
             model = await asyncio.to_thread(load, body.lora_name, body.lora_path, *place)
@@ -205,7 +207,7 @@ class OpenAI:
         return PlainTextResponse(text)
 
     async def unload_lora_adapter(self, request: Request) -> HttpResponse:
-        name = (await body_of(openai_types.UnloadAdapter, request)).lora_name
+        name = (await body_of(UnloadAdapter, request)).lora_name
         await asyncio.to_thread(self._server.weights.unload, name, tenant_of(request))
         return PlainTextResponse(f"Success: adapter {name!r} is unloaded.")
 

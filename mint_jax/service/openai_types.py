@@ -25,7 +25,6 @@ DEFAULT_TOKENS = 16  # of completions, as in OpenAI's API
 TOO_LONG = "context_length_exceeded"  # an error code
 MOST_TOKENS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 MAX_STOPS, MAX_TEMPERATURE, MAX_LOGPROBS = 4, 2.0, 5  # OpenAI's limits, below the engine's
-NAMES = {"stop_ids": "stop_token_ids"}  # fields of ``Request`` that bodies call otherwise
 # fields of the same name in ``Request``, with the same defaults
 SAME = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty")
 SAME += ("repetition_penalty",)
@@ -166,7 +165,7 @@ class Prompt(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class CompletionSpec:
+class Spec:
     """A validated body, ready to be sampled.
 
     Attributes:
@@ -202,7 +201,7 @@ class CompletionSpec:
 
 def spec_of(
     body: CompletionBody | ChatBody, tokenizer: Tokenizer, context: int, strict: bool = True
-) -> CompletionSpec:
+) -> Spec:
     """Returns the spec of a body. A chat without a limit of its own may take what its prompt leaves
     of ``context`` tokens.
 
@@ -215,6 +214,9 @@ def spec_of(
             raise wrong(name, value, f"at most {most}")
     if strict and isinstance(body.stop, list) and len(body.stop) > MAX_STOPS:
         raise wrong("stop", body.stop, f"at most {MAX_STOPS} strings")
+    if body.stream_options is not None and not body.stream:
+        text = "stream_options is given, but stream is not true: leave it out, or stream"
+        raise BadRequest("stream_options", text)
     if isinstance(body, CompletionBody):
         return _completion(body, tokenizer)
     for i, message in enumerate(body.messages if strict else ()):
@@ -223,32 +225,30 @@ def spec_of(
     return _chat(body, tokenizer, context)
 
 
-def _completion(body: CompletionBody, tokenizer: Tokenizer) -> CompletionSpec:
+def _completion(body: CompletionBody, tokenizer: Tokenizer) -> Spec:
     tokens = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
     if not tokens and not body.echo:
         raise wrong("max_tokens", 0, "1 or more without echo")
     prompts = _prompts(body, tokenizer)
     if len(prompts) * (body.n or 1) > MAX_CHOICES:
         raise wrong("n", body.n, f"at most {MAX_CHOICES} completions of {len(prompts)} prompts")
-    field, grammar = _grammar(body)
-    request = _request(body, tokenizer, max(1, tokens), body.logprobs, grammar)
+    field, settings = _grammar(body)
+    names = {"stop_ids": "stop_token_ids"} | dict.fromkeys(settings, field)
     if body.echo and body.logprobs is not None:
-        scored = {"prompt_logprobs": True, "top_prompt_logprobs": body.logprobs}
-        request = dataclasses.replace(request, **scored)
-    return CompletionSpec(body, prompts, request, NAMES | dict.fromkeys(grammar, field))
+        settings |= {"prompt_logprobs": True, "top_prompt_logprobs": body.logprobs}
+    request = _request(body, tokenizer, max(1, tokens), body.logprobs, settings)
+    return Spec(body, prompts, request, names)
 
 
-def _chat(body: ChatBody, tokenizer: Tokenizer, context: int) -> CompletionSpec:
+def _chat(body: ChatBody, tokenizer: Tokenizer, context: int) -> Spec:
     if body.top_logprobs and not body.logprobs:
         raise wrong("top_logprobs", body.top_logprobs, "0 without logprobs: set logprobs to true")
     field, grammar = _grammar(body)
     tools = chat.tools_of(body.tools, body.tool_choice, body.parallel_tool_calls, tokenizer)
     if tools is not None and tools.schema is not None:
         if grammar:
-            text = (
-                "tool_choice demands a call, and the body another form of answer: give one of them"
-            )
-            raise BadRequest("tool_choice", text)
+            text = "tool_choice demands a call, and the body another form of answer"
+            raise BadRequest("tool_choice", f"{text}: give one of them")
         field, grammar = "tools", {"json_schema": json.dumps(tools.schema)}
     variables, opening = body.chat_template_kwargs or {}, body.add_generation_prompt is not False
     tokens = tuple(chat.prompt_of(body.messages, tokenizer, tools, variables, opening))
@@ -256,20 +256,17 @@ def _chat(body: ChatBody, tokenizer: Tokenizer, context: int) -> CompletionSpec:
         text = f"messages are {len(tokens)} tokens, and the context has {context}: shorten them"
         raise BadRequest("messages", text, TOO_LONG)
     most = body.max_completion_tokens or body.max_tokens or context - len(tokens)
+    names = {"stop_ids": "stop_token_ids", "prompt": "messages"} | dict.fromkeys(grammar, field)
     request = _request(body, tokenizer, most, body.top_logprobs, grammar)
-    names = NAMES | {"prompt": "messages"} | dict.fromkeys(grammar, field)
-    return CompletionSpec(body, [Prompt(tokens, "")], request, names, tools)
+    return Spec(body, [Prompt(tokens, "")], request, names, tools)
 
 
 def _request(
-    body: ChoicesBody, tokenizer: Tokenizer, max_tokens: int, top: int | None, grammar: Any
+    body: ChoicesBody, tokenizer: Tokenizer, max_tokens: int, top: int | None, settings: Any
 ) -> Request:
     """Returns the sampling settings; ``top`` is the number of alternatives at each token."""
-    if body.stream_options is not None and not body.stream:
-        text = "stream_options is given, but stream is not true: leave it out, or stream"
-        raise BadRequest("stream_options", text)
     ends = () if body.ignore_eos else tokenizer.eos_ids
-    settings = {name: getattr(body, name) for name in SAME}
+    same = {name: value for name in SAME if (value := getattr(body, name)) is not None}
     return Request(
         (),
         n=body.n or 1,
@@ -280,19 +277,18 @@ def _request(
         stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
         stop_ids=tuple(dict.fromkeys((*ends, *(body.stop_token_ids or ())))),
         top_logprobs=top or 0,
-        **{name: value for name, value in settings.items() if value is not None},
-        **grammar,
+        **same,
+        **settings,
     )
 
 
 def _grammar(body: ChoicesBody) -> tuple[str, dict[str, Any]]:
     """Returns the field that constrains the answer, and the constraint as ``Request`` names it."""
-    found: dict[str, dict[str, Any]] = {}
     form, outputs = body.response_format, body.structured_outputs or StructuredOutputs(json=None)
+    found: dict[str, dict[str, Any]] = {}
     if form is not None and form.type != "text":
-        schema: Schema | None = {"type": "object"}
-        if form.type == "json_schema":
-            schema = form.json_schema and form.json_schema.schema_
+        named = form.json_schema and form.json_schema.schema_
+        schema = {"type": "object"} if form.type == "json_object" else named
         if schema is None:
             raise wrong("response_format.json_schema.schema", None, "a JSON schema")
         found["response_format"] = {"json_schema": json.dumps(schema)}
@@ -308,17 +304,17 @@ def _grammar(body: ChoicesBody) -> tuple[str, dict[str, Any]]:
 
 
 def _prompts(body: CompletionBody, tokenizer: Tokenizer) -> list[Prompt]:
-    given = "" if body.prompt is None else body.prompt
+    given = body.prompt or ""
     prompts: list[Any] = [given] if isinstance(given, str) or isinstance(given[0], int) else given
     # OpenAI's API reads an empty prompt as the beginning of a document
     openings = (tokenizer.special_ids.get("<|endoftext|>"), tokenizer.eos_id)
     start = tokenizer.encode("") or [id for id in openings if id is not None][:1]
     out = []
     for one in prompts:
-        if not isinstance(one, str):
-            out.append(Prompt(tuple(one), tokenizer.decode(one, skip_special=False)))
-            continue
-        tokens = tokenizer.encode(one, special=body.add_special_tokens is not False) or start
+        if isinstance(one, str):
+            tokens = tokenizer.encode(one, special=body.add_special_tokens is not False) or start
+        else:
+            tokens, one = one, tokenizer.decode(one, skip_special=False)
         if not tokens:
             raise wrong("prompt", "", "text: this tokenizer has no token that begins a document")
         out.append(Prompt(tuple(tokens), one))

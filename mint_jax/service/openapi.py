@@ -5,6 +5,7 @@ only: any other mistake fails their future. Their protobuf forms are in ``wire/`
 """
 
 import functools
+import re
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -42,13 +43,12 @@ TOKENS = dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), N
 CHOICES: Any = Annotated[list[Schema], Field(min_length=1, description="As in OpenAI's API.")]
 GENERATED = {"created": Natural, "model": str, "choices": CHOICES, "system_fingerprint": str}
 GENERATED |= {"usage": _model("Usage", **TOKENS), **REVISION}
-STATUS = Literal["completed", "incomplete"]
-ITEMS = {"created_at": Natural, "status": STATUS, "model": str, "output": list[Schema]}
+ITEMS = {"created_at": Natural, "status": str, "model": str, "output": list[Schema]}
 RESPONSE = _model("Response", object=Literal["response"], usage=Schema, **ITEMS, **REVISION)
-FUTURE = _model("Future", request_id=str, model_id=str)
 FUTURES = ("create_model", "unload_model", "forward_backward", "optim_step", "save_weights")
 FUTURES += ("save_weights_for_sampler", "save_weights_external")
-ANSWERS: dict[str, Any] = dict.fromkeys(FUTURES, FUTURE) | {  # name of the handler -> its answer
+ANSWERS: dict[str, Any] = dict.fromkeys(FUTURES, _model("Future", request_id=str, model_id=str))
+ANSWERS |= {  # name of the handler -> its answer
     "token": _model("Token", jwt=str),
     "create_session": _model("Session", session_id=str),
     "models": _model("Models", object=Literal["list"], **CARDS),
@@ -57,16 +57,15 @@ ANSWERS: dict[str, Any] = dict.fromkeys(FUTURES, FUTURE) | {  # name of the hand
     "chats": _model("Chat", object=Literal["chat.completion"], **GENERATED),
     "responses": RESPONSE,
     "response": RESPONSE,
-    "delete_response": _model("Deleted", id=str, object=Literal["response"], deleted=Literal[True]),
+    "delete_response": _model("Deleted", id=str, object=Literal["response"], deleted=bool),
 }
 
 
 def route(context: int, strict: bool) -> Route:
     """Returns the document's route, see ``openai_types.maxima``."""
-    made = document(context, strict)
 
     async def openapi(_: Request) -> JSONResponse:
-        return JSONResponse(made)
+        return JSONResponse(document(context, strict))
 
     return Route("/openapi.json", openapi, methods=["GET"])
 
@@ -75,9 +74,9 @@ def route(context: int, strict: bool) -> Route:
 def document(context: int, strict: bool) -> Schema:
     endpoints = [one for one in TABLE.endpoints if one.summary]
     bodies = {one.body for one in endpoints if one.body is not None}
+    models = (*bodies, *FAILURES, *set(ANSWERS.values()))
     _, schemas = pydantic.json_schema.models_json_schema(
-        [(model, "validation") for model in (*bodies, *FAILURES, *set(ANSWERS.values()))],
-        ref_template=SCHEMAS + "{model}",
+        [(model, "validation") for model in models], ref_template=SCHEMAS + "{model}"
     )
     for body in bodies:
         fields = schemas["$defs"][body.__name__].get("properties", {})
@@ -89,23 +88,19 @@ def document(context: int, strict: bool) -> Schema:
     for one in endpoints:
         path = one.path.replace(":path}", "}")
         paths.setdefault(path, {})[one.method.lower()] = _operation(one)
-        if names := [part.partition("}")[0] for part in path.split("{")[1:]]:
+        if names := re.findall(r"{(\w+)}", path):
             text = {"in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
             paths[path]["parameters"] = [{"name": name} | text for name in names]
-    keys = {
-        "bearer": {"type": "http", "scheme": "bearer"},
-        "header": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
-    }
+    header = {"type": "apiKey", "in": "header", "name": "X-API-Key"}
+    failed = {form: {"description": FAILED, "content": _ref(form)} for form in ("Detail", "Error")}
     description = "Training and sampling of LoRA policies over one resident base model."
     return {
         "openapi": "3.1.0",
         "info": {"title": "mint_jax", "version": "1", "description": description},
         "paths": paths,
         "components": {
-            "securitySchemes": keys,
-            "responses": {
-                form: {"description": FAILED, "content": _ref(form)} for form in ("Detail", "Error")
-            },
+            "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}, "header": header},
+            "responses": failed,
             "schemas": schemas["$defs"],
         },
         "security": [{}, {"bearer": []}, {"header": []}],
@@ -118,15 +113,11 @@ def _ref(model: str) -> Schema:
 
 def _operation(one: Endpoint) -> Schema:
     openai = one.path.startswith(OPENAI_PREFIXES)
-    responses: Schema = {
-        str(one.status): {"description": "Success."},
-        "default": {"$ref": f"#/components/responses/{'Error' if openai else 'Detail'}"},
-    }
+    failed = {"$ref": f"#/components/responses/{'Error' if openai else 'Detail'}"}
+    responses: Schema = {str(one.status): {"description": "Success."}, "default": failed}
     if one.status == 200:
-        answer = ANSWERS.get(one.call or one.path.rpartition("/")[2])
-        content = (
-            {JSON: {"schema": {"type": "object"}}} if answer is None else _ref(answer.__name__)
-        )
+        answer = ANSWERS.get(one.name)
+        content = _ref(answer.__name__) if answer else {JSON: {"schema": {"type": "object"}}}
         responses["200"]["content"] = {kind: content.get(kind, {}) for kind in one.kinds}
     if one.path == "/ready":
         text = "Not now; the status says why."
@@ -134,9 +125,9 @@ def _operation(one: Endpoint) -> Schema:
     tag = "OpenAI" if openai else "Tinker" if one.path.startswith("/api") else "operators"
     out: Schema = {"summary": one.summary, "tags": [tag], "responses": responses}
     if one.query is not None:
+        properties = one.query.model_json_schema()["properties"].items()
         out["parameters"] = [
-            {"name": name, "in": "query", "schema": schema}
-            for name, schema in one.query.model_json_schema()["properties"].items()
+            {"name": n, "in": "query", "schema": schema} for n, schema in properties
         ]
     if one.body is not None:
         content = _ref(one.body.__name__) | ({PROTOBUF: {}} if one.protobuf else {})

@@ -5,10 +5,12 @@ tools, background mode, conversations and reasoning are refused by name.
 """
 
 import collections
+import copy
+import itertools
 import json
 import secrets
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
@@ -17,9 +19,11 @@ from mint_jax.rollout.request import Completion
 from mint_jax.rollout.stream import Piece
 from mint_jax.service import openai_types as types
 from mint_jax.service.chat import RefusalPart
-from mint_jax.service.openai_answers import Answer
-from mint_jax.service.openai_types import SamplingFields, refusing
+from mint_jax.service.openai_answers import Answer, Object, Part
+from mint_jax.service.openai_types import SamplingFields, Spec, refusing
+from mint_jax.service.text_stream import TokenTexts
 from mint_jax.service.validation import BadRequest, Body, Like, Text
+from mint_jax.service.weights import Model
 
 # field -> values that mean "not used"
 UNSUPPORTED: dict[str, tuple[Any, ...]] = dict.fromkeys(("conversation", "prompt"), (None,))
@@ -32,7 +36,6 @@ NAMES = {  # a chat's name of a field -> the name in responses
 }
 LOGPROBS = "message.output_text.logprobs"
 STORE_BYTES = 64 << 20  # of stored responses, as JSON
-Messages = list[dict[str, Any]]
 
 
 class InputText(Body):
@@ -89,7 +92,7 @@ class TextOptions(Body):
 
 
 class ResponseBody(refusing(SamplingFields, UNSUPPORTED)):
-    input: str | Annotated[list[Item], Field(min_length=1)]
+    input: str | Annotated[list[Annotated[dict[str, Any], Like(Item)]], Field(min_length=1)]
     instructions: str | None = None
     previous_response_id: Text | None = None
     store: bool | None = None
@@ -104,7 +107,7 @@ class ResponseBody(refusing(SamplingFields, UNSUPPORTED)):
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property
-    def form(self) -> dict[str, Any]:
+    def form(self) -> Object:
         """Form of the text."""
         return (self.text and self.text.format) or {"type": "text"}
 
@@ -112,14 +115,11 @@ class ResponseBody(refusing(SamplingFields, UNSUPPORTED)):
 # fields that chats have too
 SAME = {*SamplingFields.model_fields, "tool_choice", "parallel_tool_calls", "chat_template_kwargs"}
 # fields of a response: those of its body with what null means, and those that never change
-ECHOED: dict[str, Any] = {"parallel_tool_calls": True, "store": True, "temperature": 1.0}
-ECHOED |= {"top_p": 1.0, "tool_choice": "auto", "metadata": {}, "tools": [], "top_logprobs": 0}
+ECHOED: Object = {"parallel_tool_calls": True, "store": True, "temperature": 1.0, "top_p": 1.0}
+ECHOED |= {"tool_choice": "auto", "metadata": {}, "tools": [], "top_logprobs": 0}
 ECHOED |= dict.fromkeys(("model", "instructions", "max_output_tokens", "previous_response_id"))
-UNUSED: dict[str, Any] = {
-    "background": False,
-    "truncation": "disabled",
-    "reasoning": {"effort": None, "summary": None},
-}
+UNUSED: Object = {"background": False, "truncation": "disabled"}
+UNUSED |= {"reasoning": {"effort": None, "summary": None}}
 UNUSED |= dict.fromkeys(("error", "incomplete_details", "usage", "user"))
 
 
@@ -128,11 +128,12 @@ class Store:
 
     def __init__(self, most_bytes: int = STORE_BYTES):
         self._most, self._bytes, self._lock = most_bytes, 0, threading.Lock()
-        # (tenant, id) -> JSON of the response and of the conversation that it ends
+        # (tenant, id) -> JSON of the response and of the items that it ends
         self._kept: collections.OrderedDict[tuple[str, str], str] = collections.OrderedDict()
 
-    def put(self, tenant: str, response: Mapping[str, Any], messages: Messages) -> None:
-        data = json.dumps([response, messages])
+    def put(self, tenant: str, items: Sequence[Object], response: Object) -> None:
+        """Stores a response, after the items of its conversation."""
+        data = json.dumps([response, [*items, *response["output"]]])
         with self._lock:
             self._kept[tenant, response["id"]] = data
             self._bytes += len(data)
@@ -140,7 +141,7 @@ class Store:
                 self._bytes -= len(self._kept.popitem(last=False)[1])
 
     def get(self, tenant: str, id: str, param: str | None = None) -> Any:
-        """Returns a tenant's response and the messages that it ends.
+        """Returns a tenant's response and the items that it ends.
 
         Args:
             param: field that names the response; None if the path does.
@@ -149,11 +150,10 @@ class Store:
             BadRequest: it is not stored, or belongs to another tenant.
         """
         if (found := self._kept.get((tenant, id))) is None:
+            text = "it was deleted, is too old, or the server has restarted since"
+            status = 404 if param is None else 400
             raise BadRequest(
-                param,
-                f"response {id[:100]!r} is not stored here: it was deleted, is too old, or the"
-                " server has restarted since",
-                status=404 if param is None else 400,
+                param, f"response {id[:100]!r} is not stored here: {text}", status=status
             )
         return json.loads(found)
 
@@ -164,50 +164,28 @@ class Store:
             self._bytes -= len(self._kept.pop((tenant, id), ""))
 
 
-def conversation_of(body: ResponseBody, tenant: str, store: Store) -> Messages:
-    """Returns the messages of a body, after those of its previous response."""
-    out: Messages = []
-    if (previous := body.previous_response_id) is not None:
-        out += store.get(tenant, previous, "previous_response_id")[1]
-    if isinstance(body.input, str):
-        return [*out, {"role": "user", "content": body.input}]
-    for item in body.input:
-        if isinstance(item, MessageItem):
-            out.append({"role": item.role, "content": _text(item.content)})
-        elif isinstance(item, FunctionOutput):
-            content = _text(item.output)
-            out.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
-        else:
-            if not out or out[-1]["role"] != "assistant":
-                out.append({"role": "assistant", "content": None})
-            call = _chat_call(item.call_id, item.name, item.arguments)
-            out[-1].setdefault("tool_calls", []).append(call)
-    return out
+def items_of(body: ResponseBody, tenant: str, store: Store) -> list[Object]:
+    """Returns the items of a body, after those of its previous response."""
+    previous, out = body.previous_response_id, []
+    if previous is not None:
+        out = store.get(tenant, previous, "previous_response_id")[1]
+    given = body.input
+    return out + ([{"role": "user", "content": given}] if isinstance(given, str) else given)
 
 
-def _text(content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    return "\n".join(part.text if hasattr(part, "text") else part.refusal for part in content)
-
-
-def _chat_call(id: str | None, name: str, arguments: str) -> dict[str, Any]:
-    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def chat_body_of(body: ResponseBody, messages: Messages) -> dict[str, Any]:
+def chat_of(body: ResponseBody, items: Sequence[Object]) -> Object:
     """Returns the body of the chat that is sampled."""
-    chat: dict[str, Any] = body.model_dump(include=SAME, exclude_unset=True)
+    chat = body.model_dump(include=SAME, exclude_unset=True)
+    messages = _messages(items)
     if (text := body.instructions) is not None:
-        system = {"role": "system", "content": text}
         if messages[0]["role"] in ("system", "developer"):
-            first, *messages = messages
-            system = first | {"content": f"{text}\n\n{first['content']}"}
-        messages = [system, *messages]
-    chat["tools"] = []
+            messages[0]["content"] = f"{text}\n\n{messages[0]['content']}"
+        else:
+            messages.insert(0, {"role": "system", "content": text})
+    tools = []
     for tool in body.tools or ():
         function = {name: v for name, v in tool.items() if name != "type" and v is not None}
-        chat["tools"].append({"type": "function", "function": function})
+        tools.append({"type": "function", "function": function})
     choice = body.tool_choice
     if isinstance(choice, dict) and choice.get("type") == "function":
         chat["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
@@ -215,7 +193,31 @@ def chat_body_of(body: ResponseBody, messages: Messages) -> dict[str, Any]:
         chat |= {"logprobs": True, "top_logprobs": body.top_logprobs}
     form = body.form | {"json_schema": {"schema": body.form.get("schema")}}
     chat |= {"response_format": form, "max_completion_tokens": body.max_output_tokens}
-    return chat | {"messages": messages}
+    return chat | {"messages": messages, "tools": tools}
+
+
+def _messages(items: Sequence[Object]) -> list[Object]:
+    out: list[Object] = []
+    for item in items:
+        kind = _kind_of(item)
+        if kind == "message":
+            out.append({"role": item["role"], "content": _text(item["content"])})
+        elif kind == "function_call_output":
+            message = {"role": "tool", "content": _text(item["output"])}
+            out.append(message | {"tool_call_id": item.get("call_id")})
+        else:
+            if not out or out[-1]["role"] != "assistant":
+                out.append({"role": "assistant", "content": None})
+            function = {name: item[name] for name in ("name", "arguments")}
+            call = {"id": item.get("call_id"), "type": "function", "function": function}
+            out[-1].setdefault("tool_calls", []).append(call)
+    return out
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(part["text"] if "text" in part else part["refusal"] for part in content)
 
 
 def own_names(error: BadRequest) -> BadRequest:
@@ -228,73 +230,54 @@ def own_names(error: BadRequest) -> BadRequest:
     return error
 
 
-class Response:
-    """The response to one body, made from the answer to its chat.
+class Response(Answer):
+    """The response to one body: the answer to its chat, as one body or as events.
 
     Args:
-        messages: the conversation, without the instructions.
-        tenant: owner of the stored response.
+        body: the response's own body; ``spec`` is of its chat.
+        keep: stores the response.
     """
 
-    end = ""  # of a stream
+    end = ""
 
     def __init__(
-        self, answer: Answer, body: ResponseBody, messages: Messages, tenant: str, store: Store
+        self,
+        spec: Spec,
+        model: Model,
+        texts: TokenTexts,
+        body: ResponseBody,
+        keep: Callable[[Object], None],
     ):
-        self._answer, self._body, self._messages = answer, body, messages
-        self._tenant, self._store = tenant, store
-        self.spec, self.model = answer.spec, answer.model
-        self.id = "resp_" + secrets.token_hex(16)
-        self._events = 0
-        self._text: str | None = None  # None: the message has not started
-        self._logprobs: list[Any] = []  # of the text
-        self._pending: list[Any] = []  # of tokens whose text has not been sent
-        self._output: list[dict[str, Any]] = []  # finished items
-        self._finish = ""
+        super().__init__(spec, model, texts)
+        self._keep, self._numbers = keep, itertools.count()
+        given = {name: getattr(body, name) for name in ECHOED}
+        self._body: Object = {
+            "id": "resp_" + secrets.token_hex(16),
+            "object": "response",
+            "created_at": self._frame["created"],
+            "status": "in_progress",
+            "output": [],
+            "text": {"format": body.form},
+            "mint_revision": model.digest,
+            **UNUSED,
+            **{name: ECHOED[name] if one is None else one for name, one in given.items()},
+        }
+        self._part: Object = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        self._pending: list[Object] = []  # log-probabilities of tokens whose text was not sent
 
-    def whole(self, results: Sequence[Sequence[Completion]]) -> dict[str, Any]:
-        """Returns the body: that of the last event."""
+    def whole(self, results: Sequence[Sequence[Completion]]) -> Object:
         self.last_chunks(0, results[0])
         return self.finish(results)[0]["response"]
 
-    def chunks(self, pieces: Sequence[tuple[int, Piece]]) -> list[dict[str, Any]]:
-        """Returns the events for new pieces."""
-        return self._deltas(self._answer.chunks(pieces))
+    def chunks(self, pieces: Iterable[tuple[int, Piece]]) -> list[Object]:
+        opening = () if self._opened else ("created", "in_progress")
+        self._opened.add(0)
+        events = [self._event(kind, response=self._body) for kind in opening]
+        return events + super().chunks(pieces)
 
-    def last_chunks(self, number: int, results: Sequence[Completion]) -> list[dict[str, Any]]:
-        """Returns the last events of the output."""
-        chunks = self._answer.last_chunks(number, results)
-        [choice] = chunks[-1]["choices"]
-        self._finish, calls = choice["finish_reason"], choice["delta"].get("tool_calls", [])
-        out = self._deltas(chunks)
-        if self._text is None and not calls:
-            out += self._open()
-        if self._text is not None:
-            self._logprobs += self._pending
-            part = self._part()
-            text = {"text": part["text"], "logprobs": part["logprobs"]}
-            out.append(self._part_event("output_text.done", **text))
-            out.append(self._part_event("content_part.done", part=part))
-            out.append(self._item_event("done", self._message(self._status, part)))
-        for call in calls:
-            item = {"id": f"fc_{call['id']}", "type": "function_call", "status": "completed"}
-            item |= {"call_id": call["id"], **call["function"]}
-            place = {"output_index": len(self._output), "item_id": item["id"]}
-            whole = {"name": item["name"], "arguments": item["arguments"]}
-            opened = item | {"arguments": "", "status": "in_progress"}
-            out += [
-                self._item_event("added", opened),
-                self._event("function_call_arguments.delta", **place, delta=item["arguments"]),
-                self._event("function_call_arguments.done", **place, **whole),
-                self._item_event("done", item),
-            ]
-        return out
-
-    def finish(self, results: Sequence[Sequence[Completion]]) -> list[dict[str, Any]]:
+    def finish(self, results: Sequence[Sequence[Completion]]) -> list[Object]:
         """Returns the event with the complete response, and stores the response."""
-        body, usage = self._response(self._status), self._answer.usage_of(results)
-        if self._finish == "length":
-            body["incomplete_details"] = {"reason": "max_output_tokens"}
+        usage, body = self.usage(results), self._body
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         body["usage"] = {
             "input_tokens": usage["prompt_tokens"],
@@ -304,79 +287,68 @@ class Response:
             "total_tokens": usage["total_tokens"],
         }
         if body["store"]:
-            message: dict[str, Any] = {"role": "assistant", "content": self._text}
-            calls = [
-                _chat_call(item["call_id"], item["name"], item["arguments"])
-                for item in self._output
-                if item["type"] == "function_call"
-            ]
-            message |= {"tool_calls": calls} if calls else {}
-            self._store.put(self._tenant, body, [*self._messages, message])
+            self._keep(body)
         return [self._event(body["status"], response=body)]
 
-    def failed(self, error: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Returns the event that ends a stream that failed midway."""
-        error = {"code": "server_error", "message": error["message"]}
-        return [self._event("failed", response=self._response("failed") | {"error": error})]
+    def failed(self, error: Object) -> list[Object]:
+        reason = {"code": "server_error", "message": error["message"]}
+        return [self._event("failed", response=self._body | {"status": "failed", "error": reason})]
 
-    @property
-    def _status(self) -> str:
-        return "incomplete" if self._finish in ("length", "abort") else "completed"
+    def _chunks(self, index: int, part: Part) -> list[Object]:
+        text, out = self._part, []
+        self._pending += self._scores(part) if self.spec.logprobs else []
+        if not self._body["output"] and (part.text or (part.done and not part.calls)):
+            message = {"id": f"msg_{self._body['id'][5:]}", "type": "message", "role": "assistant"}
+            out.append(self._added(message | {"content": []}))
+            out.append(self._text_event("content_part.added", part=text))
+            self._body["output"][0]["content"].append(text)
+        if part.text:
+            logprobs, self._pending = self._pending, []
+            text["text"] += part.text
+            text["logprobs"] += logprobs
+            out.append(self._text_event("output_text.delta", delta=part.text, logprobs=logprobs))
+        return out if part.done is None else out + self._last(part, part.done)
 
-    def _response(self, status: str) -> dict[str, Any]:
-        given = {name: getattr(self._body, name) for name in ECHOED}
-        return {
-            "id": self.id,
-            "object": "response",
-            "created_at": self._answer.created,
-            "status": status,
-            "output": [*self._output],
-            "text": {"format": self._body.form},
-            "mint_revision": self.model.digest,
-            **UNUSED,
-            **{name: ECHOED[name] if one is None else one for name, one in given.items()},
-        }
+    def _last(self, part: Part, done: Completion) -> list[Object]:
+        """Returns the events that end the message and those of the calls."""
+        body, text, out = self._body, self._part, []
+        body["status"] = "completed" if part.calls or done.finish == "stop" else "incomplete"
+        if done.finish == "length" and not part.calls:
+            body["incomplete_details"] = {"reason": "max_output_tokens"}
+        if body["output"]:
+            text["logprobs"] += self._pending
+            whole = {"text": text["text"], "logprobs": text["logprobs"]}
+            out.append(self._text_event("output_text.done", **whole))
+            out.append(self._text_event("content_part.done", part=text))
+            out.append(self._done(body["status"]))
+        for call in part.calls:
+            item = {"id": f"fc_{call['id']}", "type": "function_call", "call_id": call["id"]}
+            out.append(self._added(item | call["function"] | {"arguments": ""}))
+            place = {"item_id": item["id"], "output_index": len(body["output"]) - 1}
+            given, kind = call["function"]["arguments"], "function_call_arguments"
+            out.append(self._event(f"{kind}.delta", **place, delta=given))
+            out.append(self._event(f"{kind}.done", **place, **call["function"]))
+            body["output"][-1]["arguments"] = given
+            out.append(self._done("completed"))
+        return out
 
-    def _message(self, status: str, *content: dict[str, Any]) -> dict[str, Any]:
-        item = {"id": f"msg_{self.id[5:]}", "type": "message", "status": status}
-        return item | {"role": "assistant", "content": [*content]}
+    def _event(self, kind: str, **fields: Any) -> Object:
+        number = next(self._numbers)
+        # a copy: the response grows before the event is written
+        return {"type": f"response.{kind}", "sequence_number": number, **copy.deepcopy(fields)}
 
-    def _part(self) -> dict[str, Any]:
-        text = {"type": "output_text", "text": self._text, "annotations": []}
-        return text | {"logprobs": [*self._logprobs]}
-
-    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
-        self._events += 1
-        return {"type": f"response.{kind}", "sequence_number": self._events - 1, **fields}
-
-    def _part_event(self, kind: str, **fields: Any) -> dict[str, Any]:
-        id = self._message("")["id"]
+    def _text_event(self, kind: str, **fields: Any) -> Object:
+        id = self._body["output"][0]["id"]
         return self._event(kind, item_id=id, output_index=0, content_index=0, **fields)
 
-    def _item_event(self, kind: str, item: dict[str, Any]) -> dict[str, Any]:
-        event = self._event(f"output_item.{kind}", output_index=len(self._output), item=item)
-        self._output += [item] if kind == "done" else []
-        return event
+    def _added(self, item: Object) -> Object:
+        """Begins an item of the output."""
+        output = self._body["output"]
+        output.append(item | {"status": "in_progress"})
+        return self._event("output_item.added", output_index=len(output) - 1, item=output[-1])
 
-    def _open(self) -> list[dict[str, Any]]:
-        """Returns the events that begin the message."""
-        self._text, added = "", self._item_event("added", self._message("in_progress"))
-        return [added, self._part_event("content_part.added", part=self._part())]
-
-    def _deltas(self, chunks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Returns the events for the text of a chat's chunks."""
-        out = []
-        if not self._events:
-            body = self._response("in_progress")
-            out = [self._event(kind, response=body) for kind in ("created", "in_progress")]
-        for chunk in chunks:
-            [choice] = chunk["choices"]
-            self._pending += (choice["logprobs"] or {}).get("content") or []
-            if text := choice["delta"].get("content"):
-                out += self._open() if self._text is None else []
-                logprobs, self._pending = self._pending, []
-                self._text = (self._text or "") + text
-                self._logprobs += logprobs
-                delta = {"delta": text, "logprobs": logprobs}
-                out.append(self._part_event("output_text.delta", **delta))
-        return out
+    def _done(self, status: str) -> Object:
+        """Ends the last item of the output."""
+        output = self._body["output"]
+        output[-1]["status"] = status
+        return self._event("output_item.done", output_index=len(output) - 1, item=output[-1])

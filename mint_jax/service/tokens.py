@@ -64,16 +64,12 @@ def _kept(path: Path) -> bytes:
                     os.link(made.name, path)
         mode, data = path.stat().st_mode & 0o777, path.read_bytes()
     except OSError as error:
-        raise UserError(
-            f"{path} cannot be read or made ({error.strerror}): let the server's user write in its"
-            " folder"
-        ) from error
+        problem = f"cannot be read or made ({error.strerror})"
+        raise UserError(f"{path} {problem}: let the server's user write in its folder") from error
     if mode & 0o077:
-        raise UserError(
-            f"{path} may be read or written by others (mode {mode:o}): chmod 600 {path}"
-        )
+        problem = f"may be read or written by others (mode {mode:o})"
+        raise UserError(f"{path} {problem}: chmod 600 {path}")
     if len(data) != 32:
-        raise UserError(
-            f"{path} has {len(data)} bytes; expected 32: delete it, and clients ask for new tokens"
-        )
+        problem = f"has {len(data)} bytes; expected 32"
+        raise UserError(f"{path} {problem}: delete it, and clients ask for new tokens")
     return data

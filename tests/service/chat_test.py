@@ -16,7 +16,7 @@ from mint_jax.rollout.request import Completion
 from mint_jax.service import chat
 from mint_jax.service.chat import Call, form_of, json_object, key_value, read_calls, xml
 from mint_jax.service.openai_types import ChatBody, CompletionBody, spec_of
-from mint_jax.service.responses import ResponseBody, Store, chat_body_of, conversation_of
+from mint_jax.service.responses import ResponseBody, Store, chat_of, items_of
 from mint_jax.service.text_stream import TokenTexts
 from mint_jax.service.validation import BadRequest, check, parse
 from tests.service.openai_world import whole_and_streamed
@@ -282,8 +282,7 @@ def read_as_served(kind, body, tokenizer):
     """Reads a body as the service does."""
     one = parse(kind, json.dumps({"model": "m", **body}).encode())
     if isinstance(one, ResponseBody):
-        messages = conversation_of(one, "default", Store())
-        one = check(ChatBody, chat_body_of(one, messages))
+        one = check(ChatBody, chat_of(one, items_of(one, "default", Store())))
     return spec_of(one, tokenizer, 512)
 
 

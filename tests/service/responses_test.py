@@ -179,7 +179,7 @@ def test_responses_are_stored_until_they_are_deleted(client):
 def test_the_store_is_bounded():
     store = Store(most_bytes=1000)
     for i in range(100):
-        store.put("a", {"id": str(i), "text": "x" * 60}, [])
+        store.put("a", [], {"id": str(i), "text": "x" * 60, "output": []})
     assert store.get("a", "99")[0]["text"] == "x" * 60
     for tenant, id in (("a", "0"), ("b", "99")):
         with pytest.raises(BadRequest):
