@@ -35,6 +35,7 @@ from benchmarks.catalog_fill import (
     on_disk,
     open_catalog,
 )
+from benchmarks.packed_store import forget
 from benchmarks.postgres_server import PostgresServer
 from mint_jax import host
 from mint_jax.catalog.lifecycle import Catalog
@@ -84,8 +85,7 @@ class _Loads:
 
     def empty(self) -> None:
         """Drops all adapters from slots and host cache."""
-        for digest in self._loaded:
-            self.residency.drop(digest)
+        forget(self.residency, self._loaded)
         self._loaded.clear()
 
     def measure(
@@ -116,7 +116,7 @@ class _Loads:
                 if tier != "device":
                     future.result().release()
                 if drop:
-                    self.residency.drop(digest)
+                    forget(self.residency, [digest])
             except UserError:
                 errors += 1
             progress.update(k + 1, f"{len(found['cold'])} cold")

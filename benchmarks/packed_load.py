@@ -236,7 +236,7 @@ def _against_peft(config: Any, folder: Path) -> dict[str, Any]:
         model.delete_adapter("second")
 
     def ours() -> None:
-        residency.drop(digest)
+        forget(residency, [digest])
         load(residency, [digest])
 
     times = timing.in_turn("PEFT load_adapter", {"peft": theirs, "ours": ours}, config.n)

@@ -1,6 +1,6 @@
 """A catalog of packed adapters and residency over it, shared by the load benchmarks."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +42,12 @@ class Store:
         """Resolves and leases revisions, as a job does before it loads them."""
         digests = list(digests)
         self.found |= dict(zip(digests, self.catalog.resolve_many(digests)))
-        self._leases |= dict(zip(digests, self.catalog.lease_many(digests, "bench", LEASE_S)))
+        self._leases |= dict(zip(digests, self.catalog.lease(digests, "bench", LEASE_S)))
         return digests
 
     def fetch(self, digest: str) -> np.ndarray:
         self.reads.append(digest)
-        return self.catalog.read_leased(self._leases[digest], verified=False)
+        return self.catalog.load_payload(digest, verified=False)
 
     def nbytes(self, digests: Iterable[str]) -> int:
         return sum(self.found[digest].place.length for digest in digests)
@@ -78,7 +78,8 @@ def load(residency: Residency, digests: list[str]) -> None:
         lease.release()
 
 
-def forget(residency: Residency, digests: Iterable[str]) -> None:
-    """Drops revisions from slots and host, so that their next load is a cold one."""
-    for digest in digests:
-        residency.drop(digest)
+def forget(residency: Residency, digests: Collection[str]) -> None:
+    """Removes revisions without leases from slots and host, so that their next load is cold."""
+    for tier in (residency.host, *residency.device.values()):
+        for digest in set(digests) & set(tier.copies):
+            tier._remove(digest)

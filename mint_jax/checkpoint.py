@@ -31,9 +31,7 @@ COMMITTED = "commit_success.txt"  # Orbax's marker, written last
 
 
 class _WithDigests(ocp.path.atomicity.AtomicRenameTemporaryPath):
-    """Temporary checkpoint folder that gets ``DIGESTS`` before its final name, so no crash leaves
-    one without the other.
-    """
+    """Temporary checkpoint folder that gets ``DIGESTS`` before its final name."""
 
     async def finalize(self) -> None:
         if _step_of(self.get_final()) is not None:  # not an item's folder
@@ -85,11 +83,8 @@ def _damage(folder: Path) -> str:
 
 
 class Checkpoints:
-    """Numbered checkpoints of one run.
-
-    Args:
-        keep: number of newest checkpoints to keep.
-        on_commit: called in the caller's thread with the step, once that step is durable.
+    """Numbered checkpoints of one run, of which the newest ``keep`` stay. ``on_commit`` is called in
+    the caller's thread with each step that is durable.
     """
 
     def __init__(
@@ -119,10 +114,9 @@ class Checkpoints:
     def save(
         self, step: int, arrays: Any, extra: Any, items: Mapping[str, Any] | None = None
     ) -> None:
-        """Starts saving after waiting for the previous save; returns once the arrays are copied off
-        the devices. Raises ``UserError``: the disk is full or not writable; earlier checkpoints
-        stay valid. ``items``: further trees by name, which
-        ``orbax.checkpoint.StandardCheckpointer`` restores from ``step_9/NAME`` in any program.
+        """Starts saving after the previous save; returns once the arrays are copied off the
+        devices. Raises ``UserError``: the disk is full or not writable. ``items``: further trees by
+        name, which ``orbax.checkpoint.StandardCheckpointer`` restores from ``step_9/NAME``.
         """
         self.wait()
         latest = self.latest()
@@ -141,8 +135,8 @@ class Checkpoints:
         self._pending = step
 
     def wait(self) -> None:
-        """Waits until nothing is in flight, then reports the durable step. Raises ``UserError``:
-        the save failed; earlier checkpoints stay valid.
+        """Waits until nothing is in flight. Raises ``UserError``: the save failed; earlier
+        checkpoints stay valid.
         """
         try:
             self._manager.wait_until_finished()
@@ -169,9 +163,7 @@ class Checkpoints:
         )
 
     def latest(self) -> int | None:
-        """Returns the newest step in process 0's view of the folder, or None. ``restore`` checks
-        the files.
-        """
+        """Returns the newest step in process 0's view of the folder, unchecked; None without."""
         return multihost.agree("newest checkpoint", self._newest)
 
     def _newest(self) -> int | None:
@@ -213,9 +205,9 @@ class Checkpoints:
             self._checked.add(step)
 
     def restore(self, arrays: Any, step: int | None = None) -> tuple[int, Any, Any]:
-        """Returns step, arrays and JSON value of a checkpoint, the newest by default. Raises
-        ``UserError``: there is no checkpoint, its shapes differ, or a file is damaged. ``arrays``:
-        tree of arrays or ``ShapeDtypeStruct`` with the target shapes and shardings.
+        """Returns step, arrays (with the shapes and shardings of ``arrays``) and JSON value of a
+        checkpoint, the newest by default. Raises ``UserError``: there is no checkpoint, its shapes
+        differ, or a file is damaged.
         """
         step = self.latest() if step is None else step
         if step is None:

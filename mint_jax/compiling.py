@@ -36,7 +36,7 @@ class Program(NamedTuple):
 
 class Programs:
     """Programs of distinct keys compiled in a background thread, urgent ones first, while ready
-    ones run. XLA releases the GIL while it compiles.
+    ones run.
 
     Args:
         changed: called in the thread after each program and after a failure.
@@ -44,7 +44,7 @@ class Programs:
 
     Attributes:
         now: name of the program being compiled; empty if none is.
-        failed: exception of a failed compilation; no program is compiled after it.
+        failed: exception of a failed compilation, which ends all.
     """
 
     def __init__(
@@ -62,7 +62,6 @@ class Programs:
         self._thread = threading.Thread(target=self._run, name="compiler", daemon=True)
 
     def start(self) -> None:
-        """Starts compiling."""
         host.may_abandon(self._thread)
         self._thread.start()
 
@@ -77,12 +76,10 @@ class Programs:
 
     @property
     def ready(self) -> int:
-        """Number of ready programs."""
         return len(self._ready)
 
     @property
     def done(self) -> bool:
-        """True if all programs are ready."""
         return self.ready == self.total
 
     def has(self, key: Hashable) -> bool:
@@ -162,9 +159,7 @@ class Announcer:
 
 @contextlib.contextmanager
 def compilations() -> Iterator[list[str]]:
-    """Yields a list that grows by the name of every program compiled inside, cached on disk or
-    not.
-    """
+    """Yields a list that grows by the name of every program compiled inside."""
     names: list[str] = []
 
     def listen(event: str, duration_secs: float, **about: str | int) -> None:
@@ -179,9 +174,7 @@ def compilations() -> Iterator[list[str]]:
 
 
 def announce() -> None:
-    """Announces all later compilations of this process; with several processes only process 0
-    does.
-    """
+    """Announces all later compilations of process 0."""
     if multihost.is_main():
         announcer = Announcer()
         jax.monitoring.register_scalar_listener(announcer.started)

@@ -11,9 +11,8 @@ THREADED = 1 << 20  # bytes above which threads pay off
 
 
 def blake3_of(data: bytes | bytearray | memoryview | np.ndarray, threads: int | None = None) -> str:
-    """Returns 64 hex digits of a contiguous buffer; releases the GIL. ``threads``: number of
-    threads for buffers of 1 MiB and more; None is one per core. The helpers have the priority of
-    the process, so a low-priority caller passes 1.
+    """Returns 64 hex digits of a contiguous buffer; releases the GIL. Buffers of 1 MiB and more
+    take a thread per core, or ``threads``.
     """
     view = data.reshape(-1).view(np.uint8).data if isinstance(data, np.ndarray) else data
     if memoryview(view).nbytes < THREADED or threads == 1:
@@ -22,5 +21,5 @@ def blake3_of(data: bytes | bytearray | memoryview | np.ndarray, threads: int | 
 
 
 def blake3_alone(data: bytes | bytearray | memoryview | np.ndarray) -> str:
-    """Returns ``blake3_of`` in the calling thread only."""
+    """Returns ``blake3_of`` in the calling thread only, whose priority helpers would not have."""
     return blake3_of(data, 1)

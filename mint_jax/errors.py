@@ -28,9 +28,7 @@ def choice(what: str, value: object, choices: object) -> UserError:
 
 
 def own_traceback(error: BaseException) -> str:
-    """Returns the traceback of an error without this package's frames; if all frames are ours, the
-    whole traceback.
-    """
+    """Returns the traceback of an error without this package's frames, if it has others."""
     shown = traceback.TracebackException.from_exception(error)
     chain, one = [], shown
     while one is not None and one not in chain:

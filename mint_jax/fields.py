@@ -36,8 +36,7 @@ class Settings:
 
 def check(cls: type, values: Mapping[str, Any], what: str) -> dict[str, Any]:
     """Returns checked values of a dataclass's fields; a list becomes the expected tuple. Raises
-    ``UserError``: a name is not a field, or a value has the wrong type. ``what``: place named in
-    errors.
+    ``UserError``, which names ``what``, for an unknown name or a wrong type.
     """
     hints = _hints(cls)
     for name in values:

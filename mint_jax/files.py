@@ -16,8 +16,7 @@ def _temporary_name(target: Path) -> Path:
 
 def write_file(target: Path, data: str | bytes, *, replace: bool = True) -> None:
     """Writes a file durably and atomically: after a crash either the old or the new contents
-    remain. Raises ``FileExistsError``: the file exists and ``replace`` is false; ``OSError``: the
-    file cannot be written. ``replace``: replaces an existing file.
+    remain. Raises ``FileExistsError`` if it exists and must not be replaced, or ``OSError``.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = _temporary_name(target)
@@ -58,10 +57,9 @@ def sync_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def new_directory(target: Path, proof: str = "") -> Iterator[Path]:
-    """Yields a folder that becomes ``target`` when the block ends; a crash leaves no ``target``. An
-    empty ``target`` is replaced. Raises ``OSError``: ``target`` exists. ``proof``: name of a file
-    that every complete ``target`` has. If another process made ``target`` meanwhile, that one
-    stays; a ``target`` without this file is replaced.
+    """Yields a folder that becomes ``target``, absent or empty, when the block ends. Raises
+    ``OSError`` if ``target`` exists; with ``proof``, the name of a file that every complete
+    ``target`` has, a complete one stays, and another is replaced.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = _temporary_name(target)

@@ -16,11 +16,9 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8
 
 
 def keep_freed_memory() -> bool:
-    """Makes glibc keep freed memory instead of returning it to the kernel; false without glibc.
-
-    XLA on CPU allocates and frees its temporaries (over 1 GB in a training step) in every call.
-    Returned to the kernel, they cost a page fault per 4 KiB of the next call.
-    """
+    """Makes glibc keep freed memory instead of returning it to the kernel; false without glibc."""
+    # XLA on CPU allocates and frees its temporaries (over 1 GB in a training step) in every call.
+    # Returned to the kernel, they cost a page fault per 4 KiB of the next call.
     try:
         mallopt = ctypes.CDLL("libc.so.6").mallopt
     except (OSError, AttributeError):

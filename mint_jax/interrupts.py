@@ -31,8 +31,8 @@ _grace: list[float] = []  # seconds of the active blocks; the last one is used
 
 
 def install(leave: Callable[[int, str], None]) -> None:
-    """Makes both signals raise ``Interrupted`` in the main thread, the caller, and end the process
-    if that does not; ``leave(status, message)`` then notifies other processes of the run.
+    """Makes both signals raise ``Interrupted`` in the main thread, and end the process if that does
+    not; ``leave(status, message)`` then notifies other processes of the run.
     """
     _leave.append(leave)
     reading, writing = os.pipe()

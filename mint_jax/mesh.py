@@ -19,9 +19,9 @@ AXES = ("data", "fsdp", "expert", "tensor")
 
 
 def make_mesh(sizes: Mapping[str, int] | None = None, devices: Sequence[Any] | None = None) -> Mesh:
-    """Builds a mesh over ``devices`` (all by default). Raises ``UserError``: an axis is unknown, or
-    the product of the sizes is not the number of devices. ``sizes``: axis -> size; absent axes are
-    1, and one axis may be -1 (the rest). None puts all devices on ``data``.
+    """Builds a mesh over ``devices``, by default all, on ``data`` if there are no ``sizes``. Absent
+    axes are 1, and one may be -1, the rest. Raises ``UserError``: an axis is unknown, or the sizes
+    do not fit.
     """
     devices = list(jax.devices()) if devices is None else devices
     sizes = {"data": -1} if sizes is None else dict(sizes)

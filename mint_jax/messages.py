@@ -24,9 +24,7 @@ def send(word: str, *values: Any) -> None:
 
 
 def receive(records: Mapping[str, type]) -> tuple[str, list[Any]]:
-    """Receives the next message of process 0. ``records``: named tuples that a message may contain,
-    by name.
-    """
+    """Receives the next message; ``records``: named tuples that it may contain, by name."""
     word, *values = unpack(multihost.take(), records)
     return word, values
 

@@ -20,14 +20,8 @@ KEPT = 64  # number of last updates that estimate the time left
 
 
 class MetricsWriter:
-    """Appends rows to ``metrics.jsonl`` and their numbers to TensorBoard, in the calling thread.
-    tensorboardX's ``SummaryWriter`` writes in a thread. If a full disk kills that thread, the
-    eleventh later call blocks. Raises ``UserError``: a file cannot be written, here or in
-    ``write``.
-
-    Args:
-        directory: workdir of the run.
-        tensorboard: also writes event files under ``tensorboard/``.
+    """Appends rows to ``metrics.jsonl`` and their numbers to event files under ``tensorboard/``.
+    Raises ``UserError``: a file cannot be written, here or in ``write``.
     """
 
     def __init__(self, directory: str | Path, tensorboard: bool = True):
@@ -41,6 +35,8 @@ class MetricsWriter:
         if tensorboard:
             from tensorboardX.event_file_writer import EventsWriter
 
+            # In the calling thread: ``SummaryWriter`` writes in a thread of its own, and if a full
+            # disk kills that, the eleventh later call blocks.
             folder = Path(directory) / "tensorboard"
             with self._explained(folder):
                 folder.mkdir(exist_ok=True)
@@ -96,9 +92,7 @@ class MetricsWriter:
 
 
 def truncate_rows(path: Path, keep: dict[str, int]) -> None:
-    """Drops the rows of each name at or after step ``keep[name]``; a resumed run writes them
-    again.
-    """
+    """Drops the rows of each name at or after step ``keep[name]``."""
     if not path.is_file():
         return
     rows = []

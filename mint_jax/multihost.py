@@ -49,16 +49,14 @@ def join(
     expected: int = 0,
     timeout_s: int = 300,
 ) -> None:
-    """Joins the other processes; call it before JAX looks for devices. Does nothing for a single
-    process. Raises ``UserError``: variables are missing or wrong, nothing is detected, the
-    coordinator is unreachable, or the number of processes is not ``expected``.
+    """Joins the other processes, before JAX looks for devices. Raises ``UserError``: variables are
+    missing or wrong, nothing is detected, the coordinator is unreachable, or the number of
+    processes is not ``expected``. Exits with one line if the others do not come in time.
 
     Args:
         environment: source of ``VARIABLES``; all three or none are set.
         detect: without them, joins the TPU pod, SLURM or MPI job that JAX detects.
         expected: number of started processes; 0 accepts any number.
-        timeout_s: seconds to wait for the others. JAX does not return from that wait: then the
-            process prints one line and exits with status 1.
     """
     settings = _settings(environment)
     if settings is None and not detect:
@@ -105,8 +103,8 @@ def join(
 
 
 def topology() -> str:
-    """Returns every host with its number of devices, as one log line. Raises ``UserError``: in
-    every process; names the first with another number of devices than process 0.
+    """Returns every host with its number of devices, as one log line. Raises ``UserError`` in every
+    process if the numbers differ.
     """
 
     def compare(hosts: list[Any]) -> str:
@@ -181,11 +179,9 @@ def is_main() -> bool:
 
 
 def agree(name: str, make: Callable[[], T]) -> T:
-    """Returns ``make()`` of process 0 in every process; the others do not call it. All processes
-    must call this in the same order.
-
-    ``make`` returns a JSON value; tuples arrive as lists, floats bit for bit. If it raises, process
-    0 raises the same, the others the same ``UserError``, or RuntimeError for another exception.
+    """Returns ``make()`` of process 0, a JSON value, in every process; all call this in the same
+    order. If it raises, process 0 raises the same, the others the same ``UserError``, or
+    RuntimeError for another exception.
     """
     if count() == 1:
         return make()
@@ -242,12 +238,9 @@ def _wait_for(key: str, kind: str = "") -> Any:
 
 
 def post(message: bytes) -> None:
-    """Sends a message from process 0, any thread, to every other process; ``take`` returns them in
-    this order.
-
-    On loopback up to 10 KB arrive after 0.35 ms, 1 MB after 11. ``broadcast_one_to_all`` is faster
-    for 1 MB (4 ms), but it waits behind device work and needs all shapes in advance.
-    """
+    """Sends a message from process 0, any thread, to every other process, in order."""
+    # On loopback up to 10 KB arrive after 0.35 ms, 1 MB after 11. ``broadcast_one_to_all`` is
+    # faster for 1 MB (4 ms), but it waits behind device work and needs all shapes in advance.
     with _posting:
         number = next(_posts)
         block = number // POSTS
@@ -260,9 +253,7 @@ def post(message: bytes) -> None:
 
 
 def take() -> bytes:
-    """Waits for the next message of process 0 and returns it. Raises ``RuntimeError``: a process
-    failed, or process 0 is gone.
-    """
+    """Returns the next message of process 0. Raises ``RuntimeError``: a process failed."""
     number = next(_posts)
     message = _wait_for(f"mint/post/{number // POSTS}/{number}", "_bytes")
     if (number + 1) % POSTS == 0:
@@ -271,8 +262,8 @@ def take() -> bytes:
 
 
 def require_same(what: str, make: Callable[[], Any]) -> None:
-    """Compares a value that every process derives from its own files and options. Raises
-    ``UserError``: in every process; names the first that differs from process 0.
+    """Raises ``UserError`` in every process if a value that each derives from its own files and
+    options differs.
     """
     if count() == 1:
         return
@@ -297,23 +288,19 @@ def _together(what: str, value: Any, judge: Callable[[list[Any]], T]) -> T:
 
 
 def barrier(name: str) -> None:
-    """Waits until every process is here; all must call it in the same order. Raises
-    ``JaxRuntimeError``: a process did not arrive within ``BARRIER_S`` seconds.
-    """
+    """Waits until every process is here, in the same order, at most ``BARRIER_S`` seconds."""
     if count() > 1:
         _client().wait_at_barrier(f"mint/{name}/{next(_meetings)}", BARRIER_S * 1000)
 
 
 def to_host(tree: Any) -> Any:
-    """Copies a tree of arrays to numpy, complete in every process; all processes must call it with
-    the same tree. Arrays that no process has completely are first gathered on the devices.
-    """
+    """Copies a tree of arrays to numpy, complete in every process; all must call it."""
     return jax.tree.map(np.asarray, jax.device_get(whole(tree)))
 
 
 def whole(tree: Any) -> Any:
-    """Returns the arrays of a tree complete in this process: the device part of ``to_host``.
-    ``jax.device_get`` may then copy them in any thread, without the other processes.
+    """Returns a tree's arrays complete in this process, gathered on the devices where needed;
+    ``jax.device_get`` may then copy them in any thread.
     """
     leaves, treedef = jax.tree.flatten(tree)
     split = [
@@ -334,9 +321,7 @@ def _gather(mesh: Any) -> Callable[[list[jax.Array]], list[jax.Array]]:
 
 
 def replicate(tree: Any, mesh: Any) -> Any:
-    """Returns host arrays, equal in every process, as arrays on all devices of the mesh; unchanged
-    in a single process.
-    """
+    """Puts host arrays, equal in every process, on all devices; no change in a single process."""
     if count() == 1:
         return tree
     everywhere = NamedSharding(mesh, PartitionSpec())
@@ -357,12 +342,9 @@ def place(tree: Any, shardings: Any) -> Any:
 
 
 def leave(status: int, reason: str) -> None:
-    """Ends a failed process of several; a single one only if it abandons a thread, see
-    ``host.leave``.
-
-    A normal exit would wait for the others, which may wait for this one; they read the reason at
-    their next wait. Process 0 holds the key-value store, so it gives the others time to report.
-    """
+    """Ends a failed process; a single one only if it abandons a thread, see ``host.leave``."""
+    # A normal exit would wait for the others, which may wait for this one; they read the reason at
+    # their next wait. Process 0 holds the key-value store, so it gives the others time to report.
     if count() == 1:
         host.leave(status)
         return

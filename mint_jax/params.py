@@ -21,7 +21,6 @@ class ParamSpec:
     Attributes:
         shape: global shape; matrices are ``[in, out]``, stacked ones ``[layers, in, out]``.
         axes: logical axis name of each dimension, see ``sharding.RULES``.
-        dtype: dtype of the stored array.
         init: ``normal`` (std ``1/sqrt(fan_in)``), ``zeros`` or ``ones``.
         fan_in: dimension whose size scales ``normal``; the second last if None.
     """
@@ -54,9 +53,7 @@ class ParamSpec:
 
 
 def init(specs: Tree, key: jax.Array) -> Tree:
-    """Returns random parameters. Each leaf's key is folded from its path, so adding a leaf changes
-    no other.
-    """
+    """Returns random parameters; each leaf depends on the key and its own path."""
     return map_with_path(
         lambda path, spec: spec.materialise(jax.random.fold_in(key, path_seed(path))), specs
     )

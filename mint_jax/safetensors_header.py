@@ -22,7 +22,7 @@ _OTHER_FORMATS = {  # formats mistaken for weights, by first bytes
 
 def header_size(head: bytes, size: int, most: int, what: str) -> int:
     """Returns N, at most ``most``, from the first 8 bytes of a file of ``size`` bytes. Raises
-    ``UserError``: the file has another format, is truncated, or N is too large; names ``what``.
+    ``UserError``, which names ``what``.
     """
     if len(head) < 8:
         raise UserError(f"{what} is missing: the file has {size} bytes, and a header at least 8")

@@ -42,9 +42,7 @@ RULES: dict[str, Axis] = {
 
 
 def mesh_axes(name: str | None, mesh: Any) -> tuple[str, ...]:
-    """Returns the mesh axes of more than one device that split a logical axis. Raises
-    ``ValueError``: the name is not in ``RULES``.
-    """
+    """Returns the mesh axes of more than one device that split a logical axis."""
     if name is not None and name not in RULES:
         raise ValueError(f"logical axis {name!r} is not in sharding.RULES: add a line there")
     rule = RULES[name] if name is not None else None
@@ -58,9 +56,7 @@ def ways(name: str | None, mesh: Any) -> int:
 
 
 def parts_here(size: int, name: str) -> int:
-    """Returns the number of parts into which the current mesh splits a dimension of ``size``; 1
-    without a mesh.
-    """
+    """Returns the number of parts into which the current mesh splits a dimension of ``size``."""
     mesh = jax.sharding.get_abstract_mesh()
     return 1 if mesh.empty else math.gcd(size, ways(name, mesh))
 
@@ -81,7 +77,7 @@ def cache_axes(heads: int | None) -> tuple[str, str | None]:
 
 def partition(axes: Sequence[str | None], mesh: Mesh) -> PartitionSpec:
     """Returns the ``PartitionSpec`` of an array with these logical dimension names. Raises
-    ``ValueError``: two dimensions map to one mesh axis, or a name is not in ``RULES``.
+    ``ValueError`` if two of them map to one mesh axis.
     """
     used: set[str] = set()
     out: list[Axis] = []
@@ -98,9 +94,7 @@ def partition(axes: Sequence[str | None], mesh: Mesh) -> PartitionSpec:
 
 
 def sharding_of(spec: ParamSpec, mesh: Mesh) -> NamedSharding:
-    """Returns the sharding of one parameter. Raises ``UserError`` if mesh axes do not divide a
-    dimension.
-    """
+    """Returns one parameter's sharding. Raises ``UserError`` if the mesh does not divide it."""
     pspec = partition(spec.axes, mesh)
     for size, name, entry in zip(spec.shape, spec.axes, pspec):
         if size % (parts := ways(name, mesh)):
@@ -129,9 +123,7 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
 
 
 def fitting(shape: Sequence[int], *axes: str | None) -> tuple[str | None, ...]:
-    """Returns the axes that split a dimension evenly on the current mesh; None in place of the
-    others.
-    """
+    """Returns the axes that split their dimension evenly on the current mesh, else None."""
     mesh: Any = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return (None,) * len(axes)

@@ -41,18 +41,14 @@ def stamp(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def code() -> dict[str, Any]:
-    """Returns the commit of ``CODE`` and true if there are changes on top; None for both outside a
-    checkout.
-    """
+    """Returns the commit of ``CODE`` and true if it has changes; None outside a checkout."""
     commit = _git("log", "-1", "--format=%H", "--", *CODE)
     dirty = bool(_git("status", "--porcelain", "--", *CODE)) if commit else None
     return {"commit": commit, "dirty": dirty}
 
 
 def changes() -> str | None:
-    """Returns a digest of uncommitted changes of ``CODE``; None without such changes or outside a
-    checkout.
-    """
+    """Returns a digest of uncommitted changes of ``CODE``; None without."""
     if not code()["dirty"]:
         return None
     added = (_git("ls-files", "--others", "--exclude-standard", "--", *CODE) or "").splitlines()
@@ -61,9 +57,7 @@ def changes() -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of Python, of the packages that always compute, and of other imported
-    packages.
-    """
+    """Returns the versions of Python and of the imported packages that compute."""
     used = [name for name in WHERE_USED if name.removesuffix("-checkpoint") in sys.modules]
     found = {name: importlib.metadata.version(name) for name in (*ALWAYS, *used)}
     return {"python": platform.python_version()} | found
@@ -97,9 +91,7 @@ def _git(*arguments: str) -> str | None:
 
 
 def without_paths(tree: Any) -> Any:
-    """Returns a report with absolute paths cut to their last part, so that committed reports name
-    no machine's folders.
-    """
+    """Returns a report whose absolute paths, of one machine, are cut to their last part."""
     if isinstance(tree, dict):
         return {key: without_paths(child) for key, child in tree.items()}
     if isinstance(tree, list | tuple):

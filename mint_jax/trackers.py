@@ -32,12 +32,8 @@ class Tracker(Protocol):
 
 
 class Trackers:
-    """Trackers that a config names. Raises ``UserError``: a package is missing, or a run cannot be
-    started.
-
-    Args:
-        workdir: keeps the ids of their runs.
-        named: target of each tracker: a W&B project, an MLflow experiment; empty disables it.
+    """Trackers that a config names: a W&B project, an MLflow experiment, or empty. Raises
+    ``UserError``: a package is missing, or a run cannot be started.
     """
 
     def __init__(self, workdir: str | Path, named: Mapping[str, str], config: Mapping[str, Any]):
@@ -91,8 +87,8 @@ def _first_line(error: Exception) -> str:
 
 
 def check(named: Mapping[str, str]) -> None:
-    """Checks that the trackers can start a run, before anything is loaded or claimed. Raises
-    ``UserError``: a package is missing, W&B has no API key, or MLflow's server does not answer.
+    """Raises ``UserError`` if a package is missing, W&B has no API key, or MLflow's server does not
+    answer.
     """
     for kind, where in named.items():
         if where:

@@ -23,30 +23,3 @@ def test_the_readme_is_short():
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) <= 150
     assert not [line for line in lines if len(line) > 120 and not line.startswith("|")]
-
-
-def test_what_was_run_on_accelerators_is_said_once():
-    """By the sentence made from the reports, the same on every page; no other sentence denies
-    it.
-    """
-    told = {}
-    for page in PAGES:
-        text = page.read_text()
-        for made in re.findall(
-            r"<!-- figures:accelerators -->\n(.*?)<!-- /figures -->", text, re.S
-        ):
-            told[page.name] = made
-        text = " ".join(
-            re.sub(
-                r"<!-- figures:accelerators -->.*?<!-- /figures -->", "", text, flags=re.S
-            ).split()
-        )
-        denied = re.search(
-            r"(nothing|no figure|not)\b[^.;|]{0,40}\b(run|measured)\b[^.;|]{0,20}\baccelerator",
-            text,
-            re.I,
-        )
-        assert not denied, f"{page.name}: {denied[0]}"
-    assert told.keys() == {"README.md", "numbers.md", "pods.md"}
-    assert len(set(told.values())) == 1
-    assert "H100" in told["README.md"], "notebooks/reports/nvidia-h100"

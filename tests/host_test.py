@@ -66,36 +66,3 @@ def test_a_tpus_compiler_alone_is_not_asked_for_a_tpu(chosen):
     done = started(ASK, ("JAX_PLATFORMS",), {"JAX_PLATFORMS": chosen} if chosen else {})
     assert (done.returncode, done.stdout.split()) == (0, ["cpu", "cpu"])
     assert "libtpu" not in done.stderr, "what it says when it looks for a TPU"
-
-
-COUNT = "--xla_force_host_platform_device_count"
-THREADS = """
-from mint_jax import host
-print(host.threads_for_simulated_devices())
-import pathlib, jax, jax.numpy as jnp
-jnp.ones(3).block_until_ready()
-names = [p.read_text().strip() for p in pathlib.Path("/proc/self/task").glob("*/comm")]
-print(names.count("tf_XLAEigen"))
-"""
-
-
-@pytest.mark.skipif(
-    not sys.platform.startswith("linux"), reason="threads' names are read from /proc"
-)
-@pytest.mark.parametrize(
-    ("flags", "others", "said"),
-    [
-        (f"{COUNT}=2 {COUNT}=24", {}, "96"),
-        (f"{COUNT}=24", {"PJRT_NPROC": "31"}, "None"),
-        ("", {}, "None"),
-    ],
-)
-def test_simulated_devices_have_threads_to_wait_in(flags, others, said):
-    """That they are enough is shown by what trains over meshes: isolation over expert=4 x tensor=2
-    stood still with eight threads.
-    """
-    unset = ("NPROC", "PJRT_NPROC", "JAX_NUM_CPU_DEVICES")
-    done = started(THREADS, unset, {"XLA_FLAGS": flags} | others)
-    assert done.returncode == 0, done.stderr
-    expected = {"96": "96", "None": others.get("PJRT_NPROC", str(os.cpu_count()))}[said]
-    assert done.stdout.split() == [said, expected]

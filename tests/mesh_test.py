@@ -2,28 +2,10 @@
 not fit.
 """
 
-import jax
 import pytest
 
 from mint_jax.errors import UserError
-from mint_jax.mesh import AXES, make_mesh
-
-
-@pytest.mark.parametrize(
-    ("sizes", "shape"),
-    [
-        (None, (8, 1, 1, 1)),
-        ({"tensor": 2, "data": 4}, (4, 1, 1, 2)),
-        ({"fsdp": -1}, (1, 8, 1, 1)),
-        ({"data": 2, "expert": -1, "tensor": 2}, (2, 1, 2, 2)),
-    ],
-)
-def test_sizes_become_axes_in_the_fixed_order(sizes, shape):
-    mesh = make_mesh(sizes)
-    assert mesh.axis_names == AXES == ("data", "fsdp", "expert", "tensor")
-    assert mesh.devices.shape == shape
-    # tensor, the axis that talks most, has neighbours
-    assert mesh.devices.ravel().tolist() == jax.devices()
+from mint_jax.mesh import make_mesh
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ class Plan:
         state = self._place(jax.eval_shape(lambda: state_lib.empty(self.specs, [self.adapter] * P)))
         slots = {bucket: self._whole((P,), jnp.int32)}
         coefs = self._plan(stack_coefs([LossConfig()] * P))
-        hyper = {bucket: self._plan(state_lib.Hyper.stack([], P))}
+        hyper = {bucket: self._plan(state_lib.stack_hyper([], P))}
         fn = functools.partial(step.forward_backward, cfg=self.cfg, remat=shape.remat)
         tokens = P * shape.rows * shape.tokens
         out = (_shardings(state), None, None)

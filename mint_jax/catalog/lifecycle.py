@@ -44,17 +44,15 @@ class Catalog(Handle):
 
     export, export_many, branch = exports.export, exports.export_many, exports.branch
     resolve, resolve_many = lookup.resolve, lookup.resolve_many
-    holds, load = lookup.holds, lookup.load
+    holds, load, load_payload = lookup.holds, lookup.load, lookup.load_payload
 
     open_session = sessions.open_session
     renew_session, close_session = sessions.renew_session, sessions.close_session
-    lease, lease_many, read_leased = leases.lease, leases.lease_many, leases.read_leased
-    renew_lease, release = leases.renew_lease, leases.release
+    lease, renew_lease, release = leases.lease, leases.renew_lease, leases.release
 
     checkpoint = training_records.checkpoint
     checkpoints = training_records.list_checkpoints
     rollout, rollouts = training_records.rollout, training_records.list_rollouts
-    read_rollout = training_records.read_rollout
     drop_rollouts = training_records.drop_rollouts
     record_evaluation = training_records.record_evaluation
     evaluations = training_records.list_evaluations

@@ -40,7 +40,8 @@ def verify(
         found = lookup.resolve(catalog, name)
         yield from _check(catalog, found.digest, found.place)
         return
-    yield from _check_database(catalog)
+    for line in catalog.database.damage():
+        yield Finding("database", line)
     count = size = 0
     try:
         for digest, place in _all_payloads(catalog):
@@ -48,21 +49,6 @@ def verify(
             count, size = count + 1, size + place.length
             if progress is not None:
                 progress(count, size)
-    except DatabaseFailed as error:
-        yield Finding("database", str(error))
-
-
-def _check_database(catalog: Handle) -> Iterator[Finding]:
-    database = catalog.database
-    for line in database.damage():
-        yield Finding("database", f"{'SQLite' if database.sqlite else 'PostgreSQL'} says: {line}")
-    if not database.sqlite:
-        return
-    try:
-        pragma = "PRAGMA foreign_key_check"
-        for table, row_id, parent, _ in database.read(lambda c: list(c.exec_driver_sql(pragma))):
-            what = f"row {row_id} of {table} refers to a missing row of {parent}"
-            yield Finding("database", what)
     except DatabaseFailed as error:
         yield Finding("database", str(error))
 

@@ -203,7 +203,7 @@ class AdapterSource:
         if multihost.count() == 1:  # several processes load all adapters before they begin
             digests = sorted({entry.digest for entry in found.values()})
             owner = f"turns of process {os.getpid()}"
-            self._leases = dict(zip(digests, catalog.main.lease_many(digests, owner, LEASE_S)))
+            self._leases = dict(zip(digests, catalog.main.lease(digests, owner, LEASE_S)))
         return found
 
     @property
@@ -214,7 +214,7 @@ class AdapterSource:
     def fetch(self, digest: str) -> np.ndarray:
         if digest in self._peft:
             return self._peft[digest]
-        return self._main.read_leased(self._leases[digest], verified=False)  # residency verifies
+        return self._main.load_payload(digest, verified=False)  # residency verifies
 
     def load(self, name: str) -> tuple[AdapterConfig, Any]:
         exact = self.revisions[name].digest if name in self.revisions else name

@@ -182,11 +182,9 @@ def claim_policies(
                 run["fixed"] = {name: digest(text) for name, text in fixed.items()}
                 run["references"] = {name: digest(text) for name, text in references.items()}
                 write_file(file, json.dumps(run))
-            leases: list[Lease] = []
-            for one in dict.fromkeys([*run["fixed"].values(), *run["references"].values()]):
-                if not peft.is_peft(Path(one)):
-                    leases.append(main.lease(one, owner, SESSION_S))
-                    on_error.callback(main.release, leases[-1])
+            named = dict.fromkeys([*run["fixed"].values(), *run["references"].values()])
+            revisions = [one for one in named if not peft.is_peft(Path(one))]
+            leases = main.lease(revisions, owner, SESSION_S)
             on_error.pop_all()
         writer = CatalogWriter(main, sessions, leases)
         return [run["start"], run["fixed"], run["references"]]

@@ -182,15 +182,6 @@ class Residency:
         self.host.release(digest)
         return self.prefetch(digest, tenant)
 
-    def drop(self, digest: str) -> bool:
-        """Removes a revision from slot and host memory; a leased one when its requests end. Returns
-        True if it is removed now.
-        """
-        with self._lock:
-            dropped = [tier.drop(digest) for tier in (self.host, *self.device.values())]
-            self._pump()
-            return all(dropped)
-
     def state(self) -> dict[str, Any]:
         """Returns counts, bytes and queue lengths."""
         with self._lock:

@@ -25,7 +25,7 @@ class Copy:
         frequency: F at ``used_at``, the time of its last use.
         seconds: time to load it again.
         leases: uses that have not ended, the loader's included.
-        ready, doomed: it can be leased; it is removed when the last lease ends.
+        ready: it can be leased.
         key: eviction key; None while leased.
     """
 
@@ -36,7 +36,6 @@ class Copy:
     seconds: float = 0.0
     leases: int = 1
     ready: bool = False
-    doomed: bool = False
     key: float | None = None
 
 
@@ -104,7 +103,6 @@ class Tier:
                 copy.key = None
                 self._leased_size += copy.size
             copy.leases += 1
-            copy.doomed = False
             now = self._now()
             idle = max(0.0, now - copy.used_at)
             copy.frequency = copy.frequency * 2.0 ** -(idle / self.half_life_s) + 1.0
@@ -120,28 +118,12 @@ class Tier:
             if copy.leases:
                 return False
             self._leased_size -= copy.size
-            if copy.doomed:
-                self._remove(digest)
-            else:
-                score = max(copy.seconds, _LEAST_S) * copy.frequency / max(copy.size, 1)
-                copy.key = self._clock + score
-                heapq.heappush(self._heap, (copy.key, digest))
-                if len(self._heap) > 64 + 4 * len(self.copies):
-                    self._heap = [(c.key, d) for d, c in self.copies.items() if c.key is not None]
-                    heapq.heapify(self._heap)
-            return True
-
-    def drop(self, digest: str) -> bool:
-        """Removes a copy; a leased one when its last lease ends. Returns True if it is removed
-        now.
-        """
-        with self._lock:
-            copy = self.copies.get(digest)
-            if copy is not None and copy.leases:
-                copy.doomed = True
-                return False
-            if copy is not None:
-                self._remove(digest)
+            score = max(copy.seconds, _LEAST_S) * copy.frequency / max(copy.size, 1)
+            copy.key = self._clock + score
+            heapq.heappush(self._heap, (copy.key, digest))
+            if len(self._heap) > 64 + 4 * len(self.copies):
+                self._heap = [(c.key, d) for d, c in self.copies.items() if c.key is not None]
+                heapq.heapify(self._heap)
             return True
 
     def state(self) -> dict[str, int]:

@@ -46,9 +46,7 @@ class Residents(Protocol):
 
 
 class Coscheduled(Protocol):
-    """Work that shares the devices with the engine and orders its tenants; implemented by
-    ``service.durable.Durable``.
-    """
+    """Work that shares the devices with the engine and orders its tenants."""
 
     @property
     def waiting(self) -> int: ...
@@ -76,17 +74,13 @@ class ActiveRequest:
 
     @property
     def is_unnamed(self) -> bool:
-        """True if its weights have no digest or version, by which a later call could name them."""
+        """True if its weights have neither a digest nor a version."""
         return isinstance(self.prompt.key[1], tuple)
 
 
 class ActiveRequests:
-    """Requests that have not ended, and the turns that serve them; one thread runs the turns.
-    Settings and attributes are those of ``Engine`` and ``Engine.serving``.
-
-    Attributes:
-        is_serving: requests come from any thread while turns run.
-        call: number of the current call of ``Engine.generate``.
+    """Requests that have not ended, and the turns that serve them, in one thread. Settings and
+    attributes are those of ``Engine`` and ``Engine.serving``.
     """
 
     def __init__(
@@ -145,9 +139,7 @@ class ActiveRequests:
                 sample.stops = Stops(self.decode, request.stop, request.prompt)
 
     def turn(self) -> bool:
-        """Runs one turn of the loop and one of the coscheduled work; returns True if anything was
-        done.
-        """
+        """Runs one turn, and one of the coscheduled work; returns True if anything was done."""
         if (coscheduled := self.coscheduled) is None:
             return self._work()
         self.schedule.prefer(coscheduled.order(self.schedule.tenants))
@@ -186,9 +178,7 @@ class ActiveRequests:
         return bool(reads or rows or len(self.schedule.running) != before)
 
     def usable_rows(self) -> list[int]:
-        """Returns the row counts whose decode program is compiled; empty until the programs that
-        every request needs are.
-        """
+        """Returns the row counts whose decode program is compiled, once requests can run."""
         if self.compiled is None:
             return list(self.rows)
         if not (self.compiled.has("prefill") and self.compiled.has("pages")):
@@ -206,9 +196,7 @@ class ActiveRequests:
                         self._finish(sample, "cancelled")
 
     def _loaded(self, sample: SampleState) -> bool:
-        """Returns True if a sample can run: its scoring program is compiled and its adapter is in a
-        slot, which is then written into the request.
-        """
+        """Returns True if a sample can run, and then writes its adapter's slot into the request."""
         prompt, lease = sample.prompt, sample.owner.lease
         compiled, is_scored = self.compiled, prompt.scored_from is not None
         if is_scored and compiled is not None and not compiled.want("scores"):
@@ -341,9 +329,7 @@ class ActiveRequests:
             self.coscheduled.ended(job.prompt.request.tenant)
 
     def clear(self, jobs: Sequence[ActiveRequest], error: BaseException | None = None) -> None:
-        """Removes unfinished requests from the engine, and drops cached prompts that no later
-        request can name.
-        """
+        """Removes unfinished requests, and cached prompts that no later request can name."""
         for job in jobs:
             if job in self.jobs:
                 self._remove(job)

@@ -52,9 +52,7 @@ def everywhere(method: Callable[..., T]) -> Callable[..., T]:
 
 
 class SwappedPages(NamedTuple):
-    """Handle of page contents on the host: their number in ``DeviceCalls``, and the mesh part that
-    they were read from.
-    """
+    """Number of page contents on the host, and the mesh part that they were read from."""
 
     number: int
     part: int
@@ -68,14 +66,12 @@ class DeviceCalls:
 
     Args:
         rows: maximum number of rows that decode together, over all parts.
-        nbytes: maximum bytes of the cache over all devices, at least two pages of each part; None
-            uses ``CACHE_BYTES`` or ``CACHE_SHARE``.
-        settings: sizes of the engine, which must be equal in all processes.
+        nbytes: maximum bytes of the cache over all devices; None uses ``CACHE_BYTES`` or
+            ``CACHE_SHARE``.
+        settings: sizes of the engine, equal in all processes.
 
     Attributes:
-        pool: the pages on the devices; None before ``make``.
-        pages, most: allocated and maximum pages of each part; states: its slots of states.
-        stacks: adapter stacks of the current call.
+        pages, most, states: of each part, the allocated and the maximum pages, and slots of states.
     """
 
     def __init__(
@@ -125,8 +121,8 @@ class DeviceCalls:
             messages.send("fail", isinstance(error, UserError), text)
 
     def ensure_capacity(self, requests: Sequence[Request] | None) -> bool:
-        """Grows the cache to its maximum, or to hold as many samples of ``requests`` as there are
-        rows. Returns True if it was reallocated and is now empty.
+        """Grows the cache to its maximum, or to hold a sample of ``requests`` in every row. Returns
+        True if it was reallocated and is now empty.
         """
         wanted = self.most
         if requests is not None:
@@ -197,9 +193,7 @@ class DeviceCalls:
 
     @everywhere
     def move(self, part: int, moves: Sequence[tuple[int, int, int, int, int]]) -> None:
-        """Builds pages of one part from two others each; a move is ``(low, high, begin, cut, to)``
-        as in ``device.PageMoves``.
-        """
+        """Builds pages of one part; a move is a column of ``device.PageMoves``."""
         for i in range(0, max(1, len(moves)), SWAP_PAGES):  # at least one call, to compile it
             plan = np.zeros((5, self.parts * SWAP_PAGES), np.int32)
             plan[4] = NOWHERE
@@ -234,7 +228,7 @@ class DeviceCalls:
 
     @everywhere
     def discard(self, swapped: SwappedPages) -> None:
-        """Drops a host copy, if ``drop`` has not dropped it already."""
+        # ``drop`` may have dropped it already.
         self._swapped.pop(swapped.number, None)
 
     @everywhere
@@ -272,9 +266,7 @@ class DeviceCalls:
         return [multihost.to_host(device.read_pages(pool, some, cfg=cfg)) for some in ids]
 
     def _ids(self, part: int, pages: Sequence[int], none: int) -> list[np.ndarray]:
-        """Splits page numbers into calls of SWAP_PAGES, at least one. Each array also spans the
-        other parts, whose entries are ``none``.
-        """
+        """Splits page numbers into calls of SWAP_PAGES over all parts, at least one call."""
         out = []
         for i in range(0, max(1, len(pages)), SWAP_PAGES):
             ids, some = np.full(self.parts * SWAP_PAGES, none, np.int32), pages[i : i + SWAP_PAGES]
@@ -328,9 +320,7 @@ ROUTES = ("routes", "prompt_routes")
 
 
 def _to_message(one: Completion, numbers: Mapping[int, int]) -> dict[str, Any]:
-    """Returns a completion as a message, with the numbers of its arrays of expert ids, keyed by
-    the array's ``id``.
-    """
+    """Replaces arrays of expert ids by their numbers, which ``numbers`` has by ``id``."""
     out = {field.name: getattr(one, field.name) for field in dataclasses.fields(one)}
     out |= {name: np.array(out[name], dtype) for name, dtype in NUMBERS.items()}
     return out | {name: None if out[name] is None else numbers[id(out[name])] for name in ROUTES}

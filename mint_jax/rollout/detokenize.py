@@ -15,9 +15,7 @@ Decode = Callable[[list[int]], str]
 
 
 def context_of(decode: Decode, prompt: Sequence[int]) -> list[int]:
-    """Returns the end of a prompt that decodes to at least one whole character; the whole prompt if
-    it has none.
-    """
+    """Returns the end of a prompt that decodes to at least one whole character, or all of it."""
     count = CONTEXT
     while count < len(prompt):
         if decode(list(prompt[-count:])).strip(HALF):
@@ -27,9 +25,7 @@ def context_of(decode: Decode, prompt: Sequence[int]) -> list[int]:
 
 
 def text_behind(decode: Decode, context: Sequence[int], tokens: Sequence[int]) -> str:
-    """Returns the text that tokens add after a context, including a character that they
-    complete.
-    """
+    """Returns the text that tokens add after a context, with a character that they complete."""
     known, whole = decode(list(context)), decode([*context, *tokens])
     if whole.startswith(known):
         return whole[len(known) :]
@@ -43,25 +39,19 @@ class Detokenizer:
     """
 
     def __init__(self, decode: Decode, prompt: Sequence[int] = ()):
-        self._decode, self._context, self._count = decode, context_of(decode, prompt), 0
+        self._decode, self._context = decode, context_of(decode, prompt)
+        self.count = 0  # tokens whose text is in ``text``
         self.text = ""
 
     def added(self, tokens: Sequence[int], count: int | None = None) -> str:
-        """Returns the text after ``text`` of the completion's first ``count`` tokens (None:
-        all).
-        """
-        return text_behind(self._decode, self._context, tokens[self._count : count])
+        """Returns the text after ``text`` of the first ``count`` tokens (None: all)."""
+        return text_behind(self._decode, self._context, tokens[self.count : count])
 
     def settle(self, tokens: Sequence[int], added: str) -> None:
         """Appends the text of all tokens to ``text``, unless they end within a character."""
         if added and not added.endswith(HALF):
             self.text += added
-            self._context, self._count = list(tokens[self._count :]), len(tokens)
-
-    @property
-    def count(self) -> int:
-        """Number of tokens whose text is in ``text``."""
-        return self._count
+            self._context, self.count = list(tokens[self.count :]), len(tokens)
 
 
 class Stops:

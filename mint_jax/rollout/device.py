@@ -60,12 +60,10 @@ class PrefillPlan(NamedTuple):
     Attributes:
         tokens: ``[C, PAGE]`` int32; entries after the prompt's end are ignored.
         start: ``[C]`` position of each block's first token, a multiple of PAGE.
-        page: ``[C]`` page that the block is written to; out of range for unused blocks.
+        page: ``[C]`` page to write; out of range for unused blocks.
         table: ``[C, D]`` pages of the prompt.
         slots: ``[C]`` adapter slot, keyed by rank bucket; -1 is no adapter of that bucket.
-        used: int32 scalar, number of the C x PAGE places up to the last token; CPU kernels skip the
-            places after it.
-        scoring: next tokens to score; None for blocks that are only written.
+        used: int32 scalar, places up to the last token; CPU kernels skip the places after it.
     """
 
     tokens: Any
@@ -82,10 +80,9 @@ class PromptScoring(NamedTuple):
     """Tokens to score or draw at each position of a prefill.
 
     Attributes:
-        targets: ``[C, PAGE, 1 + A]`` int32: the prompt's next token, then further ids; scores of id
-            -1 are meaningless.
+        targets: ``[C, PAGE, 1 + A]`` int32: the prompt's next token, then further ids or -1.
         draws: ``[C]`` int32, number of tokens to draw at each position, at most A.
-        seed: ``[C]`` uint32 seed of the draws.
+        seed: ``[C]`` uint32.
     """
 
     targets: Any
@@ -112,18 +109,15 @@ class DecodePlan(NamedTuple):
     Attributes:
         token: ``[R]`` int32, the token that each row reads first.
         table: ``[R, D]`` pages of the prefix; the row's own pages begin at the next whole run.
-        prefix, own: ``[R]`` cached tokens of the prompt and of the row itself; the position and
-            number of the next draw follow from them.
-        first: ``[R]`` first run that the row itself attends to; after its prefix if its team reads
-            it.
+        prefix, own: ``[R]`` cached tokens of the prompt and of the row itself.
+        first: ``[R]`` first run that the row itself attends to; after its prefix in a team.
         until, limit: ``[R]`` own tokens that the row may reach in this dispatch (0 for unused
             rows), and ever.
         stop_ids: ``[R, n]``, padded with -1.
         top: ``[R]`` bool, rows that want alternatives.
-        allowed: ``[R, ceil(V / 32)]`` uint32, one bit for each token that may come next in a row
-            that is ``bound`` by a grammar; such a row draws one token a dispatch.
-        slots: as in ``PrefillPlan``.
-        teams: rows that read their prompt together.
+        allowed: ``[R, ceil(V / 32)]`` uint32, a bit for each next token of a row that is ``bound``
+            by a grammar.
+        source, state: ``[R]`` slots of the states that rows read first, and that they keep.
     """
 
     token: Any
@@ -140,7 +134,6 @@ class DecodePlan(NamedTuple):
     slots: Any
     sampling: SamplingParams
     teams: Teams
-    # `[R]` slots of the states that rows read first, and that they keep
     source: Any = None
     state: Any = None
 
@@ -186,9 +179,7 @@ def lanes(mesh: Mesh) -> int:
 def pool_specs(
     cfg: ModelConfig, pages: int, dtype: Any, routes: bool, lanes: int = 1, states: int = 0
 ) -> Any:
-    """Returns the shapes of a pool: ``transformer.cache_specs`` with widths rounded up to
-    ``lanes``.
-    """
+    """Returns a pool's shapes: ``transformer.cache_specs``, widths rounded up to ``lanes``."""
 
     def of(x: Any) -> Any:
         wide = lanes if jnp.issubdtype(x.dtype, jnp.floating) else 1
@@ -212,9 +203,7 @@ def page_bytes(cfg: ModelConfig, dtype: Any, routes: bool, lanes: int = 1) -> in
 
 
 def pool_shardings(cfg: ModelConfig, specs: Any, mesh: Mesh) -> Any:
-    """Returns the shardings of a pool: pages split as the rows are, key heads as the projections
-    are.
-    """
+    """Returns a pool's shardings: pages split as rows are, key heads as the projections are."""
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         rows, heads = sharding.cache_axes(cache_heads(cfg))
 
@@ -262,9 +251,7 @@ def _maker(
 
 
 def page_parts(cfg: ModelConfig, mesh: Mesh) -> int:
-    """Returns the number of parts that the mesh splits rows and pages into. A row's pages are in
-    the row's own part.
-    """
+    """Returns the number of parts of rows and pages; a row's pages are in its own part."""
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         return sharding.ways(sharding.cache_axes(cache_heads(cfg))[0], mesh)
 
@@ -326,9 +313,7 @@ def _draws(
 
 
 def _in_use(live: jax.Array) -> jax.Array:
-    """Returns the number of rows up to the last live one. On one device, plans place the rows in
-    use first.
-    """
+    """Returns the number of rows up to the last live one."""
     return jnp.max(jnp.where(live, jnp.arange(1, len(live) + 1, dtype=jnp.int32), 0))
 
 
@@ -492,9 +477,7 @@ def _has_penalties(sampling: SamplingParams) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames=("cfg",))
 def read_pages(pool: Pool, pages: jax.Array, *, cfg: ModelConfig) -> Pool:
-    """Returns the contents of pages, ``[L, n, ...]``; ``pages [n]`` int32 has equally many of each
-    part of the mesh.
-    """
+    """Returns the contents ``[L, n, ...]`` of ``pages [n]``, equally many of each mesh part."""
     rows, specs = _split(pool, cfg)
 
     def take(pool: Pool, pages: jax.Array) -> Pool:
@@ -516,7 +499,7 @@ def write_pages(pool: Pool, pages: jax.Array, contents: Pool, *, cfg: ModelConfi
 
 @functools.partial(jax.jit, static_argnames=("cfg",), donate_argnames=("pool",))
 def move_pages(pool: Pool, moves: PageMoves, *, cfg: ModelConfig) -> Pool:
-    """Builds pages from the contents of others; equally many of each part of the mesh."""
+    """Builds pages from others, equally many of each mesh part."""
     rows, specs = _split(pool, cfg)
 
     # [L, n, ..., PAGE, X]; each page is rolled by its own number of positions

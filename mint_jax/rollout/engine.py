@@ -109,9 +109,7 @@ class Engine:
     # -- public methods
 
     def check(self, request: Request, stacks: Stacks) -> None:
-        """Raises ``UserError`` if a request cannot be sampled, or the cache cannot hold one sample;
-        see ``request.check``.
-        """
+        """Raises ``UserError`` as ``request.check``, or if the cache cannot hold one sample."""
         requests_.check(request, self.base, stacks, self.decode is not None)
         self.active.grammars.matcher(request)
         if (needed := pages_needed(request)) > self.calls.most:
@@ -132,7 +130,6 @@ class Engine:
         loop's stacks.
 
         Args:
-            stacks: resident adapters, by bucket rank.
             finished: called with the completions of requests as they end, keyed by their indices;
                 in processes other than 0, once at the end.
         """
@@ -176,7 +173,6 @@ class Engine:
         return found
 
     def _wait_for(self, requests: Sequence[Request], finished: Any) -> list[list[Completion]]:
-        """Runs ``generate`` through the serving loop."""
         streams: list[Stream] = []
         found: list[list[Completion]] = []
         try:
@@ -207,8 +203,7 @@ class Engine:
             stacks: resident adapters, if there is no ``residency``.
             residency: loads adapters that requests name by ``revision``, while others decode.
             commit_bytes: approximate bytes written into slots between two turns; None is no limit.
-            coscheduled: work that runs between two turns, in the loop's thread. ``wake`` notifies
-                the loop of new work.
+            coscheduled: work between two turns, in the loop's thread; see ``wake``.
         """
         if multihost.count() > 1:
             raise UserError(
@@ -263,9 +258,8 @@ class Engine:
             self._wake.notify_all()
 
     def submit(self, request: Request) -> Stream:
-        """Enqueues a request while the engine serves; from any thread. Raises ``UserError`` as
-        ``check`` does or if the engine does not serve, and ``QueueFull`` of residency, which says
-        when to retry.
+        """Enqueues a request; from any thread. Raises ``UserError`` as ``check`` does or if the
+        engine does not serve, and ``QueueFull`` of residency.
         """
         if self._thread is None:
             raise UserError(
@@ -286,9 +280,7 @@ class Engine:
         return job.stream
 
     def warm(self, stacks: Stacks | None = None) -> None:
-        """Allocates the cache at its maximum and compiles every program, so that no request waits
-        for a compilation.
-        """
+        """Allocates the cache at its maximum and compiles every program."""
         stacks = {} if stacks is None else stacks
         with self._driving(stacks):
             if multihost.is_main():

@@ -12,9 +12,7 @@ from collections.abc import Hashable, Sequence
 
 
 class Root:
-    """The empty prompt of one tenant and version, at which chains begin. Blocks of a ``closed``
-    root are not reused.
-    """
+    """Begin of the chains of one tenant and version; blocks of a ``closed`` root are not reused."""
 
     def __init__(self, key: Hashable) -> None:
         self.key, self.closed = key, False
@@ -149,10 +147,9 @@ class PagePool:
     def extend(
         self, key: Hashable, tokens: Sequence[int], begin: int
     ) -> tuple[list[Block], list[tuple[int, Block]]]:
-        """Adds blocks for tokens that were decoded into other pages, as far as there are free
-        pages; a partial last page is left out. Returns the held blocks, to be passed to ``close``,
-        and the new ones among them with their numbers: the caller writes these and marks them
-        ready.
+        """Adds whole blocks for tokens that were decoded into other pages, while there are free
+        pages. Returns the held blocks, for ``close``, and the new ones with their numbers, which
+        the caller writes and marks ready.
 
         Args:
             begin: number of full blocks of the prompt; if these are not indexed, nothing is added.

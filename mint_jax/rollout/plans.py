@@ -32,7 +32,6 @@ def blocks_plan(
     Args:
         todo: blocks of each part, as (prompt, block number).
         table: entries of a table.
-        scored: the plan asks for scores of these blocks' positions.
     """
     tokens = np.zeros((count, PAGE), np.int32)
     targets = np.full((count, PAGE, 1 + ALTERNATIVES), -1, np.int32)
@@ -158,9 +157,7 @@ def _padded(lists: Iterable[Sequence[Any]], width: int, fill: Any, dtype: type) 
 
 
 def _teams(samples: Sequence[SampleState | None], per_part: int, tables: np.ndarray) -> Teams:
-    """Returns the teams of each part. A row's place in its team is its sample number modulo
-    TEAM.
-    """
+    """Returns each part's teams; a row's place is its sample number modulo TEAM."""
     Z = len(samples)
     rows, table = np.full((Z, TEAM), -1, np.int32), np.zeros_like(tables)
     prefix, place = np.zeros(Z, np.int32), np.full(Z, -1, np.int32)

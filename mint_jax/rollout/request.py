@@ -159,9 +159,8 @@ def seed_of(seed: int, sample: int) -> int:
 
 
 def check(request: Request, base: Base, stacks: Stacks, can_decode: bool) -> None:
-    """Raises ``UserError`` if a request cannot be sampled: an empty prompt, one that exceeds the
-    context, token ids outside the vocabulary, settings out of range, or stop strings that cannot
-    match (``can_decode``: the engine can decode tokens to text, which they need).
+    """Raises ``UserError`` if a request cannot be sampled. ``can_decode``: the engine can decode
+    tokens to text, which stop strings need.
     """
     context, vocab = base.cfg.context, base.cfg.vocab_size
     if not request.prompt:

@@ -191,9 +191,8 @@ def sample(
 def alternatives(
     logits_BV: jax.Array, count: int, rows: jax.Array | None = None, kernel: str = "xla"
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the most likely tokens of each row, ``[B, count]`` int32, and their log-probabilities
-    under the unmodified model, in descending order; a drawn token's is bit for bit that of
-    ``sample``.
+    """Returns each row's most likely tokens, ``[B, count]`` int32, and their log-probabilities
+    under the unmodified model, bit for bit those of ``sample``.
     """
     B = logits_BV.shape[0]
     top_BK, ids_BK = jax.lax.top_k(logits_BV, count)
@@ -226,9 +225,7 @@ def _filter(z_BV: jax.Array, over_B1: jax.Array, params: SamplingParams) -> jax.
 
 
 def _keep_above(z_BV: jax.Array, mass_BV: jax.Array, goal_B: jax.Array) -> jax.Array:
-    """Keeps the largest logits: the fewest (with ties), at least one, whose mass reaches ``goal``.
-    The rest become -inf.
-    """
+    """Keeps the fewest largest logits, with ties, whose mass reaches ``goal``; others are -inf."""
     # Logits are ordered before the temperature is applied: a large one makes unequal logits equal
     # in float32. A binary search over the 32 bits of a monotone integer image of the logits finds
     # the exact threshold, in a sixteenth of a sort's time (32 rows of 49,152 logits on two cores:

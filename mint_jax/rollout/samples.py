@@ -12,14 +12,16 @@ from mint_jax.rollout.stream import Piece
 
 @dataclasses.dataclass(eq=False)
 class CachedPrompt:
-    """A request's prompt except its last token, cached while samples of the request run: in the
-    ``blocks`` of a mesh ``part``, for the tenant and version of ``key``. ``reused`` tokens were
-    cached when it was first opened. ``routes`` and ``scores``, by block number, are of its tokens,
-    if requested.
+    """A request's prompt except its last token, in the ``blocks`` of a mesh ``part`` while samples
+    of the request run.
 
-    On bases with states ``state`` is the slot after its last written block, ``written`` counts the
-    leading blocks whose states are known, and ``read`` is the block whose snapshot it starts from,
-    pinned while it is open.
+    Attributes:
+        key: tenant and version.
+        reused: tokens that were cached when it was first opened.
+        state: slot of the states after its last written block, on bases that have states.
+        read: block whose snapshot it starts from, pinned while it is open.
+        written: number of leading blocks whose states are known.
+        scores: by block number.
     """
 
     request: Request
@@ -64,9 +66,8 @@ class CachedPrompt:
 
     @property
     def scored_from(self) -> int | None:
-        """First block whose positions are scored. Scored blocks are not shared, because cached
-        blocks have no scores.
-        """
+        """First block whose positions are scored."""
+        # Such blocks are not shared, because cached blocks have no scores.
         first = self.request.first_scored
         return None if first is None else first // PAGE
 
@@ -155,9 +156,8 @@ class SampleState:
 
     @property
     def team(self) -> int | None:
-        """Team that it reads its prompt with. It depends on the request only, because team and
-        single attention may round differently.
-        """
+        """Team that it reads its prompt with."""
+        # A function of the request only: attention of a team and of one row may round differently.
         return self.number // TEAM if self.prompt.request.n > 1 and self.prompt.length else None
 
     def append(self, drawn: Drawn, row: int) -> Piece:
@@ -198,9 +198,7 @@ class SampleState:
 
 
 def longest_table(context: int) -> int:
-    """Returns the table entries of a row of ``context`` tokens: whole runs of prefix and own
-    part.
-    """
+    """Returns the table entries of a row: whole runs of prefix and of own tokens."""
     return RUN_PAGES * (-(-context // RUN) + 1)
 
 

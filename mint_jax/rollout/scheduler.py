@@ -58,8 +58,7 @@ class Scheduler:
         loaded: Callable[[SampleState], bool] = lambda s: True,
     ) -> None:
         """Starts sequences while there are rows, and pages for ``steps`` tokens: preempted ones
-        first, whose contents ``restore`` writes into their new pages, then the oldest waiting ones
-        whose adapter is ``loaded``.
+        first, with their contents ``restore``d, then the oldest waiting ones that are ``loaded``.
         """
         for sequence in sorted(self.swapped, key=lambda s: s.order):
             if not self._place(sequence, sequence.own + 1):
@@ -77,9 +76,7 @@ class Scheduler:
         self.waiting.extendleft(reversed(passed))
 
     def _place(self, sequence: SampleState, tokens: int) -> bool:
-        """Gives a sequence a row, its prompt's blocks and pages for ``tokens`` own tokens; returns
-        False if there are none.
-        """
+        """Gives a sequence a row, its prompt's blocks and pages for ``tokens`` own tokens."""
         prompt, wanted = sequence.prompt, pages_for(tokens, PAGE)
         parts = [prompt.part]
         if not prompt.users:
@@ -109,9 +106,7 @@ class Scheduler:
         return False
 
     def _open(self, prompt: CachedPrompt, part: int, spare: int, give_up: bool = True) -> bool:
-        """Opens a prompt's blocks in a part unless they are there; returns False if the part lacks
-        pages for them and ``spare`` more.
-        """
+        """Opens a prompt's blocks, if the part has pages for them and ``spare`` more."""
         if prompt in self.ahead:
             if prompt.part == part:
                 return True
@@ -148,9 +143,7 @@ class Scheduler:
             self.ahead.remove(prompt)
 
     def _take(self, part: int, count: int, but: CachedPrompt | None = None) -> list[int] | None:
-        """Takes pages of a part, also from prompts prefilled ahead except ``but``; None if there
-        are too few.
-        """
+        """Takes pages of a part, also from prompts prefilled ahead except ``but``."""
         while (pages := self.pages[part].take(count)) is None:
             if not self._give_up(part, but):
                 return None
@@ -163,9 +156,7 @@ class Scheduler:
         return slot
 
     def _give_up(self, part: int, but: CachedPrompt | None = None) -> bool:
-        """Releases the last prompt prefilled ahead in a part; its full blocks stay in the index.
-        Returns False if there is none.
-        """
+        """Releases the last prompt prefilled ahead in a part; its full blocks stay in the index."""
         for prompt in reversed(self.ahead):
             if prompt.part == part and prompt is not but:
                 self._close(prompt)
@@ -202,9 +193,7 @@ class Scheduler:
         count: int,
         loaded: Callable[[SampleState], bool],
     ) -> None:
-        """Fills the rest of a call with blocks of waiting prompts in their order, up to the first
-        for which pages are lacking.
-        """
+        """Fills a call with blocks of waiting prompts in order, while there are pages."""
         for sequence in itertools.islice((s for s in self.waiting if loaded(s)), self.rows):
             prompt = sequence.prompt
             # Skip prompts that run, and prompts whose every block the scoring program prefills.

@@ -40,9 +40,7 @@ class Stream:
         return self._done.done()
 
     def when_done(self, call: Callable[["Stream"], None]) -> None:
-        """Calls ``call`` once ``result`` no longer waits: in the loop's thread, or here if that is
-        already so. It must not block.
-        """
+        """Calls ``call``, which must not block, once ``result`` no longer waits."""
         self._done.add_done_callback(lambda _: call(self))
 
     def listen(self, call: "Callable[[Piece | None], None]") -> None:

@@ -24,9 +24,7 @@ LEAST = (1, 16, 8, 1)  # minimum B, T, M and Z of shapes that follow from the da
 
 
 def check(data: Sequence[Datum], cfg: ModelConfig, shapes: Sequence[BlockShape]) -> None:
-    """Raises ``UserError`` if data cannot be trained on in steps of these declared shapes; it names
-    the datum, counted from 0.
-    """
+    """Raises ``UserError`` for a datum that steps of these declared shapes cannot train on."""
     if not data:
         raise UserError("the request has no data: give at least one sequence")
     width = max(datum.width for datum in data)
@@ -61,13 +59,13 @@ def check(data: Sequence[Datum], cfg: ModelConfig, shapes: Sequence[BlockShape])
 
 @dataclasses.dataclass(eq=False)
 class TrainRequest:
-    """The part of one request that is still to be computed.
+    """One request and its results so far.
 
     Attributes:
         backward: add to the policy's gradient; False computes log-probabilities only.
         left: indices of data that no step has processed.
-        logprobs: of each datum, in the shape of its targets, once a step has processed it.
-        totals: metrics of its loss, summed so far; ``max_gap`` is a maximum.
+        logprobs: of each datum, in the shape of its targets.
+        totals: metrics of its loss, summed; ``max_gap`` is a maximum.
     """
 
     policy: str
@@ -118,8 +116,8 @@ class DatumSpan(NamedTuple):
 
 
 def cut(works: Sequence[TrainRequest], shape: BlockShape) -> list[DatumBlock]:
-    """Returns blocks of ``shape`` for the remaining data of these requests, which take turns block
-    by block in the order given. Skips data longer than a row; marks nothing as processed.
+    """Returns blocks of ``shape`` for the remaining data of these requests, which take turns; skips
+    data longer than a row.
     """
     waiting = [[i for i in w.left if w.data[i].tokens.size <= shape.tokens] for w in works]
     blocks: list[DatumBlock] = []
@@ -133,9 +131,7 @@ def cut(works: Sequence[TrainRequest], shape: BlockShape) -> list[DatumBlock]:
 
 
 def passes(works: Sequence[TrainRequest], max_tokens: int) -> Iterator[list[DatumBlock]]:
-    """Yields blocks with all data of some requests, within ``max_tokens`` of padded rows if single
-    data fit.
-    """
+    """Yields blocks of all data, of at most ``max_tokens`` padded tokens if single data fit."""
     # A request without room waits for a later pass: with every policy in every pass, each pass
     # would compute and add up the gradients of all. The number of policies in a pass is a power of
     # two, so that varying lengths need few programs.
@@ -158,10 +154,9 @@ def passes(works: Sequence[TrainRequest], max_tokens: int) -> Iterator[list[Datu
 
 
 def _capacity(data: Sequence[Datum], indices: Sequence[int]) -> int:
-    """Returns the row length that holds each of these data, rounded up so that short ones share a
-    row.
-    """
-    # Without rounding, 256 groups of 4 tokens took 256 rows of 16 and four times as long.
+    """Returns the row length that holds each of these data."""
+    # Rounded up, so that short ones share a row: otherwise 256 groups of 4 tokens took 256 rows of
+    # 16 and four times as long.
     return round_up(max(data[i].tokens.size for i in indices), LEAST[1])
 
 
@@ -173,9 +168,7 @@ def _padded_tokens(data: Sequence[Datum], indices: Sequence[int]) -> int:
 def _rows(
     data: Sequence[Datum], indices: Sequence[int], capacity: int, most: int | None = None
 ) -> list[list[int]]:
-    """Packs these data into rows, first fit by decreasing size; data beyond ``most`` rows are left
-    out.
-    """
+    """Packs data into at most ``most`` rows, first fit by decreasing size."""
     rows: list[list[int]] = []
     space: list[int] = []
     for i in sorted(indices, key=lambda i: -data[i].tokens.size):
@@ -198,9 +191,7 @@ def used(blocks: Sequence[DatumBlock]) -> int:
 
 
 class Fitted(NamedTuple):
-    """Shape of a batch, with M target positions of a row (0: one for each token) and Z pairs of a
-    block.
-    """
+    """Shape of a batch: M target positions of a row (0: one a token), and Z pairs of a block."""
 
     shape: BlockShape
     targets: int
@@ -208,8 +199,8 @@ class Fitted(NamedTuple):
 
 
 def fit(blocks: Sequence[DatumBlock], book: ShapeBook, row_multiple: int = 1) -> Fitted:
-    """Returns the smallest shape of ``book`` for these blocks, with a multiple of ``row_multiple``
-    rows (the data axes of a mesh).
+    """Returns the smallest shape of ``book`` for these blocks, of a multiple of ``row_multiple``
+    rows.
     """
     rows = [[block.work.data[i] for i in row] for block in blocks for row in block.rows]
     pairs = max(sum(d.pair_weight is not None for d in block.data) for block in blocks)
@@ -227,8 +218,7 @@ def fill(
     blocks: Sequence[DatumBlock], shape: BlockShape, targets: int = 0, pairs: int = 0
 ) -> tuple[Batch, list[DatumSpan]]:
     """Returns the batch of these blocks, followed by blocks of padding, and the location of each
-    datum. ``targets`` and ``pairs`` as in ``Fitted``. Data with fewer targets a position than the
-    shape are padded with targets of weight 0.
+    datum. ``targets`` and ``pairs`` as in ``Fitted``; padding has weight 0.
     """
     P, B, T, K = shape
     M = targets or T

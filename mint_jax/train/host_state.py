@@ -65,9 +65,7 @@ class HostState:
         return HostState(self.config, {"factors": self.parts["factors"]})
 
     def to_bytes(self, notes: Mapping[str, Any] | None = None) -> bytes:
-        """Returns the state as a safetensors file for ``from_bytes``, with JSON for
-        ``notes_of``.
-        """
+        """Returns a safetensors file for ``from_bytes``, with JSON for ``notes_of``."""
         tensors = {
             f"{name}/{path}": np.ascontiguousarray(array)
             for name, part in self.parts.items()

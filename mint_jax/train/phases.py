@@ -25,9 +25,7 @@ LOOK_S = 1.0
 
 
 def units_of(names: Sequence[str], schedule: str, cohorts: int = 1) -> list[list[str]]:
-    """Returns the units of a schedule. Raises ``UserError`` for an unknown schedule, or more
-    cohorts than policies.
-    """
+    """Returns the units of a schedule."""
     if schedule not in SCHEDULES:
         raise choice("schedule", schedule, SCHEDULES)
     if schedule != "batched":
@@ -39,9 +37,7 @@ def units_of(names: Sequence[str], schedule: str, cohorts: int = 1) -> list[list
 
 @dataclasses.dataclass
 class Unit:
-    """Policies that are rolled out and updated together; ``step`` is the number of updates
-    so far.
-    """
+    """Policies that are rolled out and updated together, ``step`` times so far."""
 
     names: list[str]
     step: int
@@ -78,7 +74,6 @@ class Phases:
         first_step: step at which each policy starts; policies of a unit must agree.
         steps: step at which all end.
         overlap: run another unit while rewards are computed.
-        workers: number of rewards computed at once.
         look: called with (seconds waited, pending rewards) before each phase, and every second
             while the devices wait; it may raise.
 
@@ -158,9 +153,8 @@ class Phases:
         return future
 
     def _next(self, waiting: Sequence[Unit], may_start: bool) -> int | None:
-        """Returns the index of the waiting unit to update, or None to roll out an idle one if
-        ``may_start``; blocks until either is possible. Raises the exception of one of its rewards
-        or of ``look``, so that every process sees it.
+        """Returns the index of the waiting unit to update, or None to roll out an idle one, once
+        either is possible. Raises exceptions of rewards and of ``look`` in every process.
         """
         began, look = time.monotonic(), self._look
         if look is not None:

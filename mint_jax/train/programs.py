@@ -13,7 +13,7 @@ from mint_jax.train import state as state_lib
 from mint_jax.train import step as step_lib
 from mint_jax.train.config import BlockShape
 from mint_jax.train.losses import stack_coefs
-from mint_jax.train.state import Hyper
+from mint_jax.train.state import stack_hyper
 from mint_jax.train.trainer import Trainer
 
 
@@ -53,7 +53,7 @@ def programs(trainer: Trainer) -> list[Program]:
 
 def _compile_update(trainer: Trainer, bucket: int, stack: Any) -> None:
     count = trainer.capacity[bucket]
-    slots, hyper = np.full(count, count, np.int32), Hyper.stack([], count)
+    slots, hyper = np.full(count, count, np.int32), stack_hyper([], count)
     with jax.set_mesh(trainer.base.mesh):
         step_lib.optim_step.lower({bucket: stack}, {bucket: slots}, {bucket: hyper}).compile()
         state_lib.read_slot.lower(stack, np.int32(0)).compile()

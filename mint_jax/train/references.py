@@ -20,9 +20,7 @@ from mint_jax.train.losses import stack_coefs
 
 
 class References:
-    """Reference adapters by policy, resident from their first use. The owner keeps ``policies`` up
-    to date.
-    """
+    """Reference adapters by policy, resident from their first use."""
 
     def __init__(self, base: Base, policies: Mapping[str, PolicyConfig]):
         self._base, self._policies = base, policies
@@ -30,9 +28,7 @@ class References:
         self._resident: tuple[Stacks, dict[str, Slot]] | None = None
 
     def put(self, name: str, config: AdapterConfig, adapter: Any) -> None:
-        """Sets a policy's reference. Raises ``UserError`` for weights that do not fit their
-        config.
-        """
+        """Sets a policy's reference. Raises ``UserError`` for weights that do not fit."""
         specs = transformer.abstract(self._base.cfg)
         lora_tree.check_fits(adapter, config, specs, f"reference of policy {name!r}")
         self._adapters[name] = config, adapter
@@ -47,8 +43,8 @@ class References:
             self._resident = None
 
     def resident(self) -> tuple[Stacks, dict[str, Slot]]:
-        """Returns the stacks of all references, and the slot of each policy that has one. Raises
-        ``UserError`` if a loss names a revision whose adapter ``put`` was not given.
+        """Returns all references' stacks, and the slots by policy. Raises ``UserError`` if a loss
+        names a revision whose adapter ``put`` was not given.
         """
         for name, policy in self._policies.items():
             loss = policy.loss
@@ -65,9 +61,7 @@ class References:
         return self._resident
 
     def score(self, blocks: Sequence[DatumBlock], fitted: Fitted) -> None:
-        """Computes the missing ``ref_logp`` of these blocks' data, in the shape of their training
-        pass, so that varying lengths compile nothing more.
-        """
+        """Computes the missing ``ref_logp`` of these blocks' data."""
         if not blocks:
             return
         stacks, at = self.resident()
@@ -78,6 +72,7 @@ class References:
             slot = at[block.work.policy]
             numbers.setdefault(slot.bucket, []).append(slot.index)
         order = adapted + [block for block in blocks if block.work.policy not in at]
+        # The shape of the training pass, so that varying lengths compile nothing more.
         shape = fitted.shape._replace(blocks=len(order))
         batch, spans = blocks_lib.fill(order, *fitted._replace(shape=shape))
         with jax.set_mesh(self._base.mesh):

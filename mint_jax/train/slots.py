@@ -34,8 +34,7 @@ from mint_jax.train.state import State, TrainStack
 
 log = logging.getLogger("mint_jax.train")
 SPILL_RETRY_S = 5.0  # seconds until the disk is tried again after a failed write
-# A version is a unique number of one policy's weights in this process. Unlike a digest it is known
-# without a copy to the host.
+# Unlike a digest, a version of weights is known without a copy to the host.
 _versions = itertools.count(1)
 
 
@@ -76,7 +75,6 @@ class Slots:
 
     Attributes:
         capacity: number of device slots by rank bucket.
-        counts: slots written and read, states written to files and read back.
     """
 
     def __init__(
@@ -147,12 +145,11 @@ class Slots:
     # -- membership
 
     def join(self, name: str, state: HostState) -> None:
-        """Adds a policy. Without declared slots its stack grows, and programs with that stack are
-        compiled again. Raises ``UserError`` if the name is taken or no slot fits the adapter.
-        """
+        """Adds a policy. Raises ``UserError`` if the name is taken or no slot fits the adapter."""
         self.join_all({name: state})
 
     def join_all(self, states: Mapping[str, HostState]) -> None:
+        # Without declared slots the stacks grow, and their programs are compiled again.
         if taken := [name for name in states if name in self]:
             raise UserError(f"policy {taken[0]!r} is in training already: choose another name")
         members = {name: self._admitted(name, state) for name, state in states.items()}
@@ -199,9 +196,7 @@ class Slots:
         return member
 
     def leave(self, name: str) -> None:
-        """Removes a policy and its state. Without declared slots its stack shrinks, and later slots
-        of the bucket move down by one.
-        """
+        """Removes a policy. Without declared slots, later slots of its bucket move down by one."""
         member = self._known(name)
         member.forget_file()
         del self._members[name]
@@ -262,9 +257,8 @@ class Slots:
             self._write(member, state)
 
     def load(self, names: Sequence[str]) -> dict[str, Slot]:
-        """Loads policies into slots and returns the slots. Raises ``StateLost`` if a state cannot
-        be read from its file (the others are unchanged), and ``UserError`` for more policies of a
-        rank than slots.
+        """Loads policies into slots and returns the slots. Raises ``StateLost`` for a file that
+        cannot be read, and ``UserError`` for more policies of a rank than slots.
         """
         wanted = {name: self._known(name) for name in names}
         for bucket, count in self.capacity.items():
@@ -348,9 +342,8 @@ class Slots:
         return self.read_state(name).fresh()
 
     def snapshot(self, name: str) -> Any:
-        """Returns a copy of one policy's adapter on the devices, replicated to every process. Later
-        updates do not change it. Copies to the host have been started: ``jax.device_get`` in
-        another thread only waits.
+        """Returns a copy of one policy's adapter on the devices, in every process. Its transfer to
+        the host is started, so that ``jax.device_get`` in another thread only waits.
         """
         at, config = self.load([name])[name], self._members[name].config
         stack, slot = self._state[at.bucket].adapters, np.int32(at.index)
@@ -364,9 +357,7 @@ class Slots:
         return jax.tree.map(np.asarray, jax.device_get(self.snapshot(name)))
 
     def _spill(self) -> None:
-        """Writes states to files until those in memory fit ``host_bytes``. States stay in memory
-        while the disk rejects them.
-        """
+        """Writes states to files until those in memory fit ``host_bytes``."""
         if self.folder is None or time.monotonic() < self._spills_from:
             return
         total = 0

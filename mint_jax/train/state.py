@@ -4,6 +4,7 @@ stacked by rank bucket. Everything of one policy is one slot of one bucket.
 Axes: L layers, S slots, R rank, D in, F out.
 """
 
+import collections
 import dataclasses
 import functools
 import math
@@ -21,36 +22,20 @@ from mint_jax.models import transformer
 from mint_jax.models.config import ModelConfig
 from mint_jax.train.config import SCHEDULES, OptimizerConfig
 
+# ``OptimizerConfig`` as arrays ``[n]``
+Hyper = collections.namedtuple(
+    "Hyper", [field.name for field in dataclasses.fields(OptimizerConfig)]
+)
 
-@struct.dataclass
-class Hyper:
-    """``OptimizerConfig`` as arrays ``[n]``."""
 
-    learning_rate: jax.Array
-    b1: jax.Array
-    b2: jax.Array
-    eps: jax.Array
-    weight_decay: jax.Array
-    max_grad_norm: jax.Array
-    warmup_steps: jax.Array
-    total_steps: jax.Array
-    schedule: jax.Array
-    final_fraction: jax.Array
-
-    @classmethod
-    def of(cls, config: OptimizerConfig) -> "Hyper":
-        """Returns one policy's hyperparameters, without an axis."""
-        values = dataclasses.asdict(config)
-        values["schedule"] = SCHEDULES.index(config.schedule)
-        values["max_grad_norm"] = config.max_grad_norm or math.inf
-        return cls(*(np.float32(values[f.name]) for f in dataclasses.fields(cls)))  # type: ignore[arg-type]
-
-    @classmethod
-    def stack(cls, configs: Sequence[OptimizerConfig], count: int) -> "Hyper":
-        """Returns several policies' hyperparameters, ``[count]`` each; the rest is padding."""
-        rows = [cls.of(config) for config in configs]
-        rows += [cls.of(OptimizerConfig())] * (count - len(rows))
-        return jax.tree.map(lambda *values: np.stack(values), *rows)
+def stack_hyper(configs: Sequence[OptimizerConfig], count: int) -> Hyper:
+    """Returns several policies' hyperparameters, ``[count]`` each; the rest is padding."""
+    rows = []
+    for config in [*configs, *[OptimizerConfig()] * (count - len(configs))]:
+        kind, clip = SCHEDULES.index(config.schedule), config.max_grad_norm or math.inf
+        values = dataclasses.asdict(config) | {"schedule": kind, "max_grad_norm": clip}
+        rows.append(tuple(values.values()))
+    return Hyper(*np.array(rows, np.float32).T)
 
 
 @struct.dataclass
@@ -60,8 +45,7 @@ class TrainStack:
     Attributes:
         mu, nu: moments of AdamW, in the shapes of the factors.
         grad_sum: gradients accumulated since the last update, in the shapes of the factors.
-        steps: updates applied, ``[S]`` int32.
-        skipped: updates skipped because the gradient was not finite, ``[S]`` int32.
+        steps, skipped: ``[S]`` int32, updates applied, and those whose gradient was not finite.
     """
 
     adapters: AdapterStack
@@ -82,9 +66,7 @@ def slot_axis(leaf: jax.Array) -> int:
 def empty(
     base_specs: Any, configs: list[AdapterConfig], slots: dict[int, int] | None = None
 ) -> State:
-    """Returns an empty state with ``slots[bucket]`` slots of each bucket of these adapters, or one
-    for each adapter.
-    """
+    """Returns an empty state of ``slots[bucket]`` slots, or one for each adapter."""
     out = {}
     for bucket in sorted({config.bucket for config in configs}):
         own = [config for config in configs if config.bucket == bucket]

@@ -34,10 +34,9 @@ Slots = dict[int, jax.Array]  # bucket rank -> [n] int32, distinct slots
 def batch_logprobs(
     params: Any, lora: AdapterView | None, batch: Batch, cfg: ModelConfig, remat: str = "none"
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns ``log p(target)`` of every target at its temperature, float32 ``[P, B, M]``, or ``[P,
-    B, M K]`` for K targets a position; and with recorded routes the share of replayed experts
-    before each target that the router would not have chosen, ``[P, B, M]``, averaged over layers,
-    else None.
+    """Returns ``log p(target)`` at each target's temperature, float32 ``[P, B, M]`` or ``[P, B, M
+    K]``; and with recorded routes the share of replayed experts, averaged over layers, that the
+    router would not have chosen before each target, ``[P, B, M]``.
     """
     P, B, T, M = batch.shape
     rows = P * B
@@ -72,7 +71,7 @@ def score(
     params: Any, batch: Batch, coefs: LossCoefs, stacks: Stacks, slots: Slots, *, cfg: ModelConfig
 ) -> tuple[jax.Array, jax.Array]:
     """Runs ``forward_backward`` without the backward pass; returns log-probabilities and each
-    block's loss ``[P]``. A reference for KL or DPO needs no second model.
+    block's loss ``[P]``.
 
     Args:
         batch: P blocks: first those of ``slots`` in their order, then those under the bare base.
@@ -165,13 +164,11 @@ def _added(sums: Any, parts: Any, slots: jax.Array) -> Any:
 def optim_step(
     state: State, slots: Slots, hyper: dict[int, Hyper]
 ) -> tuple[State, dict[str, jax.Array]]:
-    """Updates policies from their gradient sums and clears these; other slots are untouched. A
-    policy whose gradient is not finite keeps its adapter and moments, and its ``skipped`` count
-    increases. ``slots`` are distinct, followed by out-of-range slots of padding; ``hyper`` has
-    ``[n]`` each.
+    """Updates policies from their gradient sums and clears these. A policy whose gradient is not
+    finite keeps its adapter and moments, and its ``skipped`` count increases. ``slots`` are
+    distinct, followed by out-of-range slots of padding; ``hyper`` has ``[n]`` each.
 
-    Returns the state, and metrics ``[P]`` in the order of ``slots``: ``grad_norm`` (before
-    clipping), ``learning_rate``, ``skipped``; padding has zeros.
+    Returns the state, and metrics ``[P]`` in the order of ``slots``, with zeros for padding.
     """
     new, rows = dict(state), []
     for b in sorted(slots):

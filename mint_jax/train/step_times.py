@@ -34,12 +34,10 @@ class StepTimes:
         self._last[shape, backward] = self._clock()
 
     def seconds(self, shape: BlockShape, backward: bool) -> float:
-        """Returns the expected seconds of a step: the lower median of its last ``KEPT``
-        measurements.
+        """Returns the expected seconds of a step: the lower median of its last measurements.
 
-        If the newest is older than ``STALE_S``: the smaller of the fastest measurement and a per-
-        token estimate from other shapes, so that the shape is tried again. For an unmeasured shape
-        ``HOPE`` times that estimate, or its number of tokens if nothing was measured.
+        If they are stale: the smaller of the fastest one and a per-token estimate from other
+        shapes. For an unmeasured shape ``HOPE`` times that estimate, or its number of tokens.
         """
         own = self._measured.get((shape, backward))
         if own is not None and self._fresh((shape, backward)):

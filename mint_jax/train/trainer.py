@@ -43,7 +43,7 @@ from mint_jax.train.losses import LossFn, coefs_of, stack_coefs
 from mint_jax.train.metrics import summarise
 from mint_jax.train.references import References
 from mint_jax.train.slots import Slots
-from mint_jax.train.state import Hyper
+from mint_jax.train.state import stack_hyper
 from mint_jax.train.step_times import StepTimes
 
 ALL_TARGETS = (lora_tree.ALL_LINEAR, "unembed")
@@ -52,7 +52,7 @@ COUNTS = "steps tokens padded_tokens slots_written slots_read spills_written spi
 
 
 class Step(NamedTuple):
-    """One step: its shape, its blocks, and the seconds until its results were on the host."""
+    """One step, and the seconds until its results were on the host."""
 
     shape: BlockShape
     blocks: list[DatumBlock]
@@ -63,19 +63,15 @@ class Trainer(Slots):
     """The policies in training and what is computed for them.
 
     Args:
-        max_tokens: tokens of one pass of ``forward_backward``, with rows padded to the longest of a
-            policy; larger updates accumulate over several passes. None is 16384 on CPUs and 8192 on
-            accelerators: 3 % slower than 16384 on an H100, with a smaller peak.
-        remat: rematerialisation of the backward pass, a key of ``transformer.REMAT``.
+        max_tokens: padded tokens of one pass of ``forward_backward``; larger updates accumulate
+            over several passes. None is 16384 on CPUs and 8192 on accelerators.
+        remat: a key of ``transformer.REMAT``.
         slots, targets, host_bytes, folder: see ``Slots``.
         shapes: declared shapes of ``step``; none uses ``CPU_SHAPES`` or ``SHAPES``.
 
     Attributes:
-        policies: configs of the policies of ``add``.
         shapes: padded sizes of the passes so far.
         declared: shapes of ``step``, smallest first.
-        counts: steps, tokens (with and without padding), and those of ``Slots``.
-        times: measured seconds of a step by shape.
         compiled: programs of ``programs.programs`` that are ready, while others compile in the
             background; None compiles each program at its first call.
     """
@@ -117,6 +113,7 @@ class Trainer(Slots):
             for shape in shapes
         ]
         self.declared = tuple(sorted(dict.fromkeys(even), key=lambda s: s.size))
+        # On an H100 8192 tokens are 3 % slower than 16384, with a smaller peak of memory.
         self.max_tokens = max_tokens or (16384 if is_on_cpu else 8192)
         self.remat = remat
         self.policies: dict[str, PolicyConfig] = {}
@@ -131,8 +128,8 @@ class Trainer(Slots):
     # -- policies with a config
 
     def add(self, *policies: PolicyConfig) -> None:
-        """Adds new policies, with adapters from their seeds; the others keep their state. Raises
-        ``UserError`` if a name is taken or the base does not support a rank or target.
+        """Adds policies with adapters from their seeds. Raises ``UserError`` if a name is taken or
+        the base does not support a rank or target.
         """
         self.join_all({p.name: host_state.fresh(self.specs, p.adapter, p.seed) for p in policies})
         self.policies.update({p.name: p for p in policies})
@@ -143,10 +140,9 @@ class Trainer(Slots):
         self.references.forget(name)
 
     def load_adapter(self, name: str, adapter: Any) -> None:
-        """Starts a policy from given weights with fresh optimizer state. They become its reference
-        if that is ``start``. Raises ``UserError`` for weights that do not fit their config.
-
-        Donates the arrays of its stack, as an update does: read ``stacks`` again afterwards.
+        """Starts a policy from given weights with fresh optimizer state; they become its reference
+        if that is ``start``. Donates the arrays of its stack: read ``stacks`` again afterwards.
+        Raises ``UserError`` for weights that do not fit their config.
         """
         [policy] = self._configs([name])
         lora_tree.check_fits(adapter, policy.adapter, self.specs, f"policy {name!r}")
@@ -155,8 +151,8 @@ class Trainer(Slots):
             self.refer(name, policy.adapter, adapter)
 
     def refer(self, name: str, config: AdapterConfig, adapter: Any) -> None:
-        """Sets the frozen adapter for a policy's reference logprobs; the default is the bare base.
-        Raises ``UserError`` for weights that do not fit their config.
+        """Sets the frozen adapter of a policy's reference, by default the bare base. Raises
+        ``UserError`` for weights that do not fit their config.
         """
         self._configs([name])
         self.references.put(name, config, adapter)
@@ -199,9 +195,7 @@ class Trainer(Slots):
         return out
 
     def optim_step(self, names: Sequence[str]) -> dict[str, dict[str, float]]:
-        """Applies the accumulated gradients of these policies, with the optimizers of their
-        configs.
-        """
+        """Applies accumulated gradients, with the optimizers of the policies' configs."""
         return self.optim({policy.name: policy.optimizer for policy in self._configs(names)})
 
     def update(
@@ -238,10 +232,9 @@ class Trainer(Slots):
     def choose(
         self, works: Sequence[TrainRequest], bound_s: float | None = None
     ) -> tuple[BlockShape, list[DatumBlock]]:
-        """Returns the shape of the next step and its blocks, always with some of the first request:
-        the shape with the most tokens a second among those whose measured time is at most
-        ``bound_s``, or else the fastest. Raises ``UserError`` if the first has no data left, or no
-        shape fits (it was not checked).
+        """Returns the next step's shape and blocks, always with some of the first request: the most
+        tokens a second among shapes of at most ``bound_s`` measured seconds, or else the fastest
+        shape. Raises ``UserError`` if the first has no data left, or no shape fits.
         """
         first = works[0]
         if not first.left:
@@ -275,9 +268,7 @@ class Trainer(Slots):
         return self._known(work.policy).bucket, work.backward, work.width > 1, work.routed
 
     def can_start(self, work: TrainRequest) -> bool:
-        """Returns True if a compiled step takes a part of a request's remaining data. If none does,
-        the smallest such program is compiled next.
-        """
+        """Returns True if a compiled step takes some of a request's data, or has one compiled."""
         if self.compiled is None or work.policy not in self or not work.left:
             return True
         shortest = min(work.data[i].tokens.size for i in work.left)
@@ -311,9 +302,8 @@ class Trainer(Slots):
         return self.compiled is None or self.compiled.has(self._key(work, shape))
 
     def step(self, works: Sequence[TrainRequest], bound_s: float | None = None) -> Step:
-        """Computes a part of the remaining data of these requests, always some of the first (see
-        ``choose``), and stores the results in the requests. Gradients add to those of their
-        policies.
+        """Computes a part of these requests (see ``choose``) and stores the results in them.
+        Gradients add to those of their policies.
         """
         shape, made = self.choose(works, bound_s)
         self.load([block.work.policy for block in made])
@@ -324,9 +314,8 @@ class Trainer(Slots):
     def _compute(
         self, blocks: Sequence[DatumBlock], fitted: Fitted, custom: tuple[LossFn, ...] = ()
     ) -> float:
-        """Runs one pass over these blocks, in the order of their slots' buckets, and stores the
-        results in their requests. Returns the seconds of the program and its transfers, without
-        compiling.
+        """Runs one pass over blocks, which are in the order of their slots' buckets, and stores the
+        results in their requests. Returns the seconds of the program and its transfers.
         """
         shape, backward = fitted.shape, blocks[0].work.backward
         batch, spans = blocks_lib.fill(blocks, *fitted)
@@ -374,11 +363,9 @@ class Trainer(Slots):
         return seconds
 
     def optim(self, updates: Mapping[str, OptimizerConfig]) -> dict[str, dict[str, float]]:
-        """Updates each named policy from its gradients with these hyperparameters, and clears the
-        gradients. Returns ``grad_norm`` (before clipping), ``learning_rate`` and ``skipped`` by
-        policy.
-
-        A policy whose gradient is not finite keeps its state, and ``skipped`` is 1.
+        """Updates each named policy from its gradients and clears these. Returns ``grad_norm``
+        (before clipping), ``learning_rate`` and ``skipped`` by policy; a policy whose gradient is
+        not finite keeps its state, and ``skipped`` is 1.
         """
         out: dict[str, dict[str, float]] = {}
         for bucket, count in self.capacity.items():
@@ -387,7 +374,7 @@ class Trainer(Slots):
                 names, queue = queue[:count], queue[count:]
                 at, slots = self.load(names), np.full(count, count, np.int32)
                 slots[: len(names)] = [at[name].index for name in names]
-                hyper = Hyper.stack([updates[name] for name in names], count)
+                hyper = stack_hyper([updates[name] for name in names], count)
                 with jax.set_mesh(self.base.mesh):
                     new, found = step_lib.optim_step(
                         {bucket: self._state[bucket]}, {bucket: slots}, {bucket: hyper}

@@ -75,7 +75,7 @@ def test_everything_at_once(place, monkeypatch):
             ]
             made = catalog.export_many(items[worker:] + items[:worker])
             for revision in made:
-                lease = catalog.lease(f"{revision.policy}@latest", "reader")
+                [lease] = catalog.lease([f"{revision.policy}@latest"], "reader")
                 assert blake3(catalog.load(lease.digest).tobytes()).hexdigest() == lease.digest
                 catalog.release(lease)
 

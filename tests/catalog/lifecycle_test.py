@@ -106,7 +106,7 @@ def test_training_leaves_checkpoints_and_rollouts(catalog):
     record = catalog.rollout("p", 5, b"tokens", tokens=3, mean_reward=0.5)
     assert (record.digest, record.tokens, record.mean_reward) == (sha(b"tokens"), 3, 0.5)
     assert catalog.rollouts("p") == [record]
-    assert same_bytes(catalog.read_rollout(record), b"tokens")
+    assert same_bytes(catalog.load_payload(record.digest), b"tokens")
     with pytest.raises(UserError, match="mean_reward"):
         catalog.rollout("p", 5, b"x", tokens=1, mean_reward=float("nan"))
     with pytest.raises(UserError, match="not in the catalog"):
@@ -152,3 +152,13 @@ def test_an_unknown_name_says_what_is_unknown(catalog, name, reason):
         catalog.resolve_many(["p", name])
     with pytest.raises(UserError, match=reason):
         catalog.load(name)
+
+
+def test_names_that_would_read_as_digests_or_numbers_are_refused(catalog):
+    for name in ("deadbeef", "20240101", sha(packed(1))):
+        with pytest.raises(UserError, match="would read as a revision's digest"):
+            catalog.create_policy(name, SCHEMA)
+    catalog.export("p", packed(1), 1, create=True)
+    for alias in ("12", "٣"):
+        with pytest.raises(UserError, match="would read as a revision's number"):
+            catalog.promote("p", 1, alias)

@@ -265,9 +265,9 @@ class Machine(RuleBasedStateMachine):
     @rule(name=st.sampled_from(NAMES), number=NUMBERS)
     def lease(self, name, number):
         if self.active(name) is None or self.live(name, number) is None:
-            self.refused(self.catalog.lease, f"{name}@{number}", "model")
+            self.refused(self.catalog.lease, [f"{name}@{number}"], "model")
             return
-        self.leases.append(self.catalog.lease(f"{name}@{number}", "model", 1e6))
+        self.leases += self.catalog.lease([f"{name}@{number}"], "model", 1e6)
 
     @rule()
     def release(self):

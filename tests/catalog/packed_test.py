@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from mint_jax import params as params_lib
 from mint_jax.catalog import header
 from mint_jax.catalog.packed import Schema, as_bytes, digest_of, pack, unpack
-from mint_jax.catalog.records.exports import is_finite, schema_text
 from mint_jax.errors import UserError
 from mint_jax.lora.tree import AdapterConfig
 from tests.memory import assert_takes_at_most
@@ -179,12 +178,7 @@ def check(data: bytes) -> None:
     try:
         found, schema = unpack(data)
     except UserError:
-        with pytest.raises(UserError):
-            schema_text(data)  # what exports check
         return
-    assert schema_text(data) == schema.to_json()
-    finite = all(np.isfinite(leaf.astype(np.float32)).all() for leaf in flat(found).values())
-    assert is_finite(as_bytes(data), schema.to_json()) == finite
     expected = {
         name: (bytes(tensor["data"]), tuple(tensor["shape"]))
         for name, tensor in safetensors.deserialize(data)

@@ -139,7 +139,7 @@ def test_training_config_traces(name, pretrained):
     fn = lambda *args: step.forward_backward(*args, cfg=base.cfg, remat=config.remat)  # noqa: E731
     new, logp, metrics = jax.eval_shape(fn, base.params, state, batch, coefs, slots)
     assert (new, logp.shape) == (state, batch.target.shape)
-    hyper = {b: state_lib.Hyper.stack([], len(own)) for b, own in slots.items()}
+    hyper = {b: state_lib.stack_hyper([], len(own)) for b, own in slots.items()}
     new, metrics = jax.eval_shape(step.optim_step, new, slots, hyper)
     assert (new, metrics["grad_norm"].shape) == (state, (len(policies),))
 

@@ -100,7 +100,7 @@ def programs(trainer, rng):
     coefs, slots = stack_coefs([LossConfig() for _ in names]), {}
     for at in trainer.slots.values():
         slots[at.bucket] = np.append(slots.get(at.bucket, []), at.index).astype(np.int32)
-    hyper = {b: state_lib.Hyper.stack([], len(own)) for b, own in slots.items()}
+    hyper = {b: state_lib.stack_hyper([], len(own)) for b, own in slots.items()}
     P, table = len(names), longest_table(40)
     lora = attach_blocks(trainer.stacks, {b: jnp.asarray(s) for b, s in slots.items()})
     sampling = params, trainer.stacks, device.pool_specs(cfg, 16, jnp.float32, routes=False)

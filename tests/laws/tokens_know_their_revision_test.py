@@ -66,7 +66,7 @@ def run_job(tmp_path, one_device, monkeypatch):
 def records(catalog, policy):
     """Step -> rollout object."""
     return {
-        record.step: unpack_rollouts(catalog.read_rollout(record))
+        record.step: unpack_rollouts(catalog.load_payload(record.digest))
         for record in catalog.rollouts(policy)
     }
 

@@ -56,7 +56,7 @@ def compiled(program, ranks, resident=(), cfg=CFG):
     """
     params, state, slots = shapes(ranks, resident, cfg)
     if program == "optim_step":
-        hyper = {b: state_lib.Hyper.stack([], n) for b, n in counts(ranks).items()}
+        hyper = {b: state_lib.stack_hyper([], n) for b, n in counts(ranks).items()}
         return step.optim_step.lower(state, slots, hyper).compile()
     if program == "score":
         stacks = {bucket: stack.adapters for bucket, stack in state.items()}

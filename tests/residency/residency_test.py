@@ -324,18 +324,6 @@ def test_bytes_that_are_offered_are_not_fetched(world):
         future.result(LONG)
 
 
-def test_a_dropped_revision_goes_when_its_requests_have_ended(world):
-    w = world()
-    digest = w.new()
-    lease = w.leased(digest)
-    assert not w.residency.drop(digest)
-    assert w.holds(lease)
-    lease.release()
-    assert w.residency.state()["resident"] == []
-    assert w.residency.drop(digest)
-    assert digest not in w.residency.host
-
-
 def test_many_threads_get_what_they_asked_for(rng, world):
     """Six threads, nine revisions, three slots, a host cache for four: every lease's slot holds its
     revision while it lasts.

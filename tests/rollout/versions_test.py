@@ -80,11 +80,3 @@ def test_a_prompt_is_found_again_by_the_version_that_read_it_and_by_no_other(rng
         ever |= {*new.values()}
     for name in NAMES:
         world.sample(name)
-
-
-def test_a_slot_without_a_version_shares_no_prompt_with_a_version(rng, tiny_base):
-    world = World(rng, tiny_base("llama"))
-    world.sample("a")
-    [[found]] = world.engine.generate([world.request("a")], world.trainer.stacks)
-    assert found.reused == 0
-    world.sample("a")

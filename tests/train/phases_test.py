@@ -7,7 +7,7 @@ import pytest
 
 from mint_jax.errors import UserError
 from mint_jax.train import phases as schedule_lib
-from mint_jax.train.phases import SCHEDULES, units_of
+from mint_jax.train.phases import units_of
 
 WAIT_S = 60  # only reached when a test fails
 
@@ -82,23 +82,6 @@ def test_batched_cohorts_are_one_call_each_and_overlap():
     }
     assert set(phases.calls) == expected
     assert len(phases.calls) == len(expected)
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_policy_does_every_step_once_and_in_order(schedule, rng):
-    names = [f"p{i}" for i in range(5)]
-    units = units_of(names, schedule, int(rng.integers(1, 6)))
-    first = {n: int(f) for unit, f in zip(units, rng.integers(0, 6, len(units))) for n in unit}
-    phases = Notes()
-    phases.run(units, 4, overlap=schedule != "sequential", first=first)
-    for name in names:
-        mine = [(phase, step) for phase, members, step in phases.calls if name in members]
-        assert mine == [
-            (phase, step) for step in range(first[name], 4) for phase in ("rollout", "update")
-        ]
-        assert {s: n for s, n in phases.in_reward.items() if s[0] == name} == {
-            (name, step): 1 for step in range(first[name], 4)
-        }
 
 
 def test_a_unit_whose_policies_stand_at_different_steps_is_refused():

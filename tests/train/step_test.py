@@ -241,7 +241,7 @@ def test_learning_rates_are_those_of_transformers(schedule, warmup_steps, final_
         final_fraction=final_fraction,
     )
     steps = jnp.arange(20, dtype=jnp.int32)
-    hyper = state_lib.Hyper.stack([opt] * 20, 20)
+    hyper = state_lib.stack_hyper([opt] * 20, 20)
     expected = [expected_rate(opt, step) for step in range(20)]
     # float32, a cosine near zero
     np.testing.assert_allclose(scheduled_rate(hyper, steps), expected, rtol=2e-6, atol=1e-9)

@@ -224,7 +224,7 @@ def _rollouts(args: Args, catalog: Catalog) -> Result:
     if not chosen:
         step = "" if args.step is None else f" of step {args.step}"
         raise UserError(f"policy {args.policy!r} has no rollouts{step}: list them")
-    batch = unpack_rollouts(catalog.read_rollout(chosen[0]))
+    batch = unpack_rollouts(catalog.load_payload(chosen[0].digest))
     samples = [
         {
             "prompt": prompt,

@@ -222,21 +222,26 @@ class Database:
         return DatabaseFailed(f"database {self.name}: {reason}: {remedy}")
 
     def damage(self, limit: int = 20) -> list[str]:
-        """Damage that the database finds in its own files, at most ``limit`` lines.
+        """Returns the damage that the database finds in its own files.
 
-        SQLite: ``PRAGMA integrity_check``. PostgreSQL: all rows are read, so that a cluster with
-        page checksums (the default of ``initdb`` since version 18) checks their pages.
+        SQLite: ``PRAGMA integrity_check``, at most ``limit`` lines, and rows whose parent is
+        missing. PostgreSQL: all rows are read, so that a cluster with page checksums (the default
+        of ``initdb`` since version 18) checks their pages.
         """
         try:
             with self._reader.connect() as connection:
                 if self.sqlite:
-                    found = connection.exec_driver_sql(f"PRAGMA integrity_check({limit})")
-                    return [line for (line,) in found if line != "ok"]
+                    found = list(connection.exec_driver_sql(f"PRAGMA integrity_check({limit})"))
+                    lost = connection.exec_driver_sql("PRAGMA foreign_key_check")
+                    return [f"SQLite says: {line}" for (line,) in found if line != "ok"] + [
+                        f"row {row_id} of {table} refers to a missing row of {parent}"
+                        for table, row_id, parent, _ in lost
+                    ]
                 for table in tables.metadata.sorted_tables:
                     text = sa.text(f"SELECT sum(length(CAST(t AS text))) FROM {table.name} t")
                     connection.scalar(text)
         except exc.DBAPIError as error:
-            return [str(error.orig).strip()]
+            return [f"{self.engine.dialect.name} says: {str(error.orig).strip()}"]
         return []
 
     def _create(self) -> None:

@@ -12,11 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Unpack
 
-import numpy as np
 import sqlalchemy as sa
 
 from mint_jax import nested
-from mint_jax.catalog import header
 from mint_jax.catalog.packed import Buffer, as_bytes, digest_of, unpack
 from mint_jax.catalog.records import lookup, names, policies, sessions
 from mint_jax.catalog.records.aliases import Move, write_moves
@@ -33,7 +31,6 @@ from mint_jax.catalog.records.tables import policies as policy_table
 from mint_jax.catalog.storage.payloads import Place
 from mint_jax.errors import UserError
 from mint_jax.lora.finite import all_finite
-from mint_jax.safetensors_header import header_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,26 +139,18 @@ def prepare(item: Export) -> Prepared:
         origin=note("origin", item.origin),
     )
     data = as_bytes(item.data)
-    schema = schema_text(data)
-    finite = is_finite(data, schema)
-    if not finite and not item.force:
-        leaves = nested.leaves_with_path(unpack(data)[0])
-        path = next(path for path, leaf in leaves if not all_finite(leaf))
+    adapter, schema = unpack(data)
+    wrong = [path for path, leaf in nested.leaves_with_path(adapter) if not all_finite(leaf)]
+    if wrong and not item.force:
         raise UserError(
-            f"policy {full!r}: {path} of the exported adapter has NaN or infinite values: the run"
-            " has diverged, export an earlier step, or this one with force"
+            f"policy {full!r}: {wrong[0]} of the exported adapter has NaN or infinite values: the"
+            " run has diverged, export an earlier step, or this one with force"
         )
     sampling = None
     if item.sampling is not None:
         sampling = json.dumps(dict(item.sampling), sort_keys=True, allow_nan=False)
     digest = bytes.fromhex(digest_of(data))
-    return Prepared(key, item, digest, data.size, schema, finite, sampling)
-
-
-def is_finite(data: np.ndarray, schema: str) -> bool:
-    """Checks all weights of a packed object at once: they lie back to back after its header."""
-    start = 8 + header_size(data[:8].tobytes(), data.size, header.MAX_HEADER, "its header")
-    return all_finite(data[start:].view(header.DTYPES[header.TAGS[read_schema(schema).dtype]]))
+    return Prepared(key, item, digest, data.size, schema.to_json(), not wrong, sampling)
 
 
 def commit(
@@ -294,20 +283,6 @@ def _advance_latest(connection: sa.Connection, author: Author, made: list[tuple[
         for one in {move.policy.id: move.policy for move in moves}.values()
     ]
     connection.execute(update, values)
-
-
-def schema_text(data: Buffer) -> str:
-    """Returns the schema of a packed object, checked as ``unpack`` does but without reading the
-    factors. Raises ``UserError``: not a packed adapter.
-    """
-    try:
-        metadata, tensors, _ = header.read(as_bytes(data))
-        schema = read_schema(metadata["schema"])
-    except (UserError, KeyError):
-        return unpack(data)[1].to_json()  # raises, with the reason
-    if any(tensor.dtype != header.DTYPES[header.TAGS[schema.dtype]] for tensor in tensors.values()):
-        return unpack(data)[1].to_json()
-    return schema.to_json()
 
 
 def check_schema(export: Prepared, policy_schema: str) -> None:

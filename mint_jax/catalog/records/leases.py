@@ -5,9 +5,8 @@ read-only catalog records no lease; there gc's grace period protects a reader.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-import numpy as np
 import sqlalchemy as sa
 
 from mint_jax.catalog.records import lookup
@@ -29,25 +28,29 @@ class Lease:
     expires_at: float
 
 
-def lease(
-    catalog: Handle, name: str, owner: str, seconds: float = 60.0, tenant: str | None = None
-) -> Lease:
-    """Keeps the bytes that a name resolves to now, until released or expired."""
-    named = parse_revision(name, tenant)
-
-    def find(connection: sa.Connection) -> list[str]:
-        return [lookup.resolved(lookup.find(connection, named, name)).digest]
-
-    return _take(catalog, find, owner, seconds)[0]
-
-
-def lease_many(
-    catalog: Handle, digests: Sequence[str], owner: str, seconds: float = 60.0
-) -> list[Lease]:
-    """Takes leases on payloads in one transaction: all of them or none. Raises ``UserError``: a
-    payload was removed.
+def lease(catalog: Handle, names: Sequence[str], owner: str, seconds: float = 60.0) -> list[Lease]:
+    """Keeps the bytes that names or digests resolve to now, until released or expired: all of them
+    or none.
     """
-    return _take(catalog, lambda _: digests, owner, seconds)
+    note("owner", owner, 400)
+    expires = catalog.clock() + duration("length of a lease", seconds)
+    parsed = [(parse_revision(name), name) for name in names]
+
+    def body(connection: sa.Connection) -> list[Lease]:
+        made = []
+        for named, name in parsed:
+            digest = lookup.resolved(lookup.find(connection, named, name)).digest
+            if not known(connection, [bytes.fromhex(digest)]):
+                raise UserError(f"revision {name!r} was removed meanwhile: resolve it again")
+            number = 0
+            if not catalog.database.read_only:
+                values = {"digest": bytes.fromhex(digest), "owner": owner, "expires_at": expires}
+                number = connection.scalar(leases.insert().returning(leases.c.id), values) or 0
+            made.append(Lease(number, digest, owner, expires))
+        return made
+
+    database = catalog.database
+    return database.read(body) if database.read_only else database.write(body)
 
 
 def renew_lease(catalog: Handle, lease: Lease, seconds: float = 60.0) -> Lease:
@@ -68,39 +71,6 @@ def release(catalog: Handle, *leased: Lease) -> None:
     if leased and not catalog.database.read_only:
         ended = leases.delete().where(leases.c.id.in_([lease.id for lease in leased]))
         catalog.database.write(lambda c: c.execute(ended))
-
-
-def read_leased(catalog: Handle, lease: Lease, verified: bool = True) -> np.ndarray:
-    """Loads the packed object that a lease keeps, also after its revision was retired.
-    ``verified``: compare the bytes with the digest; False for a caller that does so itself, such as
-    residency.
-    """
-    return lookup.load_payload(catalog, lease.digest, verified)
-
-
-def _take(
-    catalog: Handle, find: Callable[[sa.Connection], Sequence[str]], owner: str, seconds: float
-) -> list[Lease]:
-    """Leases the payloads whose digests ``find`` returns, in one transaction."""
-    note("owner", owner, 400)
-    expires = catalog.clock() + duration("length of a lease", seconds)
-
-    def body(connection: sa.Connection) -> list[Lease]:
-        made = []
-        for digest in find(connection):
-            if not known(connection, [bytes.fromhex(digest)]):
-                raise UserError(
-                    f"revision {digest[:12]} was removed from the catalog: resolve the name again"
-                )
-            number = 0
-            if not catalog.database.read_only:
-                values = {"digest": bytes.fromhex(digest), "owner": owner, "expires_at": expires}
-                number = connection.scalar(leases.insert().returning(leases.c.id), values) or 0
-            made.append(Lease(number, digest, owner, expires))
-        return made
-
-    database = catalog.database
-    return database.read(body) if database.read_only else database.write(body)
 
 
 def remove_expired(connection: sa.Connection, author: Author) -> int:

@@ -12,7 +12,6 @@ import json
 import math
 from typing import Any, Unpack
 
-import numpy as np
 import sqlalchemy as sa
 
 from mint_jax.catalog.packed import Buffer, digest_of
@@ -145,15 +144,10 @@ def rollout(
 
 
 def list_rollouts(catalog: Handle, policy: str, limit: int = 100) -> list[RolloutRecord]:
-    """Returns a policy's rollout records, newest first; ``read_rollout`` loads one."""
+    """Returns a policy's rollout records, newest first; ``load_payload`` loads one."""
     return catalog.look(
         policy, lambda c, row: [_rollout(row, one) for one in _newest(c, rollouts, row, limit)]
     )
-
-
-def read_rollout(catalog: Handle, rollout: RolloutRecord) -> np.ndarray:
-    """Loads a rollout object: ``uint8``, read-only, digest verified."""
-    return lookup.load_payload(catalog, rollout.digest)
 
 
 def drop_rollouts(catalog: Handle, policy: str, before_step: int, **signed: Unpack[Signed]) -> int:

@@ -1,5 +1,5 @@
-"""A pack: one immutable object that holds packed objects back to back; and the interface of a place
-for packs. An object starts at a multiple of 64 bytes, one of 1 MiB or more at a multiple of 4096.
+"""A pack: one immutable object that holds packed objects back to back.
+An object starts at a multiple of 64 bytes, one of 1 MiB or more at a multiple of 4096.
 
 A pack's name, ``<32 hex>-<bytes>`` or ``<32 hex>-<bytes>-<part bytes>``, records when its writing
 started (12 digits: milliseconds since 1970 by the writer's clock) and its length. Stores without
@@ -9,10 +9,8 @@ appending, such as S3, get a long pack as equal parts; the last one has the pack
 import re
 import secrets
 import time
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple, Protocol
-
-import numpy as np
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from mint_jax.errors import UserError
 
@@ -88,26 +86,6 @@ class PackMissing(UserError):
 
 class StorageFailed(UserError):
     """The storage is full, refuses a request or does not answer."""
-
-
-class Writer(Protocol):
-    """Writes one pack; ``abort`` removes an uncommitted one."""
-
-    def write(self, data: memoryview | bytes) -> None: ...
-    def commit(self, size: int) -> Name: ...
-    def abort(self) -> None: ...
-
-
-class Storage(Protocol):
-    """A folder or a bucket."""
-
-    url: str
-
-    def writer(self, stem: str) -> Writer: ...
-    def read(self, pieces: Iterable[Piece]) -> Iterator[np.ndarray]: ...
-    def list(self, prefix: str) -> Iterator[str]: ...
-    def modified(self, key: str) -> float | None: ...
-    def delete(self, key: str) -> None: ...
 
 
 def new_stem() -> str:

@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 import numpy as np
@@ -24,10 +24,12 @@ from mint_jax.catalog.storage.pack_format import (
     PackMissing,
     Piece,
     Place,
-    Storage,
     StorageFailed,
 )
 from mint_jax.errors import UserError
+
+if TYPE_CHECKING:
+    from mint_jax.catalog.storage.bucket import Bucket
 
 __all__ = ["PackDamaged", "PackInfo", "PackMissing", "PayloadStore", "Place", "StorageFailed"]
 
@@ -154,7 +156,7 @@ class PayloadStore:
         return left
 
 
-def _open_storage(url: str, timeout: float) -> Storage:
+def _open_storage(url: str, timeout: float) -> "Folder | Bucket":
     """Opens a folder or bucket. Raises ``UserError`` for other URLs."""
     if "://" not in url:
         return Folder(Path(url))

@@ -6,7 +6,6 @@ has met.
 
 import os
 import random
-import shutil
 from pathlib import Path
 
 import pytest
@@ -22,30 +21,6 @@ from tests.catalog.conftest import same_bytes
 @pytest.fixture
 def choice():
     return random.Random(int(os.environ["MINT_TEST_SEED"]))
-
-
-def test_a_damaged_log_of_the_database_loses_its_end_only(tmp_path, choice):
-    """SQLite's log has checksums: what lies after the damage was never committed, for SQLite."""
-    catalog = Catalog.open(tmp_path / "whole")
-    for step in range(12):
-        catalog.export("p", packed(step), step, create=True)
-    log = tmp_path / "whole" / "catalog.db-wal"
-    data = log.read_bytes()
-    for cut in (False, True) * 3:
-        here = tmp_path / "damaged"
-        shutil.rmtree(here, ignore_errors=True)
-        shutil.copytree(tmp_path / "whole", here, ignore=shutil.ignore_patterns("*-shm"))
-        damaged = bytearray(data)
-        damaged[choice.randrange(32, len(data))] ^= 1 << choice.randrange(8)
-        (here / log.name).write_bytes(data[: choice.randrange(len(data))] if cut else damaged)
-        with Catalog.open(here) as found:
-            revisions = found.revisions("p") if found.stats()["policies"] else []
-            assert [one.number for one in revisions] == list(range(1, len(revisions) + 1))
-            for one in revisions:
-                assert same_bytes(found.load(f"p@{one.number}"), packed(one.step))
-            assert list(found.verify()) == []
-            found.export("p", packed(len(revisions)), len(revisions), create=True)
-    catalog.close()
 
 
 def test_nothing_is_collected_from_a_damaged_database(tmp_path):
