@@ -83,8 +83,8 @@ def _damage(folder: Path) -> str:
 
 
 class Checkpoints:
-    """Numbered checkpoints of one run, of which the newest ``keep`` stay. ``on_commit`` is called in
-    the caller's thread with each step that is durable.
+    """Numbered checkpoints of one run, of which the newest ``keep`` stay. ``on_commit`` is called
+    in the caller's thread with each step that is durable.
     """
 
     def __init__(

@@ -40,8 +40,7 @@ def modules_of(adapter: Any) -> int:
 
 class Admission:
     """The checks of one base and its slots, which have room for the ``projections`` of each rank
-    bucket. Digests in ``finite`` were found finite by a catalog on import, and are not checked for
-    NaN again.
+    bucket. Digests in ``finite`` were checked for NaN on import.
     """
 
     def __init__(
@@ -60,10 +59,7 @@ class Admission:
 
     def check(self, digest: str, adapter: Any, schema: Any) -> int:
         """Returns the number of modules that bind. Raises ``UserError`` for the first mismatch of
-        base, layout, targets, rank, shapes or values.
-
-        Args:
-            schema: has ``base``, a fingerprint, and ``config``, an ``AdapterConfig``.
+        base, layout, targets, rank, shapes or values with a schema's ``base`` and ``config``.
         """
         what, config = f"revision {digest[:12]}", schema.config
         if schema.base != self.base:

@@ -39,7 +39,6 @@ class ColdLoad:
 
     Attributes:
         tenant: tenant of the first request.
-        priority: COLD, ...; a request that joins a prefetch raises it.
         waiting: futures of the requests.
         queued: it waits for a worker.
         cold, seconds: its bytes came from storage, and the time that staging took.
@@ -62,8 +61,7 @@ class ColdLoad:
 
 class ColdLoads:
     """At most ``depth`` unfinished loads and their worker threads. ``work`` loads one revision and
-    must not raise; ``finish`` must follow, there or later. On Linux the threads have this niceness,
-    so that decoding has priority.
+    must not raise; ``finish`` must follow, there or later.
     """
 
     def __init__(
@@ -94,8 +92,8 @@ class ColdLoads:
     def submit(
         self, digest: str, tenant: str, priority: int = COLD
     ) -> tuple[ColdLoad, ColdLoad | None]:
-        """Joins a revision's unfinished load, or enqueues one; returns it, and the waiting prefetch
-        that was dropped for it. Raises ``QueueFull``.
+        """Joins or enqueues a revision's load; returns it, and a prefetch that was dropped for it.
+        Raises ``QueueFull``.
         """
         with self._lock:
             if self._closed:
@@ -160,7 +158,7 @@ class ColdLoads:
 
     def _run(self) -> None:
         if sys.platform.startswith("linux") and self._niceness:
-            # On Linux this sets the niceness of the calling thread only.
+            # Decoding has priority. On Linux this sets the niceness of the calling thread only.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._niceness)
         while True:
             priority, *_, load = self._queue.get()

@@ -37,9 +37,7 @@ PIECE_BYTES = 4 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Known:
-    """Facts about a revision before it is loaded: ``dtype`` of the stored factors; ``finite`` if
-    the catalog found all weights finite on import.
-    """
+    """Facts about a revision before it is loaded; ``finite`` if its weights were found so."""
 
     config: AdapterConfig
     dtype: str
@@ -55,7 +53,9 @@ class AdapterEntry(NamedTuple):
 
 
 class PoolSource(Protocol):
-    """Source of adapters, such as a catalog or directories."""
+    """Source of adapters, such as a catalog or directories; ``renew`` and ``release`` prolong and
+    end the protection of what was looked up.
+    """
 
     def look_up(self, names: Sequence[str]) -> dict[str, AdapterEntry]:
         """Resolves names, and protects the results from garbage collection. All or none."""
@@ -67,16 +67,11 @@ class PoolSource(Protocol):
     def unpack(self) -> Unpack: ...
 
     def load(self, name: str) -> tuple[AdapterConfig, Any]:
-        """Loads an adapter into this host's memory, verified; called in all processes."""
+        """Loads an adapter into this host's memory; called in all processes."""
         ...
 
-    def renew(self) -> None:
-        """Renews the protection of everything that was looked up."""
-        ...
-
-    def release(self, digests: Iterable[str]) -> None:
-        """Ends the protection of these objects."""
-        ...
+    def renew(self) -> None: ...
+    def release(self, digests: Iterable[str]) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,9 +88,7 @@ class ResidentAdapters:
 
 @dataclasses.dataclass(frozen=True)
 class AdapterBatch(ResidentAdapters):
-    """Rows whose adapters are resident together: indices into the names of the pool. ``before`` is
-    the number of rows in earlier batches.
-    """
+    """Indices of rows whose adapters are resident together; earlier batches had ``before`` rows."""
 
     rows: list[int]
     before: int
@@ -154,8 +147,8 @@ class Pool:
         self._source.release(list(self.digests.values()))
 
     def run(self, call: Callable[[AdapterBatch], Sequence[Result]]) -> list[Result]:
-        """Returns every row's result in input order; ``call`` returns the results of one batch.
-        Raises ``UserError`` for a payload that is damaged or does not fit.
+        """Returns every row's result in input order; ``call`` returns those of one batch. Raises
+        ``UserError`` as ``hold``.
         """
         if len(self._plan) > 1:
             self._say(
@@ -216,9 +209,7 @@ class Pool:
                 lease.release()
 
     def _batches(self) -> list[list[str]]:
-        """Returns the digests of each batch: as many of every rank bucket as there are slots, in
-        the order in which rows name them.
-        """
+        """Returns the digests of each batch, as many of a rank bucket as it has slots."""
         plan: list[list[str]] = []
         used: Counter[int] = Counter()
         for digest, entry in self._known.items():
@@ -259,9 +250,7 @@ def open_residency(
     mesh: Mesh | None = None,
     depth: int = 256,
 ) -> Residency:
-    """Opens residency for given revisions, by digest, with at most ``slots`` slots of each rank
-    bucket. ``base`` is the fingerprint of the base.
-    """
+    """Opens residency for revisions, by digest, with at most ``slots`` slots of a rank bucket."""
     configs = [known.config for known in revisions.values()]
     counts = Counter(config.bucket for config in configs)
     targets = dict.fromkeys(target for config in configs for target in config.targets)

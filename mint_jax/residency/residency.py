@@ -7,11 +7,10 @@ slot, at once or when the revision is loaded.
     request              lease.slot while it runs, lease.release() at its end
 """
 
-import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from typing import Any, NamedTuple
 
@@ -42,9 +41,7 @@ class Occupant(NamedTuple):
 
 
 class AdapterLease:
-    """Keeps a revision in its slot until ``release``. A context manager; releasing twice has no
-    effect.
-    """
+    """Keeps a revision in its slot until it is released, once or several times."""
 
     def __init__(self, digest: str, occupant: Occupant, on_release: Callable[[str], None]):
         self.digest, (self.slot, self.modules) = digest, occupant
@@ -91,7 +88,7 @@ class Residency:
     ):
         self._fetch, self._unpack, self._admission, self.slots = fetch, unpack, admission, slots
         self._clock, self._niceness, self._wrote = clock, niceness, wrote
-        self._idle = 0  # waits of the engine's thread
+        self._is_waiting = False  # the engine's thread waits for loads, which may use all cores
         self.metrics = metrics or Metrics()
 
         def tier(capacity: int, name: str) -> Tier:
@@ -118,11 +115,8 @@ class Residency:
         return self.slots.stacks
 
     def acquire(self, digest: str, tenant: str = "default") -> "Future[AdapterLease]":
-        """Requests a lease. A cold revision's future resolves in ``commit_ready``, or fails with
-        the load's ``UserError``.
-
-        Raises:
-            QueueFull: too many loads are unfinished.
+        """Requests a lease; that of a cold revision resolves in ``commit_ready``. Raises
+        ``QueueFull``.
         """
         future: Future[AdapterLease] = Future()
         with self._lock:
@@ -139,16 +133,15 @@ class Residency:
         return future
 
     def wait_for(self, digests: Sequence[str], tenant: str = "default") -> list[AdapterLease]:
-        """Returns leases on several revisions and commits meanwhile, for jobs with nothing else to
-        run on the device. Raises the error of the first that fails; all leases are released then.
+        """Returns leases on several revisions and commits meanwhile. Raises the first error, and
+        releases all leases then.
         """
         futures: list[Future[AdapterLease]] = []
         try:
-            with self._waiting():
-                futures.extend(self.acquire(digest, tenant) for digest in digests)
-                while pending := [future for future in futures if not future.done()]:
-                    if not self.commit_ready():
-                        self.wait_ready(pending)
+            futures.extend(self.acquire(digest, tenant) for digest in digests)
+            while pending := [future for future in futures if not future.done()]:
+                if not self.commit_ready():
+                    self.wait_ready(pending)
             return [future.result() for future in futures]
         except BaseException:
             for future in futures:
@@ -157,9 +150,7 @@ class Residency:
             raise
 
     def prefetch(self, digest: str, tenant: str = "default") -> bool:
-        """Loads a revision into host memory, and into a slot if one is free. Returns False if the
-        queue is full.
-        """
+        """Loads a revision, into a slot if one is free; returns False if the queue is full."""
         with self._lock:
             if self._tier_of(digest) is None:
                 try:
@@ -169,9 +160,8 @@ class Residency:
         return True
 
     def offer(self, digest: str, buffer: np.ndarray, tenant: str = "default") -> bool:
-        """Prefetches a revision whose packed bytes are in memory already and must not change.
-        Returns True if the host has them; an adapter that does not fit is reported when it is
-        requested.
+        """Prefetches a revision whose packed bytes are in memory and must not change; returns True
+        if the host cache has them. An adapter that does not fit is reported when it is requested.
         """
         if self.host.lease(digest) is None:
             try:
@@ -210,12 +200,9 @@ class Residency:
     # -- the engine's thread
 
     def commit_ready(self, budget_bytes: int | None = None) -> int:
-        """Writes staged adapters into their slots and resolves the requests, in the engine's thread
-        between two steps. Returns the number of revisions that became resident.
-
-        Args:
-            budget_bytes: maximum bytes to write, but at least one piece. The rest, also of a large
-                adapter, waits for the next call.
+        """Writes staged adapters into their slots, at least one piece and then at most
+        ``budget_bytes``, and resolves the requests. Returns the number of revisions that became
+        resident.
         """
         committed = spent = 0
         while self._ready:
@@ -240,14 +227,16 @@ class Residency:
         return committed
 
     def wait_ready(self, pending: Sequence[Future], timeout: float = 1.0) -> bool:
-        """Waits at most ``timeout`` seconds until one of these requests ends or ``commit_ready``
-        has something to do; returns True for the latter.
-        """
-        with self._waiting(), self._changed:
-            self._changed.wait_for(
-                lambda: self._ready or any(future.done() for future in pending), timeout
-            )
-            return bool(self._ready)
+        """Waits until one of these requests ends or ``commit_ready`` has something to do (True)."""
+        self._is_waiting = True
+        try:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._ready or any(future.done() for future in pending), timeout
+                )
+                return bool(self._ready)
+        finally:
+            self._is_waiting = False
 
     def _commit(self, load: ColdLoad) -> None:
         with self._lock:
@@ -267,17 +256,6 @@ class Residency:
             self._changed.notify_all()
         for future, lease in granted:  # callbacks run here, without the lock
             future.set_result(lease)
-
-    @contextlib.contextmanager
-    def _waiting(self) -> Iterator[None]:
-        """Marks the engine's thread as waiting for loads, so that loads may use all cores."""
-        with self._lock:
-            self._idle += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._idle -= 1
 
     # -- leases
 
@@ -357,8 +335,8 @@ class Residency:
             self._changed.notify_all()
 
     def _admitted(self, digest: str, fetched: np.ndarray, began: float) -> tuple[Any, Any, bool]:
-        """Verifies and admits bytes from storage. Returns views, schema, and True if the host cache
-        stores the bytes, which are then leased; others are used once and dropped.
+        """Verifies and admits bytes from storage. Returns views, schema, and True if the bytes are
+        now in the host cache, leased.
         """
         buffer, copy = fetched, self.host.reserve(digest, fetched.nbytes)
         if copy is None:
@@ -366,7 +344,7 @@ class Residency:
         else:
             copy.value = buffer = _compact(fetched)
         # All cores hash while the engine waits or if workers have no niceness.
-        digest_of = blake3_alone if self._niceness and not self._idle else blake3_of
+        digest_of = blake3_alone if self._niceness and not self._is_waiting else blake3_of
         try:
             verify(digest, buffer, digest_of)
             adapter, schema = self._unpack(buffer)
@@ -438,9 +416,7 @@ class Residency:
 
 
 def _compact(buffer: np.ndarray) -> np.ndarray:
-    """Returns the buffer, or a copy if it would hold more memory than it has bytes: a slice of a
-    large read, or a small mapping.
-    """
+    """Returns the buffer, or a copy of a slice of a large read or of a small mapping."""
     owner = buffer
     while isinstance(owner.base, np.ndarray):
         owner = owner.base

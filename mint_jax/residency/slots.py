@@ -28,9 +28,7 @@ from mint_jax.params import ParamSpec
 
 @dataclasses.dataclass
 class Staged:
-    """An adapter on the device that is not yet in its slot: factors at their true rank, in their
-    stored dtype. ``written`` of ``pieces`` calls of the compiled ``program`` are done.
-    """
+    """An adapter on the device, of which ``program`` has written some ``pieces`` into its slot."""
 
     slot: Slot
     arrays: Any
@@ -48,7 +46,6 @@ class DeviceSlots:
     Args:
         counts: slots of each rank bucket.
         targets: union of the adapters' targets.
-        dtype: dtype of the stacks; adapters in another are converted on the device.
         mesh: the base's; None is the default device.
         piece_bytes: writes of more bytes (as stored) are split into pieces of about this size, if
             the bucket has several slots; None never splits.
@@ -118,8 +115,8 @@ class DeviceSlots:
         return Staged(slot, arrays, scale, index, program, pieces, nbytes)
 
     def write(self, staged: Staged) -> bool:
-        """Writes the next piece, in the engine's thread between steps; returns True if it was the
-        last. Donates the stack's arrays: read ``stacks`` again afterwards.
+        """Writes the next piece, in the engine's thread between steps, and donates the stack's
+        arrays; returns True if it was the last.
         """
         # Donation makes the write touch its piece only. Otherwise the whole stack is copied for
         # every piece: on two cores a write into 256 MB took 79 ms instead of 0.03.

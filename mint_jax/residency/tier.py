@@ -40,9 +40,8 @@ class Copy:
 
 
 class Tier:
-    """The copies of one tier by digest, those that are being loaded included; their sizes are at
-    most ``capacity``. All methods may be called from any thread. ``on_evict`` is called with each
-    evicted digest, under the lock. A use counts half after ``half_life_s`` seconds.
+    """The copies of one tier by digest, of at most ``capacity``; any thread may call its methods.
+    ``on_evict`` is called with each evicted digest, under the lock.
     """
 
     def __init__(
@@ -65,9 +64,8 @@ class Tier:
             return digest in self.copies and self.copies[digest].ready
 
     def reserve(self, digest: str, size: int, evict: bool = True) -> Copy | None:
-        """Adds a copy that its loader leases and others do not find yet; evicts others for it if
-        ``evict``. ``confirm`` and ``release``, or ``discard``, must follow. Returns None, with
-        nothing evicted, if there is too little room or a copy already.
+        """Adds a copy that its loader leases, and evicts others for it if ``evict``; ``confirm``
+        and ``release``, or ``discard``, must follow. Returns None if there is no room, or a copy.
         """
         with self._lock:
             kept = self._leased_size if evict else self.size
