@@ -112,7 +112,8 @@ class Book:
     def open_session(self, tenant: str, details: Mapping[str, Any], id: str | None = None) -> str:
         """Returns the id of a new session; ``id`` names one, which is created unless it exists."""
         id = id or uuid.uuid4().hex
-        self._insert("sessions", id, tenant, json.dumps(dict(details)), self.clock(), None)
+        new = id, tenant, json.dumps(dict(details)), self.clock(), None
+        self._insert("IGNORE", "sessions", *new)
         return id
 
     def session(self, tenant: str, id: str) -> Session:
@@ -153,7 +154,8 @@ class Book:
     ) -> Model:
         """Returns a session's model of this number, created unless it exists."""
         id = f"{session}:train:{number}"
-        self._insert("models", id, session, tenant, json.dumps(dict(details)), self.clock(), None)
+        new = id, session, tenant, json.dumps(dict(details)), self.clock(), None
+        self._insert("IGNORE", "models", *new)
         return self.model(tenant, id)
 
     def model(self, tenant: str, id: str) -> Model:
@@ -172,8 +174,7 @@ class Book:
 
     def has_ended(self, model: str) -> bool:
         """Returns whether a model has ended; True if it does not exist."""
-        query = "SELECT 1 FROM models WHERE id = ? AND ended IS NULL"
-        return not self.database.read(query, model)
+        return not self.database.read("SELECT 1 FROM models WHERE id = ? AND ended IS NULL", model)
 
     def living(self, tenant: str) -> list[Model]:
         return self._page(Model, "tenant = ? AND ended IS NULL", (tenant,))
@@ -197,7 +198,8 @@ class Book:
     ) -> Sampler:
         """Returns a session's sampler of this number, created unless it exists."""
         id = f"{session}:sample:{number}"
-        self._insert("samplers", id, session, tenant, path, digest, self.clock())
+        new = id, session, tenant, path, digest, self.clock()
+        self._insert("IGNORE", "samplers", *new)
         return self.sampler(tenant, id)
 
     def sampler(self, tenant: str, id: str) -> Sampler:
@@ -208,9 +210,10 @@ class Book:
 
     def remove_snapshots(self, seconds: float, limit: int = 256) -> int:
         """Removes samplers of unnamed weights ``seconds`` after their session; returns how many."""
-        where = """id IN (SELECT samplers.id FROM samplers JOIN sessions ON session = sessions.id
-            WHERE ended < ? AND path IS NULL AND digest IS NOT NULL LIMIT ?)"""
-        return self._remove("samplers", where, self.clock() - seconds, limit)
+        query = """DELETE FROM samplers WHERE id IN (
+            SELECT samplers.id FROM samplers JOIN sessions ON session = sessions.id
+            WHERE ended < ? AND path IS NULL AND digest IS NOT NULL LIMIT ?) RETURNING 1"""
+        return len(self._write(query, self.clock() - seconds, limit))
 
     # checkpoints
 
@@ -226,13 +229,7 @@ class Book:
     def add_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Adds a row, or replaces the one of its name, which ``need_free`` checks."""
         row = dataclasses.asdict(checkpoint) | {"details": json.dumps(checkpoint.details)}
-
-        def apply(connection: Connection) -> None:
-            _delete(connection, "checkpoints", _KEY, checkpoint.key, keep=checkpoint.digest)
-            marks = ", ".join("?" * len(row))
-            connection.execute(f"INSERT INTO checkpoints VALUES ({marks})", tuple(row.values()))
-
-        self.database.write(apply).result()
+        self._insert("REPLACE", "checkpoints", *row.values())
 
     def checkpoint(
         self, tenant: str, model: str, kind: str, name: str, published: bool = False
@@ -243,7 +240,7 @@ class Book:
             Checkpoint, where, (model, kind, name, self.clock(), tenant, published), 1
         )
         if not found:
-            raise NotFound(f"there is no checkpoint {f'tinker://{model}/{kind}/{name}'[:200]}")
+            raise _no_checkpoint(f"tinker://{model}/{kind}/{name}")
         return found[0]
 
     def checkpoints(
@@ -267,17 +264,18 @@ class Book:
         query = f"UPDATE checkpoints SET {sets} WHERE {_KEY} AND tenant = ? AND {_LIVE} RETURNING 1"
         where = *checkpoint.key, checkpoint.tenant, self.clock()
         if not self._write(query, *values.values(), *where):
-            raise NotFound(f"there is no checkpoint {checkpoint.path[:200]}")
+            raise _no_checkpoint(checkpoint.path)
 
     def remove_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Removes what was saved last under a checkpoint's path."""
-        where = f"{_KEY} AND tenant = ?"
-        if not self._remove("checkpoints", where, *checkpoint.key, checkpoint.tenant):
-            raise NotFound(f"there is no checkpoint {checkpoint.path[:200]}")
+        query = f"DELETE FROM checkpoints WHERE {_KEY} AND tenant = ? RETURNING 1"
+        if not self._write(query, *checkpoint.key, checkpoint.tenant):
+            raise _no_checkpoint(checkpoint.path)
 
     def remove_expired(self) -> int:
         """Removes the checkpoints whose time to live is over; returns how many."""
-        return self._remove("checkpoints", "expires <= ?", self.clock())
+        query = "DELETE FROM checkpoints WHERE expires <= ? RETURNING 1"
+        return len(self._write(query, self.clock()))
 
     def unused(self, digest: str) -> bool:
         """Returns whether no checkpoint and no sampler names these bytes."""
@@ -299,14 +297,9 @@ class Book:
     def _write(self, query: str, *values: Any) -> list[sqlite3.Row]:
         return self.database.write(lambda c: c.execute(query, values).fetchall()).result()
 
-    def _insert(self, table: str, *values: Any) -> None:
-        """Inserts a row unless its key exists."""
+    def _insert(self, or_: str, table: str, *values: Any) -> None:
         marks = ", ".join("?" * len(values))
-        self._write(f"INSERT OR IGNORE INTO {table} VALUES ({marks})", *values)
-
-    def _remove(self, table: str, where: str, *values: Any) -> int:
-        """Deletes rows and notes their bytes in one transaction; returns how many."""
-        return self.database.write(lambda c: _delete(c, table, where, values)).result()
+        self._write(f"INSERT OR {or_} INTO {table} VALUES ({marks})", *values)
 
     def _page(
         self,
@@ -339,19 +332,8 @@ def _record(kind: Any, row: sqlite3.Row) -> Any:
     return kind(**fields)
 
 
-def _delete(
-    connection: Connection, table: str, where: str, values: Iterable[Any], keep: str = ""
-) -> int:
-    """Deletes rows and notes in ``reclaim`` which bytes they named, but for the digest ``keep``."""
-    query = f"DELETE FROM {table} WHERE {where} RETURNING *"
-    rows = connection.execute(query, tuple(values)).fetchall()
-    for row in rows:
-        named = row["digest"], "", "sampler_weights"
-        if table == "checkpoints":
-            named = row["digest"], _record(Checkpoint, row).policy, row["kind"]
-        if named[0] != keep:
-            connection.execute("INSERT OR IGNORE INTO reclaim VALUES (?, ?, ?)", named)
-    return len(rows)
+def _no_checkpoint(path: str) -> NotFound:
+    return NotFound(f"there is no checkpoint {path[:200]}")
 
 
 def steady() -> Callable[[], float]:

@@ -12,15 +12,13 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
-from mint_jax import files
 from mint_jax.catalog.records.database import DatabaseFailed
 from mint_jax.catalog.storage.payloads import StorageFailed
-from mint_jax.digest import blake3_of
 from mint_jax.errors import UserError
 from mint_jax.service import training_calls as codec
 from mint_jax.service.checkpoints import Checkpoints
@@ -28,6 +26,7 @@ from mint_jax.service.costs import BASE, Costs, Kind, Payer
 from mint_jax.service.fairness import Counters
 from mint_jax.service.futures import Category, Futures, Outcome, TrainingRequest
 from mint_jax.service.server_db import ServerDatabase
+from mint_jax.service.snapshots import Snapshots
 from mint_jax.service.training_calls import (
     Call,
     Create,
@@ -40,7 +39,6 @@ from mint_jax.service.training_calls import (
 from mint_jax.train import blocks, host_state
 from mint_jax.train.blocks import TrainRequest
 from mint_jax.train.config import OptimizerConfig
-from mint_jax.train.host_state import HostState
 from mint_jax.train.slots import StateLost
 from mint_jax.train.trainer import Trainer
 
@@ -51,38 +49,6 @@ MAX_PASSES = 64  # of one policy that are read from the database for one step
 
 class Unavailable(UserError):
     """The server has failed or is closing: try again once it has restarted."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Snapshot:
-    """A policy's state between two requests, and the place up to which it has everything."""
-
-    model: str
-    place: int
-    state: HostState
-
-    def write(self, folder: Path) -> None:
-        """Replaces the policy's file durably."""
-        data = self.state.to_bytes({"model": self.model, "place": self.place})
-        files.write_file(path_of(folder, self.model), bytes.fromhex(blake3_of(data)) + data)
-
-    @classmethod
-    def read(cls, path: Path) -> "Snapshot":
-        """Reads a file of ``write``. Raises ``UserError`` if it is damaged."""
-        data = path.read_bytes()
-        digest, data = data[:32].hex(), data[32:]
-        if blake3_of(data) != digest:
-            raise UserError(
-                f"{path} is damaged: its digest is not {digest}; restore it, or delete it to give"
-                " the policy up"
-            )
-        notes = host_state.notes_of(data)
-        return cls(notes["model"], notes["place"], HostState.from_bytes(data, str(path)))
-
-
-def path_of(folder: Path, model: str) -> Path:
-    """Returns the path of a policy's snapshot."""
-    return folder / f"{blake3_of(model.encode())[:32]}.safetensors"
 
 
 @dataclasses.dataclass(eq=False)
@@ -105,23 +71,12 @@ class _Operation:
         return Payer(self.tenant, self.policy)
 
 
-@dataclasses.dataclass(eq=False)
-class _SinceSnapshot:
-    """Changes of a policy since its last snapshot: its time, updates, ids of load requests."""
-
-    at: float = dataclasses.field(default_factory=time.monotonic)
-    updates: int = 0
-    is_due: bool = False
-    loads: list[str] = dataclasses.field(default_factory=list)
-
-
 class Durable:
     """Training requests of one server.
 
     A restart loads each policy's snapshot and runs the requests after it again, in the same order.
     The state is then the same except for the order of float32 sums, because a request may share its
-    step with others than before. A loaded checkpoint may be deleted, so its file is kept under
-    ``loads`` until a snapshot includes it.
+    step with others than before.
 
     Args:
         live: the policies; only ``slice`` touches them.
@@ -167,30 +122,29 @@ class Durable:
             )
         self.live, self.costs = live, costs or Costs(database)
         self.counters = counters = Counters()
-        self.gap_s, self.idle_gap_s, self.every, self.every_s = gap_s, idle_gap_s, every, every_s
+        self.gap_s, self.idle_gap_s = gap_s, idle_gap_s
         self.gaps: collections.deque[float] = collections.deque(maxlen=KEPT_GAPS)
         self.store, self.tenant_of, self._wake = store, tenant_of, wake
         self._on_result, self._on_end = on_result, on_end
         self.failed: BaseException | None = None
         # of ``rollout.active.Coscheduled``
         self.began, self.ended, self.order = counters.begin, counters.end, counters.order
-        self._lock = threading.Lock()  # of the inbox and of ``_changes``
+        self._lock = threading.Lock()  # of the inbox
         self._inbox: list[_Operation] = []
-        self._changes = collections.defaultdict[str, _SinceSnapshot](_SinceSnapshot)
         # of policies with something to do; only the devices' thread touches them
         self._queues: dict[str, collections.deque[_Operation]] = {}
         self._update_s = 0.0  # seconds of one policy's update, last measured
-        self.states, self.loads = folder / "states", folder / "loads"
-        self.loads.mkdir(parents=True, exist_ok=True)
-        found = [Snapshot.read(path) for path in sorted(self.states.glob("*.safetensors"))]
+        self.snapshots = Snapshots(folder, every, every_s)
+        found = self.snapshots.read()
         places = {snapshot.model: snapshot.place for snapshot in found}
         self.restored = list(places)
         self._to_join = [(one.model, one.state) for one in found]  # by the first slice
         self.futures = Futures(database, places, lambda one: self._add(_Operation(one.model, one)))
         again = {one.request.id for one in self._inbox if one.request is not None}
-        self._drop_loads({path.name.partition("-")[0] for path in self.loads.iterdir()} - again)
+        links = {path.name.partition("-")[0] for path in self.snapshots.loads.iterdir()}
+        self.snapshots.unlink(links - again)
         self._io = ThreadPoolExecutor(2, "checkpoints")
-        self._finisher = ThreadPoolExecutor(1, "finisher")  # results and snapshots, in order
+        self._finisher = ThreadPoolExecutor(1, "finisher")
 
     # any thread
 
@@ -217,11 +171,9 @@ class Durable:
 
     def forget(self, model: str) -> None:
         """Deletes a policy: its state, its snapshot, its requests and their results."""
-        self.futures.forget(model, lambda: path_of(self.states, model).unlink(missing_ok=True))
+        self.futures.forget(model, lambda: self.snapshots.remove(model))
         self._on_end(model, None)
-        with self._lock:
-            changes = self._changes.pop(model, _SinceSnapshot())
-        self._drop_loads(changes.loads)
+        self.snapshots.forget(model)
         self.do(model, lambda live: model in live and live.leave(model), self.tenant_of(model))
 
     @property
@@ -458,30 +410,22 @@ class Durable:
                 self._on_result(policy, call, future.result())
             self._later(self._finish, request, future)
             if is_done and isinstance(call, Create | Load | Optim):
-                self._count_change(request, call)
+                self._snapshot_if_due(request, call)
         if not operations:
             self._queues.pop(policy, None)
 
-    def _count_change(self, request: TrainingRequest, call: Call) -> None:
-        """Takes a snapshot if one is due; no later request has started."""
-        with self._lock:
-            if request not in self.futures:  # its model was forgotten
-                return
-            changes = self._changes[request.model]
-            changes.updates += 1
-            if isinstance(call, Load):  # a snapshot now: the checkpoint may be deleted later
-                changes.is_due = True
-                changes.loads.append(request.id)
-            overdue = time.monotonic() - changes.at >= self.every_s
-            if not (changes.is_due or overdue or changes.updates >= self.every):
-                return
-            self._changes[request.model] = _SinceSnapshot()
+    def _snapshot_if_due(self, request: TrainingRequest, call: Call) -> None:
+        """Counts a change of the policy, which no later request has changed."""
+        if request not in self.futures:  # its model was forgotten
+            return
+        if (changes := self.snapshots.due(request, isinstance(call, Load))) is None:
+            return
         try:
             state = self.live.read_state(request.model)
         except UserError as error:  # the policy has left, or its file is lost
             log.warning("no snapshot of %s is taken: %s", request.model, error)
         else:
-            self._later(self._write_snapshot, request, state, changes.loads)
+            self._later(self.snapshots.write, request, state, changes, self.futures)
 
     # checkpoints, in threads of their own
 
@@ -513,7 +457,7 @@ class Durable:
             state, result = host_state.fresh(self.live.specs, call.config, call.seed), {}
         else:
             assert self.store is not None
-            state, result = self.store.load(call, self.loads / id), {"path": call.path}
+            state, result = self.store.load(call, self.snapshots.loads / id), {"path": call.path}
 
         def begin(live: Trainer) -> dict[str, Any]:
             is_loaded = isinstance(call, Load) and policy in live
@@ -522,7 +466,7 @@ class Durable:
 
         return begin
 
-    # the finisher's thread: results and snapshots to the disk
+    # the finisher's thread: results and snapshots to the disk, in order
 
     def _later(self, call: Callable[..., None], *args: Any) -> None:
         def run() -> None:
@@ -543,31 +487,3 @@ class Durable:
             outcome = Outcome(str(error).encode(), category)
         self.futures.finish(request, outcome)
         self._on_end(request.model, request.seq_id)
-
-    def _write_snapshot(
-        self, request: TrainingRequest, state: HostState, loads: Sequence[str]
-    ) -> None:
-        """Writes the snapshot after a request. If the disk refuses, the older one stays, and the
-        policy's next update tries again.
-        """
-        model = request.model
-        try:
-            snapshot = Snapshot(model, self.futures.place(model), state)
-            snapshot.write(self.states)
-            if request not in self.futures:  # forgotten
-                self.futures.place(model)  # by now the deletion is durable
-                path_of(self.states, model).unlink(missing_ok=True)
-                return
-            self.futures.snapshot(model, snapshot.place)
-            self._drop_loads(loads)
-        except (OSError, DatabaseFailed) as error:
-            log.warning("the snapshot of %s is not written yet: %s", model, error)
-            with self._lock:
-                changes = self._changes[model]
-                changes.is_due = True
-                changes.loads += loads
-
-    def _drop_loads(self, ids: Iterable[str]) -> None:
-        for id in ids:
-            for path in self.loads.glob(f"{id}-*"):
-                path.unlink(missing_ok=True)

@@ -2,9 +2,10 @@
 
 import asyncio
 import contextlib
-import json
 import traceback
 from typing import Any
+
+from starlette.responses import JSONResponse
 
 # seconds that a refused request's body is read and discarded, so that no reset loses the response
 LINGER_S = 2.0
@@ -65,64 +66,27 @@ class Source:
 
 
 class Reply:
-    """``send`` of one request: adds its id, counts, and delays a 500 until it is known whether an
-    exception follows, because Starlette sends its own 500 before it raises. Without a response its
-    ``status`` stays 0.
-    """
+    """``send`` of one request: adds its id and counts. ``status`` is 0 before the response."""
 
     def __init__(self, send: Any, id: str, openai: bool):
         self._send, self.id, self._openai = send, id, openai
-        self._kept: list[Any] = []
-        self._started = False
         self.status = self.bytes = 0
 
     async def __call__(self, message: Any) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            headers = [
-                (name, value)
-                for name, value in message.get("headers", [])
-                if name.lower() != b"x-request-id"
-            ]
+            headers = [one for one in message["headers"] if one[0].lower() != b"x-request-id"]
             message = {**message, "headers": [*headers, (b"x-request-id", self.id.encode())]}
-            if self.status == 500:
-                self._kept.append(message)
-                return
-            self._started = True
-        elif self._kept:
-            self._kept.append(message)
-            return
-        await self._pass(message)
-
-    async def _pass(self, message: Any) -> None:
         self.bytes += len(message.get("body", b""))
         await self._send(message)
 
-    async def flush(self) -> None:
-        """Sends a delayed 500; no exception followed."""
-        kept, self._kept = self._kept, []
-        for message in kept:
-            self._started = True
-            await self._pass(message)
-
     async def refuse(self, refusal: Refusal, close: bool) -> None:
         """Responds with an error, unless a response has started, which stays cut off."""
-        if self._started:
-            return
-        self._kept = []
-        body = json.dumps(error_body(refusal.status, refusal.message, self._openai)).encode()
-        headers = {
-            "content-type": "application/json",
-            "content-length": str(len(body)),
-            **refusal.headers,
-            "x-request-id": self.id,
-        }
-        if close:
-            headers["connection"] = "close"
-        self._started, self.status = True, refusal.status
-        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
-        await self._pass({"type": "http.response.start", "status": refusal.status, "headers": raw})
-        await self._pass({"type": "http.response.body", "body": body})
+        if not self.status:
+            body = error_body(refusal.status, refusal.message, self._openai)
+            headers = refusal.headers | ({"connection": "close"} if close else {})
+            response = JSONResponse(body, refusal.status, headers)
+            await response({"type": "http"}, None, self)  # type: ignore[arg-type]
 
 
 def replay(body: bytes, receive: Any) -> Any:

@@ -178,7 +178,6 @@ class Gate:
                 headers.append((b"content-length", str(len(body)).encode()))
                 inner = {**scope, "headers": headers, "state": state}
                 await self.app(inner, replay(body, receive), reply)
-                await reply.flush()
         except Refusal as refusal:
             with contextlib.suppress(Left):
                 limit = self.limits.body_bytes

@@ -43,6 +43,13 @@ CREATE INDEX checkpoints_of_digest ON checkpoints (digest);
 CREATE TABLE reclaim (
     digest TEXT NOT NULL, policy TEXT NOT NULL, kind TEXT NOT NULL,
     PRIMARY KEY (digest, policy)) STRICT;
+CREATE TRIGGER removed_checkpoint AFTER DELETE ON checkpoints BEGIN
+    INSERT OR IGNORE INTO reclaim VALUES (old.digest,
+        coalesce(json_extract(old.details, '$.policy'), old.tenant || '/' || old.model), old.kind);
+END;
+CREATE TRIGGER removed_sampler AFTER DELETE ON samplers WHEN old.digest IS NOT NULL BEGIN
+    INSERT OR IGNORE INTO reclaim VALUES (old.digest, '', 'sampler_weights');
+END;
 CREATE TABLE starts (number INTEGER PRIMARY KEY) STRICT;
 CREATE TABLE costs (
     tenant TEXT NOT NULL, policy TEXT NOT NULL, prefill_s REAL NOT NULL, decode_s REAL NOT NULL,

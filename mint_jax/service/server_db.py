@@ -14,7 +14,6 @@ import logging
 import os
 import sqlite3
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -52,11 +51,9 @@ class DatabaseDamaged(UserError):
 
 
 class Overloaded(UserError):
-    """The queue is full; there is room after about ``retry_after_s``."""
+    """The queue is full: retry after ``retry_after_s``."""
 
-    def __init__(self, message: str, retry_after_s: float):
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
+    retry_after_s = 0.1
 
 
 class _Change(Future[Any]):
@@ -91,7 +88,6 @@ class ServerDatabase:
         self._queue: collections.deque[_Change] = collections.deque()
         self._queued = 0  # bytes, including those being written
         self._urgent = self._closed = False
-        self._commit_s = 0.01
         self._readers: list[Connection] = []
         with contextlib.ExitStack() as opened:
             try:
@@ -155,7 +151,7 @@ class ServerDatabase:
                 raise DatabaseFailed(self.trouble or f"{self.path} is closed: open it again")
             if self._queued and self._queued + nbytes > self.queue_bytes and not keep:
                 message = f"{self._queued} bytes wait for the disk, of at most {self.queue_bytes}"
-                raise Overloaded(f"{message}: ask again", self._commit_s)
+                raise Overloaded(f"{message}: ask again")
             self._queue.append(change)
             self._queued += nbytes
             if not (lazy or self._urgent) or len(self._queue) == 1:
@@ -181,6 +177,8 @@ class ServerDatabase:
         connection.row_factory = sqlite3.Row
         connection.execute("PRAGMA busy_timeout=30000")
         connection.execute("PRAGMA synchronous=FULL")
+        # a row that INSERT OR REPLACE replaces fires the triggers of removed rows
+        connection.execute("PRAGMA recursive_triggers=ON")
         return connection
 
     def _check(self) -> None:
@@ -213,7 +211,6 @@ class ServerDatabase:
 
     def _run(self) -> None:
         while (group := self._next_group()) or not self._closed:
-            began = time.monotonic()
             try:
                 if self.trouble:
                     for query in PROBES:
@@ -225,7 +222,6 @@ class ServerDatabase:
             with self._lock:
                 self.trouble = ""
                 self._queued -= sum(change.nbytes for change in group)
-                self._commit_s = time.monotonic() - began
             for change, (result, error) in zip(group, results):
                 if error is None:
                     change.set_result(result)

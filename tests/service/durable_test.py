@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 from mint_jax.errors import UserError
 from mint_jax.lora.tree import AdapterConfig
-from mint_jax.service.durable import Durable, Snapshot, path_of
+from mint_jax.service.durable import Durable
 from mint_jax.service.futures import Conflict
 from mint_jax.service.server_db import ServerDatabase
+from mint_jax.service.snapshots import Snapshot, path_of
 from mint_jax.service.training_calls import Create, ForwardBackward, Optim
 from mint_jax.train import blocks
 from mint_jax.train.blocks import BlockShape, Datum
@@ -259,7 +260,7 @@ def test_a_mistake_fails_only_its_own_request(rng, server_of):
         server.durable.submit("a", 5, Create(CONFIGS["a"], 2)).result()
     assert server.durable.submit("a", 5, Create(CONFIGS["a"], 1)).result() == fine
     with pytest.raises(UserError, match="every is 0"):
-        Durable(server.durable.states.parent, server.live, server.database, every=0)
+        Durable(server.durable.snapshots.states.parent, server.live, server.database, every=0)
 
 
 def test_a_policy_whose_state_cannot_be_read_back_fails_alone(rng, server_of):

@@ -21,6 +21,7 @@ from tinker.types.client_config_response import ClientConfigResponse
 from mint_jax.errors import UserError
 from mint_jax.service import bodies
 from mint_jax.service.binding import check_binding
+from mint_jax.service.errors import HANDLERS
 from mint_jax.service.gate import Gate, Limits
 from mint_jax.service.keys import SCOPES, Keys, add
 
@@ -47,7 +48,7 @@ class Held:
 def gate_of(*routes, keys=None, limits=None):
     methods = ["GET", "POST", "PUT", "DELETE"]
     every = Route("/{path:path}", echo, methods=methods)
-    return Gate(Starlette(routes=[*routes, every]), keys, limits)
+    return Gate(Starlette(routes=[*routes, every], exception_handlers=HANDLERS), keys, limits)
 
 
 def client_of(app, **more) -> Any:
@@ -452,7 +453,7 @@ def test_no_traceback_reaches_a_client(caplog, path):
     app = gate_of(Route(path, breaks, methods=["POST"]))
     got = ask(app, "POST", path, headers={"x-request-id": "mine"})
     assert (got.status_code, got.headers["x-request-id"]) == (500, "mine")
-    assert "internal error, request mine" in got.text
+    assert "its log says why" in got.text
     assert "secret" not in got.text
     assert "a secret of the house" in caplog.text
     assert "Traceback" in caplog.text

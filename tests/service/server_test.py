@@ -16,8 +16,8 @@ from mint_jax.catalog.records.database import DatabaseFailed
 from mint_jax.errors import UserError
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.service import server_db
-from mint_jax.service.durable import Snapshot, path_of
 from mint_jax.service.server import Server, Sizes
+from mint_jax.service.snapshots import Snapshot, path_of
 from mint_jax.service.training_calls import Create, ForwardBackward, Load, Optim, Save
 from mint_jax.train.state import OptimizerConfig
 from tests.disks import FullDatabase
@@ -289,7 +289,7 @@ def test_a_load_survives_the_deletion_of_its_checkpoint_before_a_snapshot(serve,
         with serve().running() as server:
             same_parts(held_of(server, other), expected)
             assert result_of(server.durable, loaded, WAIT_S) == {"path": path}
-    assert not list(server.durable.loads.iterdir()), "a snapshot has it"
+    assert not list(server.durable.snapshots.loads.iterdir()), "a snapshot has it"
 
 
 def test_saves_of_a_policy_are_kept_in_their_order_and_a_load_follows_them(serve, monkeypatch):
@@ -336,7 +336,7 @@ def test_a_policy_that_is_forgotten_on_a_full_disk_leaves_a_folder_that_opens(
         ]
         for id in done:
             result_of(server.durable, id, WAIT_S)
-        snapshot = path_of(server.durable.states, model)
+        snapshot = path_of(server.durable.snapshots.states, model)
         wait_until(snapshot.exists)
         server.book.end_session(session)
         with full_disk(server, "database"):
