@@ -8,8 +8,8 @@ from starlette.routing import Route, compile_path
 
 from mint_jax.service import openai_types as openai
 from mint_jax.service import tinker_types as tinker
-from mint_jax.service.handlers import CostsQuery, ModelsQuery, PageQuery, RunsQuery
 from mint_jax.service.responses import ResponseBody
+from mint_jax.service.validation import CostsQuery, ModelsQuery, PageQuery, RunsQuery
 
 JSON, STREAM, PROTOBUF = "application/json", "text/event-stream", "application/x-protobuf"
 TEXT = "text/plain"

@@ -27,10 +27,10 @@ from mint_jax.service.binding import check_hosts, is_ours
 from mint_jax.service.console.sessions import Browsers, covers, sign_in_first
 from mint_jax.service.endpoints import TABLE, Endpoint
 from mint_jax.service.exchange import Left, Refusal, Reply, Source, path_of, replay, values
-from mint_jax.service.handlers import off_loop
 from mint_jax.service.keys import SCOPES, Keys
 from mint_jax.service.quotas import Quotas
 from mint_jax.service.tokens import is_token
+from mint_jax.service.validation import off_loop
 
 log = logging.getLogger("mint_jax.service")
 

@@ -26,9 +26,9 @@ from mint_jax.lora.tree import AdapterConfig
 from mint_jax.service import checkpoints
 from mint_jax.service.answers import group_of
 from mint_jax.service.book import Checkpoint
-from mint_jax.service.handlers import body_of, tenant_of
 from mint_jax.service.server import Server
 from mint_jax.service.tinker_types import Interpolate
+from mint_jax.service.validation import body_of, tenant_of
 
 MAX_SOURCES = 16
 

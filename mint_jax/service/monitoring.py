@@ -32,8 +32,8 @@ from mint_jax.residency.residency import Residency
 from mint_jax.service.costs import BASE, COUNTED, KINDS
 from mint_jax.service.endpoints import TABLE
 from mint_jax.service.exchange import path_of
-from mint_jax.service.handlers import CostsQuery, query_of
 from mint_jax.service.server import Server
+from mint_jax.service.validation import CostsQuery, query_of
 from pallas_kernels import dispatch
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)

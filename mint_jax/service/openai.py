@@ -25,7 +25,6 @@ from mint_jax.rollout.request import BadField, ContextExceeded
 from mint_jax.rollout.stream import Piece, Stream
 from mint_jax.service import errors, responses
 from mint_jax.service.durable import Unavailable
-from mint_jax.service.handlers import ModelsQuery, body_of, query_of, tenant_of
 from mint_jax.service.handover import Handover
 from mint_jax.service.openai_answers import Answer
 from mint_jax.service.openai_types import (
@@ -40,7 +39,15 @@ from mint_jax.service.openai_types import (
 from mint_jax.service.responses import Response, ResponseBody, Store
 from mint_jax.service.server import Server
 from mint_jax.service.text_stream import TokenTexts
-from mint_jax.service.validation import BadRequest, check, parse
+from mint_jax.service.validation import (
+    BadRequest,
+    ModelsQuery,
+    body_of,
+    check,
+    parse,
+    query_of,
+    tenant_of,
+)
 from mint_jax.service.weights import Model, Taken
 
 Arrived = list[tuple[int, Piece | None]]  # number of the stream; None: it has ended
@@ -48,8 +55,7 @@ Arrived = list[tuple[int, Piece | None]]  # number of the stream; None: it has e
 
 class OpenAI:
     """The handlers of one server; ``strict``: OpenAI's limits hold, where the engine could do more.
-
-    The server's engine was made with the base tokenizer's ``decode``.
+    The engine decodes text.
     """
 
     def __init__(self, server: Server, strict: bool = True):
@@ -105,18 +111,16 @@ class OpenAI:
         room = min(base.cfg.context, max(1, self._server.engine.calls.most - 2) * PAGE)
         limits = base.need_tokenizer(), room, self.strict
         if not isinstance(body, ResponseBody):
-            spec = spec_of(body, *limits)
-            return Answer(spec, model, self._texts, self._fingerprint), self._submit(
-                spec, model, tenant
-            )
+            answer = Answer(spec_of(body, *limits), model, self._texts, self._fingerprint)
+            return answer, self._submit(answer.spec, model, tenant)
         items = responses.items_of(body, tenant, self._store)
+        keep = functools.partial(self._store.put, tenant, items)
         try:
             spec = spec_of(check(ChatBody, responses.chat_of(body, items)), *limits)
-            streams = self._submit(spec, model, tenant)
+            answer = Response(spec, model, self._texts, body, keep)
+            return answer, self._submit(spec, model, tenant)
         except BadRequest as error:
             raise responses.own_names(error) from None
-        keep = functools.partial(self._store.put, tenant, items)
-        return Response(spec, model, self._texts, body, keep), streams
 
     def _submit(self, spec: Spec, model: Model, tenant: str) -> list[Stream]:
         request = dataclasses.replace(spec.request, revision=model.digest, tenant=tenant)

@@ -21,10 +21,9 @@ from mint_jax.service.answers import group_of
 from mint_jax.service.book import Checkpoint, Model, NotFound
 from mint_jax.service.errors import LONGEST_REASON, reason_of
 from mint_jax.service.futures import Conflict
-from mint_jax.service.handlers import body_of, off_loop, tenant_of
 from mint_jax.service.server import Server
 from mint_jax.service.training_calls import Call, Create, Load, Refused, Save
-from mint_jax.service.validation import parse
+from mint_jax.service.validation import body_of, off_loop, parse, tenant_of
 from mint_jax.service.wire import forward_backward as wire
 from mint_jax.train.config import OptimizerConfig
 

@@ -18,16 +18,16 @@ from mint_jax.errors import UserError
 from mint_jax.service import checkpoints, tokens
 from mint_jax.service import tinker_types as types
 from mint_jax.service.book import Checkpoint, Model, NotFound, Session, iso
-from mint_jax.service.handlers import (
+from mint_jax.service.server import Server
+from mint_jax.service.validation import (
     MAX_LISTED,
     PageQuery,
     RunsQuery,
     body_of,
     query_of,
     tenant_of,
+    wrong,
 )
-from mint_jax.service.server import Server
-from mint_jax.service.validation import wrong
 
 TRACE = "trace.json"  # a link's file name; the trace is made when the link is followed
 

@@ -26,10 +26,9 @@ from mint_jax.service.answers import PREFIX, Answer, group_of
 from mint_jax.service.durable import Unavailable
 from mint_jax.service.errors import reason_of
 from mint_jax.service.futures import Category, Conflict
-from mint_jax.service.handlers import body_of, off_loop, tenant_of
 from mint_jax.service.quotas import Busy
 from mint_jax.service.server import Server
-from mint_jax.service.validation import parse
+from mint_jax.service.validation import body_of, off_loop, parse, tenant_of
 from mint_jax.service.wire import forward_backward, samples
 
 CLONE = 1_000_000_000  # the n-th copy of a client numbers its samples from n times this

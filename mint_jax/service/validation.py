@@ -1,16 +1,23 @@
-"""Request bodies validated by pydantic models; both doors, and OpenAPI, use the same models."""
+"""Inputs of requests: the tenant, and bodies and queries validated by pydantic models, which both
+doors and OpenAPI share.
+"""
 
+import asyncio
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
 from pydantic import Field, GetCoreSchemaHandler, WithJsonSchema
 from pydantic_core import core_schema, from_json
+from starlette.requests import Request
 
 from mint_jax.errors import UserError
 from mint_jax.service.bodies import DEPTH, depth_of
+
+OFF_LOOP = 1 << 16  # bytes of a body from which it is parsed in a thread
+MAX_LISTED = 1000
 
 
 class BadRequest(UserError):
@@ -36,6 +43,7 @@ TYPES = {  # pydantic's error types
     "less_than": "less than {lt}",
     "string_type": "a string",
     "int_type": "a whole number",
+    "int_parsing": "a whole number",
     "float_type": "a number",
     "bool_type": "true or false",
     "list_type": "a list",
@@ -49,6 +57,31 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Place = Annotated[int, Field(ge=0, lt=2**31)]  # the number of an object in its session
 SeqId = Annotated[int, Field(ge=1, lt=2**31)]  # the number of a training request
 Number = Annotated[float, Field(ge=-3.4028234663852886e38, le=3.4028234663852886e38)]
+
+
+Natural = Annotated[int, Field(ge=0, lt=10**18)]
+Limit = Annotated[int, Field(ge=1, le=MAX_LISTED)]
+
+
+class PageQuery(Body):
+    limit: Natural = 20  # more than MAX_LISTED are cut
+    offset: Natural = 0
+
+
+class RunsQuery(PageQuery):
+    project_id: str | None = None
+
+
+class ModelsQuery(Body):
+    limit: Limit = 100
+    after: str | None = None
+
+
+class CostsQuery(Body):
+    by: Literal["policy", "tenant"] = "policy"
+    tenant: str | None = None
+    limit: Limit = 100
+    offset: Natural = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +112,27 @@ def unsupported(values: Sequence[Any]) -> Any:
     return Annotated[Any, pydantic.AfterValidator(check), WithJsonSchema(schema)]
 
 
+def tenant_of(request: Request) -> str:
+    """Returns the tenant that the gate found."""
+    return getattr(request.state, "tenant", "default")
+
+
+async def body_of(model: type[T], request: Request) -> T:
+    """Returns a validated body. Raises ``BadRequest``."""
+    raw = await request.body()
+    return await off_loop(len(raw), lambda: parse(model, raw))
+
+
+async def off_loop(size: int, call: Callable[[], Any]) -> Any:
+    """Returns what a call returns; in a thread if it has many bytes to parse."""
+    return await asyncio.to_thread(call) if size > OFF_LOOP else call()
+
+
+def query_of(model: type[T], request: Request) -> T:
+    """Returns a validated query. Raises ``BadRequest``."""
+    return check(model, dict(request.query_params), strict=False)
+
+
 def parse(model: type[T], raw: bytes) -> T:
     """Validates the JSON of a body.
 
@@ -86,9 +140,8 @@ def parse(model: type[T], raw: bytes) -> T:
         BadRequest: it is not JSON, or not such a body; the message names the first wrong field.
     """
     if depth_of(raw) > DEPTH:  # before anything recurses
-        raise BadRequest(
-            None, f"the JSON nests deeper than {DEPTH} lists and objects: send it flatter"
-        )
+        problem = f"the JSON nests deeper than {DEPTH} lists and objects"
+        raise BadRequest(None, f"{problem}: send it flatter")
     try:
         return model.model_validate_json(raw)
     except pydantic.ValidationError as error:
@@ -99,10 +152,12 @@ def parse(model: type[T], raw: bytes) -> T:
     raise _refusal(details, from_json(raw))
 
 
-def check(model: type[T], value: Any) -> T:
-    """Validates values as ``parse`` does a body. Raises ``BadRequest`` likewise."""
+def check(model: type[T], value: Any, strict: bool = True) -> T:
+    """Validates values as ``parse`` does a body; if not ``strict``, numbers may be text. Raises
+    ``BadRequest`` likewise.
+    """
     try:
-        return model.model_validate(value)
+        return model.model_validate(value, strict=strict)
     except pydantic.ValidationError as error:
         details = error.errors(include_url=False)
     raise _refusal(details, value)
@@ -128,10 +183,10 @@ def _refusal(details: Sequence[Any], body: Any) -> BadRequest:
     A union reports an error for each of its types; those of one place become one sentence.
     """
     top = details[0]["loc"][:1]
-    found = [(*_locate(one, body), one) for one in details if one["loc"][:1] == top]
-    path, value, first = max(found, key=lambda one: len(one[0]))  # the first of the deepest
+    found = [(_path(one, body), one) for one in details if one["loc"][:1] == top]
+    path, first = max(found, key=lambda one: len(one[0]))  # the first of the deepest
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)[1:]
-    name = name if len(name) <= 200 else name[:197] + "..."
+    name, value = name if len(name) <= 200 else name[:197] + "...", first["input"]
     if first["type"] == "missing":
         return BadRequest(name, f"{name} is missing: give it")
     if first["type"] == "value_error":
@@ -140,27 +195,25 @@ def _refusal(details: Sequence[Any], body: Any) -> BadRequest:
         key, tags = first["ctx"]["discriminator"].strip("'"), first["ctx"].get("expected_tags")
         value = value.get(key) if isinstance(value, dict) else value
         return wrong(f"{name}.{key}", value, f"one of {tags}" if tags else "a type")
-    expected = dict.fromkeys(_expected(one) for other, _, one in found if other == path)
+    expected = dict.fromkeys(_expected(one) for other, one in found if other == path)
     message = f"{name or 'the body'} is {shown(value)}; expected {' or '.join(expected)}"
     return BadRequest(name or None, message)
 
 
-def _locate(detail: Mapping[str, Any], body: Any) -> tuple[tuple[Any, ...], Any]:
-    """Returns the path of an error in a body, and the value there.
+def _path(detail: Mapping[str, Any], body: Any) -> tuple[Any, ...]:
+    """Returns the path of an error in a body.
 
     Pydantic's locations also name the types of a union; these are no keys of the body.
     """
-    path: list[Any] = []
-    for i, part in enumerate(detail["loc"]):
+    path, parts = [], detail["loc"]
+    for i, part in enumerate(parts):
         places = body if isinstance(body, dict) else range(len(body) if type(body) is list else 0)
         if part in places:
             body = body[part]
-        elif detail["type"] == "missing" and i == len(detail["loc"]) - 1:
-            body = None
-        else:
+        elif detail["type"] != "missing" or i < len(parts) - 1:
             continue
         path.append(part)
-    return tuple(path), body
+    return tuple(path)
 
 
 def _expected(detail: Mapping[str, Any]) -> str:

@@ -28,11 +28,10 @@ from mint_jax.service.console.sessions import COOKIE, ROOT, SESSION_S, Browsers,
 from mint_jax.service.console.visit import Visit, check_origin
 from mint_jax.service.costs import KINDS
 from mint_jax.service.errors import Forbidden
-from mint_jax.service.handlers import Natural, PageQuery
 from mint_jax.service.monitoring import state_of
 from mint_jax.service.openai import OpenAI
 from mint_jax.service.server import Server
-from mint_jax.service.validation import Body
+from mint_jax.service.validation import Body, Natural, PageQuery
 
 LISTED = 50  # policies of a page, likewise models, costs, and revisions on the device
 REVISIONS = 20  # of a policy's page, likewise its audit log

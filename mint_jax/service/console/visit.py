@@ -78,7 +78,8 @@ class Visit:
 
     def fields(self, model: type[T]) -> T:
         """Returns the query's parameters. Raises ``BadRequest``; empty ones are absent."""
-        return check(model, {name: value for name, value in self.query.items() if value})
+        given = {name: value for name, value in self.query.items() if value}
+        return check(model, given, strict=False)
 
     def page(self, template: str, values: Mapping[str, Any], status: int = 200) -> Response:
         text = self._templates.get_template(template).render(values, visit=self, root=self.root)
