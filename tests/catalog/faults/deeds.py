@@ -146,20 +146,10 @@ def for_ever(catalog: Catalog, number: int, log: str, seed: int, grace_s: float)
         getattr(worker, kind)()
 
 
-def killed_at(
-    catalog: Catalog, number: int, log: str, kind: str, boundary: int, reads: bool
-) -> int:
+def killed_at(catalog: Catalog, number: int, log: str, kind: str, boundary: int) -> int:
     """Looks at what the one before left; then does one deed, killed before its call number
-    ``boundary``.
-
-    Calls are those of storage and database; the last boundary is the one before the
-    acknowledgement.
-
-    Args:
-        reads: count statements that only read, and each of a run of equal ones, too.
-
-    Returns:
-        How many boundaries there are, where ``boundary`` is beyond them.
+    ``boundary``, of those that change storage or database; the last is the acknowledgement.
+    Returns the number of boundaries, where ``boundary`` is beyond them.
     """
     from tests.catalog.faults import inspect
 
@@ -167,7 +157,7 @@ def killed_at(
     assert not found, found
     worker = Worker(catalog, number, log, 0.0, "own0")
     worker.ready(kind)
-    fuse = Fuse(boundary, reads)
+    fuse = Fuse(boundary)
     fuse.lay(catalog)
     say = worker.say
 
@@ -185,13 +175,11 @@ def killed_at(
 class Fuse:
     """Kills its own process when so many calls of the storage or the database have been made."""
 
-    def __init__(self, left: int, reads: bool):
-        self.left, self.passed, self._reads, self._last = left, 0, reads, ""
+    def __init__(self, left: int):
+        self.left, self.passed, self._last = left, 0, ""
 
     def _statement(self, connection: Any, cursor: Any, text: str, *_: Any) -> None:
-        if self._reads or (
-            text != self._last and not text.lstrip().startswith(("SELECT", "PRAGMA"))
-        ):
+        if text != self._last and not text.lstrip().startswith(("SELECT", "PRAGMA")):
             self.burn()
         self._last = text
 

@@ -78,10 +78,10 @@ class Killing:
     def inspect(self, collect: bool) -> None:
         assert self.wait(self.fork(inspect.inspect, logs=self.logs, collect=collect)) == (0, [])
 
-    def every_boundary(self, kind: str, reads: bool) -> int:
+    def every_boundary(self, kind: str) -> int:
         """Kills a deed at each of its boundaries in turn; how many there were."""
         for boundary in range(1000):
-            log, where = self.log(), {"kind": kind, "boundary": boundary, "reads": reads}
+            log, where = self.log(), {"kind": kind, "boundary": boundary}
             started = self.fork(deeds.killed_at, number=self.workers, log=log, **where)
             code, passed = self.wait(started)
             if code == 0:
@@ -111,19 +111,15 @@ class Killing:
 
 
 @pytest.mark.parametrize(
-    ("killing", "reads"),
+    "killing",
     [
-        pytest.param("sqlite", False, marks=pytest.mark.long),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("postgres", False), ("sqlite", True), ("postgres", True))
-        ),
+        pytest.param("sqlite", marks=pytest.mark.long),
+        pytest.param("postgres", marks=pytest.mark.slow),
     ],
-    ids=["sqlite-writes", "postgres-writes", "sqlite-every call", "postgres-every call"],
-    indirect=["killing"],
+    indirect=True,
 )
-def test_killed_at_every_boundary(killing, reads):
-    counts = {kind: killing.every_boundary(kind, reads) for kind in deeds.KINDS}
+def test_killed_at_every_boundary(killing):
+    counts = {kind: killing.every_boundary(kind) for kind in deeds.KINDS}
     print(f"\n{killing.kills} kills: {counts}")
     assert min(counts.values()) >= 3, "a transaction has a beginning, a statement and an end"
 
