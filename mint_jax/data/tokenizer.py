@@ -70,7 +70,12 @@ class Tokenizer:
     @property
     def sources(self) -> tuple[str, str | None]:
         """JSON of the tokenizer and text of its chat templates: they determine the tokens."""
-        return self._fast.to_str(), "\n".join(self._templates.values()) if self._templates else None
+        return self._fast.to_str(), self.templates or None
+
+    @property
+    def templates(self) -> str:
+        """Text of the chat templates; empty without any."""
+        return "\n".join(self._templates.values())
 
     @property
     def chats(self) -> bool:

@@ -100,10 +100,8 @@ class Message(Body):
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A call of a tool; ``arguments`` is JSON text."""
-
     name: str
-    arguments: str
+    arguments: str  # JSON
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +122,7 @@ class Tools:
 
 def takes_tools(tokenizer: Tokenizer) -> bool:
     """Returns whether the chat template has a place for tools."""
-    return re.search(r"\btools\b", tokenizer.sources[1] or "") is not None
+    return re.search(r"\btools\b", tokenizer.templates) is not None
 
 
 def tools_of(
@@ -142,7 +140,7 @@ def tools_of(
     given = [tool["function"] for tool in tools]
     functions = {one["name"]: one.get("parameters") or {"type": "object"} for one in given}
     if choice is None or choice == "auto":
-        form = form_of(tokenizer.sources[1] or "") if takes_tools(tokenizer) else json_object
+        form = form_of(tokenizer.templates) if takes_tools(tokenizer) else json_object
         if form is None:
             raise BadRequest("tools", UNKNOWN_SYNTAX)
         most = 1 if parallel is False else None
@@ -188,7 +186,7 @@ def prompt_of(
         field = "chat_template_kwargs"
         text = f"{field} has {taken[0]}, which has a field of its own: leave it out"
         raise BadRequest(field, text)
-    has_developer = "developer" in (tokenizer.sources[1] or "")
+    has_developer = "developer" in tokenizer.templates
     read = [_for_template(message, has_developer) for message in messages]
     if not takes_tools(tokenizer):
         read = _as_text(read, None if tools is None else tools.shown)

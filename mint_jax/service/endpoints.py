@@ -21,7 +21,6 @@ class Endpoint:
     """One method of a path.
 
     Attributes:
-        method: HEAD counts as GET.
         path: ``{name}`` stands for one segment, ``{name:path}`` for one or more.
         scopes: one of them is needed; empty: any key; None: no key.
         summary: for OpenAPI; empty: not documented.
@@ -29,8 +28,7 @@ class Endpoint:
         call: name of the handler; empty: the path's last segment.
         data: bodies may be as large as a batch or a long prompt; others must be small.
         protobuf: bodies may be protobuf, a ``ForwardBackwardRequest``.
-        kinds: content types of the answer.
-        status: of a successful answer.
+        kinds: content types of a successful answer.
     """
 
     method: str
@@ -147,11 +145,9 @@ def openai_endpoints() -> Iterator[Endpoint]:
         yield get("models/{name:path}", read, "Returns one model.", call="model")
         for path, call, body, summary in bodies:
             yield post(path, sample, summary, body, call, data=True, kinds=kinds)
-        stored = "responses/{id}"
-        summaries = "Returns a stored response.", "Deletes a stored response."
-        yield get(stored, sample, summaries[0], call="response")
-        yield delete(stored, sample, summaries[1], call="delete_response")
-        load, unload = openai.LoadAdapter, openai.UnloadAdapter
+        stored, load, unload = "responses/{id}", openai.LoadAdapter, openai.UnloadAdapter
+        yield get(stored, sample, "Returns a response.", call="response")
+        yield delete(stored, sample, "Deletes a response.", call="delete_response")
         yield post("load_lora_adapter", admin, "Names a revision.", load, kinds=(TEXT,))
         yield post("unload_lora_adapter", admin, "Releases a name.", unload, kinds=(TEXT,))
 

@@ -24,30 +24,14 @@ from mint_jax.models.paged import PAGE
 from mint_jax.rollout.request import BadField, ContextExceeded
 from mint_jax.rollout.stream import Piece, Stream
 from mint_jax.service import errors, responses
+from mint_jax.service import openai_types as types
 from mint_jax.service.durable import Unavailable
 from mint_jax.service.handover import Handover
 from mint_jax.service.openai_answers import Answer
-from mint_jax.service.openai_types import (
-    TOO_LONG,
-    ChatBody,
-    CompletionBody,
-    LoadAdapter,
-    Spec,
-    UnloadAdapter,
-    spec_of,
-)
 from mint_jax.service.responses import Response, ResponseBody, Store
 from mint_jax.service.server import Server
 from mint_jax.service.text_stream import TokenTexts
-from mint_jax.service.validation import (
-    BadRequest,
-    ModelsQuery,
-    body_of,
-    check,
-    parse,
-    query_of,
-    tenant_of,
-)
+from mint_jax.service.validation import BadRequest, ModelsQuery, body_of, parse, query_of, tenant_of
 from mint_jax.service.weights import Model, Taken
 
 Arrived = list[tuple[int, Piece | None]]  # number of the stream; None: it has ended
@@ -92,8 +76,8 @@ class OpenAI:
         headers["cache-control"] = "no-cache"
         return StreamingResponse(chained(), headers=headers, media_type="text/event-stream")
 
-    completions = functools.partialmethod(_serve, CompletionBody)
-    chats = functools.partialmethod(_serve, ChatBody)
+    completions = functools.partialmethod(_serve, types.CompletionBody)
+    chats = functools.partialmethod(_serve, types.ChatBody)
     responses = functools.partialmethod(_serve, ResponseBody)
 
     def _start(self, raw: bytes, tenant: str, kind: Any) -> tuple[Answer, list[Stream]]:
@@ -111,18 +95,18 @@ class OpenAI:
         room = min(base.cfg.context, max(1, self._server.engine.calls.most - 2) * PAGE)
         limits = base.need_tokenizer(), room, self.strict
         if not isinstance(body, ResponseBody):
-            answer = Answer(spec_of(body, *limits), model, self._texts, self._fingerprint)
+            answer = Answer(types.spec_of(body, *limits), model, self._texts, self._fingerprint)
             return answer, self._submit(answer.spec, model, tenant)
         items = responses.items_of(body, tenant, self._store)
         keep = functools.partial(self._store.put, tenant, items)
         try:
-            spec = spec_of(check(ChatBody, responses.chat_of(body, items)), *limits)
+            spec = types.spec_of(responses.chat_of(body, items), *limits)
             answer = Response(spec, model, self._texts, body, keep)
             return answer, self._submit(spec, model, tenant)
         except BadRequest as error:
             raise responses.own_names(error) from None
 
-    def _submit(self, spec: Spec, model: Model, tenant: str) -> list[Stream]:
+    def _submit(self, spec: types.Spec, model: Model, tenant: str) -> list[Stream]:
         request = dataclasses.replace(spec.request, revision=model.digest, tenant=tenant)
         streams: list[Stream] = []
         try:
@@ -135,7 +119,7 @@ class OpenAI:
                 stream.cancel()
             if not isinstance(error, BadField):
                 raise
-            code = TOO_LONG if isinstance(error, ContextExceeded) else None
+            code = types.TOO_LONG if isinstance(error, ContextExceeded) else None
             name = spec.names.get(error.field, error.field)
             raise BadRequest(name, str(error), code) from None
         return streams
@@ -201,7 +185,7 @@ class OpenAI:
         return JSONResponse(await asyncio.to_thread(self._server.weights.card, name, tenant))
 
     async def load_lora_adapter(self, request: Request) -> HttpResponse:
-        body, load = await body_of(LoadAdapter, request), self._server.weights.load
+        body, load = await body_of(types.LoadAdapter, request), self._server.weights.load
         place = (tenant_of(request), bool(body.load_inplace))
         try:
             model = await asyncio.to_thread(load, body.lora_name, body.lora_path, *place)
@@ -211,7 +195,7 @@ class OpenAI:
         return PlainTextResponse(text)
 
     async def unload_lora_adapter(self, request: Request) -> HttpResponse:
-        name = (await body_of(UnloadAdapter, request)).lora_name
+        name = (await body_of(types.UnloadAdapter, request)).lora_name
         await asyncio.to_thread(self._server.weights.unload, name, tenant_of(request))
         return PlainTextResponse(f"Success: adapter {name!r} is unloaded.")
 

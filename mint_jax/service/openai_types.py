@@ -144,11 +144,8 @@ class LoadAdapter(UnloadAdapter):
 
 
 def maxima(kind: type[Body], context: int, strict: bool) -> dict[str, float]:
-    """Returns the maxima of a body's fields that a server sets.
-
-    Args:
-        context: maximum number of tokens of an answer.
-        strict: OpenAI's limits hold, where the engine could do more.
+    """Returns the maxima of a body's fields that a server sets: tokens of an answer, and if
+    ``strict`` OpenAI's limits, where the engine could do more.
     """
     most: dict[str, float] = dict.fromkeys(MOST_TOKENS, context)
     if strict:

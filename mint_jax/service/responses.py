@@ -22,7 +22,7 @@ from mint_jax.service.chat import RefusalPart
 from mint_jax.service.openai_answers import Answer, Object, Part
 from mint_jax.service.openai_types import SamplingFields, Spec, refusing
 from mint_jax.service.text_stream import TokenTexts
-from mint_jax.service.validation import BadRequest, Body, Like, Text
+from mint_jax.service.validation import BadRequest, Body, Like, Text, check
 from mint_jax.service.weights import Model
 
 # field -> values that mean "not used"
@@ -147,7 +147,7 @@ class Store:
             param: field that names the response; None if the path does.
 
         Raises:
-            BadRequest: it is not stored, or belongs to another tenant.
+            BadRequest: it is not stored for this tenant.
         """
         if (found := self._kept.get((tenant, id))) is None:
             text = "it was deleted, is too old, or the server has restarted since"
@@ -166,15 +166,13 @@ class Store:
 
 def items_of(body: ResponseBody, tenant: str, store: Store) -> list[Object]:
     """Returns the items of a body, after those of its previous response."""
-    previous, out = body.previous_response_id, []
-    if previous is not None:
-        out = store.get(tenant, previous, "previous_response_id")[1]
-    given = body.input
-    return out + ([{"role": "user", "content": given}] if isinstance(given, str) else given)
+    previous, given = body.previous_response_id, body.input
+    earlier = store.get(tenant, previous, "previous_response_id")[1] if previous else []
+    return earlier + ([{"role": "user", "content": given}] if isinstance(given, str) else given)
 
 
-def chat_of(body: ResponseBody, items: Sequence[Object]) -> Object:
-    """Returns the body of the chat that is sampled."""
+def chat_of(body: ResponseBody, items: Sequence[Object]) -> types.ChatBody:
+    """Returns the body of the chat that is sampled. Raises ``BadRequest``."""
     chat = body.model_dump(include=SAME, exclude_unset=True)
     messages = _messages(items)
     if (text := body.instructions) is not None:
@@ -193,7 +191,7 @@ def chat_of(body: ResponseBody, items: Sequence[Object]) -> Object:
         chat |= {"logprobs": True, "top_logprobs": body.top_logprobs}
     form = body.form | {"json_schema": {"schema": body.form.get("schema")}}
     chat |= {"response_format": form, "max_completion_tokens": body.max_output_tokens}
-    return chat | {"messages": messages, "tools": tools}
+    return check(types.ChatBody, chat | {"messages": messages, "tools": tools})
 
 
 def _messages(items: Sequence[Object]) -> list[Object]:
@@ -231,11 +229,8 @@ def own_names(error: BadRequest) -> BadRequest:
 
 
 class Response(Answer):
-    """The response to one body: the answer to its chat, as one body or as events.
-
-    Args:
-        body: the response's own body; ``spec`` is of its chat.
-        keep: stores the response.
+    """The response to ``body``: the answer to its chat, as one body or as events; ``keep`` stores
+    the response.
     """
 
     end = ""
@@ -298,10 +293,12 @@ class Response(Answer):
         text, out = self._part, []
         self._pending += self._scores(part) if self.spec.logprobs else []
         if not self._body["output"] and (part.text or (part.done and not part.calls)):
-            message = {"id": f"msg_{self._body['id'][5:]}", "type": "message", "role": "assistant"}
-            out.append(self._added(message | {"content": []}))
+            message: Object = {"id": f"msg_{self._body['id'][5:]}", "type": "message"}
+            message |= {"role": "assistant", "content": []}
+            self._body["output"] = [message]
+            out.append(self._item_event("added", "in_progress"))
             out.append(self._text_event("content_part.added", part=text))
-            self._body["output"][0]["content"].append(text)
+            message["content"].append(text)
         if part.text:
             logprobs, self._pending = self._pending, []
             text["text"] += part.text
@@ -320,16 +317,17 @@ class Response(Answer):
             whole = {"text": text["text"], "logprobs": text["logprobs"]}
             out.append(self._text_event("output_text.done", **whole))
             out.append(self._text_event("content_part.done", part=text))
-            out.append(self._done(body["status"]))
+            out.append(self._item_event("done", body["status"]))
         for call in part.calls:
             item = {"id": f"fc_{call['id']}", "type": "function_call", "call_id": call["id"]}
-            out.append(self._added(item | call["function"] | {"arguments": ""}))
-            place = {"item_id": item["id"], "output_index": len(body["output"]) - 1}
+            place = {"item_id": item["id"], "output_index": len(body["output"])}
             given, kind = call["function"]["arguments"], "function_call_arguments"
+            body["output"].append(item | call["function"] | {"arguments": ""})
+            out.append(self._item_event("added", "in_progress"))
             out.append(self._event(f"{kind}.delta", **place, delta=given))
             out.append(self._event(f"{kind}.done", **place, **call["function"]))
             body["output"][-1]["arguments"] = given
-            out.append(self._done("completed"))
+            out.append(self._item_event("done", "completed"))
         return out
 
     def _event(self, kind: str, **fields: Any) -> Object:
@@ -341,14 +339,9 @@ class Response(Answer):
         id = self._body["output"][0]["id"]
         return self._event(kind, item_id=id, output_index=0, content_index=0, **fields)
 
-    def _added(self, item: Object) -> Object:
-        """Begins an item of the output."""
-        output = self._body["output"]
-        output.append(item | {"status": "in_progress"})
-        return self._event("output_item.added", output_index=len(output) - 1, item=output[-1])
-
-    def _done(self, status: str) -> Object:
-        """Ends the last item of the output."""
+    def _item_event(self, kind: str, status: str) -> Object:
+        """Returns an event of the output's last item, which gets a status."""
         output = self._body["output"]
         output[-1]["status"] = status
-        return self._event("output_item.done", output_index=len(output) - 1, item=output[-1])
+        place = {"output_index": len(output) - 1, "item": output[-1]}
+        return self._event(f"output_item.{kind}", **place)

@@ -282,7 +282,7 @@ def read_as_served(kind, body, tokenizer):
     """Reads a body as the service does."""
     one = parse(kind, json.dumps({"model": "m", **body}).encode())
     if isinstance(one, ResponseBody):
-        one = check(ChatBody, chat_of(one, items_of(one, "default", Store())))
+        one = chat_of(one, items_of(one, "default", Store()))
     return spec_of(one, tokenizer, 512)
 
 

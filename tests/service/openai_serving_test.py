@@ -2,7 +2,6 @@
 that the request names.
 """
 
-import itertools
 import json
 import re
 import time
@@ -31,10 +30,6 @@ MESSAGES = [{"role": "user", "content": "What is 2 + 2?"}]
 GREEDY = {"model": "chat", "prompt": TEXT, "temperature": 0}
 
 
-def same(choice, done):
-    assert (choice.text, choice.finish_reason) == (done.text, done.finish)
-
-
 @pytest.mark.parametrize("model", ["tiny-random", "chat@serving"])
 def test_completions_are_the_engines(world, client, model):
     digest = None if model == "tiny-random" else world.digests["chat@1"]
@@ -46,7 +41,7 @@ def test_completions_are_the_engines(world, client, model):
     answer = raw.parse()
     wanted = world.sampled(TEXT, digest, top_logprobs=3, **settings, **extra)
     for choice, done in zip(answer.choices, wanted, strict=True):
-        same(choice, done)
+        assert (choice.text, choice.finish_reason) == (done.text, done.finish)
         scores = choice.logprobs
         assert scores.token_logprobs == done.logprobs, "of the model, bit for bit"
         for shown, top, p in zip(scores.top_logprobs, done.top_logprobs, done.logprobs):
@@ -56,18 +51,6 @@ def test_completions_are_the_engines(world, client, model):
     assert answer.system_fingerprint == f"mint-jax-{__version__}-{world.base.fingerprint[:12]}"
     assert answer.usage.completion_tokens == sum(len(done.tokens) for done in wanted)
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
-
-
-def test_prompts_may_be_texts_ids_or_lists_of_them(world, client):
-    ids = world.base.tokenizer.encode(TEXT)
-    for form in (TEXT, [TEXT, "and"], ids, [ids, ids[:2]]):
-        settings = {"temperature": 0, "max_tokens": 6, "n": 2}
-        answer = client.completions.create(model="chat", prompt=form, **settings)
-        prompts = [form] if form in (TEXT, ids) else form
-        wanted = [world.sampled(one, world.digests["chat@2"], **settings) for one in prompts]
-        assert [choice.index for choice in answer.choices] == list(range(2 * len(prompts)))
-        for choice, done in zip(answer.choices, itertools.chain(*wanted), strict=True):
-            same(choice, done)
 
 
 def test_chats_are_the_engines(world, client):
@@ -97,48 +80,45 @@ def test_chats_are_the_engines(world, client):
     assert filled.choices[0].finish_reason == "length"
 
 
-@pytest.mark.parametrize("case", ["parts of characters", "stop strings"])
+STREAMED = {
+    "parts of characters": {"n": 3, "logit_bias": MULTIBYTE, "max_tokens": 24},
+    "stop strings": {"n": 4, "logit_bias": LETTERS, "logprobs": 1, "temperature": 2}
+    | {"max_tokens": 40, "stop": ["abc", "ccab", "bba"]},
+    "a chat": {"messages": MESSAGES, "n": 3, "max_tokens": 30, "logprobs": True, "top_logprobs": 2},
+}
+
+
+@pytest.mark.parametrize("case", STREAMED)
 def test_a_stream_equals_the_whole_answer(world, client, case):
-    asked = {"model": "chat", "prompt": [TEXT, "日本 is"], "seed": int(world.rng.integers(2**32))}
-    if case == "stop strings":
-        stops = {"temperature": 2, "max_tokens": 40, "stop": ["abc", "ccab", "bba"]}
-        asked |= {"n": 4, "logit_bias": LETTERS, "logprobs": 1} | stops
-    else:
-        asked |= {"n": 3, "logit_bias": MULTIBYTE, "max_tokens": 24}
-    whole = client.completions.create(**asked)
-    options = {"include_usage": True}
-    chunks = list(client.completions.create(stream=True, stream_options=options, **asked))
+    create, asked = client.completions.create, {"prompt": [TEXT, "日本 is"]} | STREAMED[case]
+    if case == "a chat":
+        create, asked = client.chat.completions.create, {**STREAMED[case]}
+    asked |= {"model": "chat", "seed": int(world.rng.integers(2**32))}
+    whole = create(**asked)
+    chunks = list(create(stream=True, stream_options={"include_usage": True}, **asked))
     for choice, one in zip(whole.choices, joined(chunks), strict=True):
-        assert (one.text, one.finish) == (choice.text, choice.finish_reason)
+        text = choice.message.content if case == "a chat" else choice.text
+        assert (one.text, one.finish) == (text, choice.finish_reason)
         assert one.revision == world.digests["chat@2"]
-        if scores := choice.logprobs:
+        if case == "a chat":
+            entries = choice.logprobs.content
+            assert one.logprobs == [entry.logprob for entry in entries]
+            assert one.top == [entry.top_logprobs for entry in entries]
+            assert bool(one.early) == bool(entries), "log-probabilities come with their tokens"
+        elif scores := choice.logprobs:
             assert one.logprobs == scores.token_logprobs
             assert (one.offsets, one.top) == (scores.text_offset, scores.top_logprobs)
-            assert "".join(scores.tokens).startswith(choice.text)
+            assert "".join(scores.tokens).startswith(text)
+            assert not any(stop in text for stop in asked["stop"])
     assert (chunks[-1].choices, chunks[-1].mint_revision) == ([], world.digests["chat@2"])
     last = chunks[-1].usage
     assert last.total_tokens == whole.usage.total_tokens
     assert last.prompt_tokens == last.total_tokens - whole.usage.completion_tokens
     if case == "stop strings":
         assert any(choice.finish_reason == "stop" for choice in whole.choices)
-        assert not any(stop in choice.text for choice in whole.choices for stop in asked["stop"])
-    else:
+    if case == "parts of characters":
         early = [c.text for chunk in chunks for c in chunk.choices if c.finish_reason is None]
         assert any(not text.isascii() for text in early)
-
-
-def test_a_streamed_chat_equals_the_whole_answer(world, client):
-    asked = {"model": "chat@1", "messages": MESSAGES, "seed": 11, "max_tokens": 30, "n": 3}
-    asked |= {"logprobs": True, "top_logprobs": 2}
-    whole = client.chat.completions.create(**asked)
-    chunks = client.chat.completions.create(stream=True, **asked)
-    for choice, one in zip(whole.choices, joined(chunks), strict=True):
-        assert (one.text, one.finish) == (choice.message.content, choice.finish_reason)
-        assert one.revision == world.digests["chat@1"]
-        entries = choice.logprobs.content
-        assert one.logprobs == [entry.logprob for entry in entries]
-        assert one.top == [entry.top_logprobs for entry in entries]
-        assert bool(one.early) == bool(entries), "log-probabilities come with their tokens"
 
 
 def test_echoed_log_probabilities_are_the_scorers(world, client):

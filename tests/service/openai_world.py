@@ -98,13 +98,7 @@ def opened(mesh: Any, folder: Path) -> Iterator[World]:
         def sampler(tenant: str, path: str) -> str:
             return catalog.resolve(f"{tenant}/{path.rsplit('/', 1)[1]}", tenant).digest
 
-        weights = Weights(
-            base,
-            catalog,
-            sampler,
-            also=("Base/Name",),
-            folder=folder / "peft",
-        )
+        weights = Weights(base, catalog, sampler, also=("Base/Name",), folder=folder / "peft")
         specs = transformer.abstract(base.cfg)
         slots = DeviceSlots(specs, {2: 3}, ("q", "v"))
         admission = Admission(base.fingerprint, specs, {b: slots.targets(b) for b in slots.stacks})
@@ -157,30 +151,25 @@ def whole_and_streamed(spec: Any, texts: Any, done: Completion) -> tuple[dict, l
 
 
 def joined(chunks: Any) -> list[SimpleNamespace]:
-    """Returns a stream's choices, each with all of its text, log-probabilities and calls.
+    """Returns a stream's choices, each with all of its text and log-probabilities.
 
     ``early`` counts the tokens with alternatives before a choice's last chunk.
     """
-    lists = ("logprobs", "top", "offsets", "calls")
     out: dict[int, SimpleNamespace] = {}
     for chunk in chunks:
         for choice in chunk.choices:
-            empty: dict[str, Any] = {name: [] for name in lists}
-            new = SimpleNamespace(text="", early=0, finish=None, revision=None, **empty)
+            new = SimpleNamespace(text="", early=0, finish=None, logprobs=[], top=[], offsets=[])
             one = out.setdefault(choice.index, new)
             assert one.finish is None, "a chunk came after the choice's last one"
-            if (delta := getattr(choice, "delta", None)) is None:
-                one.text += choice.text
-                if scores := choice.logprobs:
-                    one.logprobs += scores.token_logprobs
-                    one.offsets += scores.text_offset
-                    one.top += scores.top_logprobs or []
-            else:
-                one.text += delta.content or ""
-                one.calls += delta.tool_calls or []
-                entries = choice.logprobs.content if choice.logprobs else []
-                one.logprobs += [entry.logprob for entry in entries]
-                one.top += [entry.top_logprobs for entry in entries]
+            delta, scores = getattr(choice, "delta", None), choice.logprobs
+            one.text += choice.text if delta is None else delta.content or ""
+            if scores and delta is None:
+                one.logprobs += scores.token_logprobs
+                one.offsets += scores.text_offset
+                one.top += scores.top_logprobs or []
+            elif scores:
+                one.logprobs += [entry.logprob for entry in scores.content]
+                one.top += [entry.top_logprobs for entry in scores.content]
             one.early = one.early if choice.finish_reason else len(one.top)
             one.finish, one.revision = choice.finish_reason, getattr(chunk, "mint_revision", None)
     return [out[index] for index in sorted(out)]
