@@ -28,7 +28,7 @@ from mint_jax.lora.tree import AdapterConfig
 from mint_jax.models import transformer
 from mint_jax.models.base import Base
 from mint_jax.models.outline import peft_tables
-from mint_jax.residency.pool import AdapterEntry, Known, Pool
+from mint_jax.residency.pool import AdapterEntry, Known
 
 LEASE_S = 86400.0  # of payloads that wait for their turn; renewed while turns go on
 
@@ -230,10 +230,3 @@ class AdapterSource:
         leases = [self._leases.pop(digest) for digest in list(digests) if digest in self._leases]
         if leases:
             self._main.release(*leases)
-
-
-def pool_of(
-    base: Base, names: Sequence[str | None], catalog: JobCatalog | None, slots: int
-) -> Pool:
-    """Returns a pool of the adapters that a config or the rows of a file name."""
-    return Pool(base, AdapterSource(base, catalog), names, slots, say)

@@ -6,7 +6,6 @@ appears as a whole, in the order of the input, and the part is removed.
 """
 
 import contextlib
-import dataclasses
 import difflib
 import json
 import os
@@ -20,41 +19,30 @@ from mint_jax import interrupts, multihost
 from mint_jax.catalog.packed import digest_of
 from mint_jax.data.sources import Row, json_line, numbered_rows, write_rows
 from mint_jax.errors import Interrupted, UserError
-from mint_jax.harness import adapters, start, workdir
+from mint_jax.harness import start, workdir
+from mint_jax.harness.adapters import AdapterSource, catalog_of
 from mint_jax.harness.options import BatchSettings
 from mint_jax.lora.tree import Slot, Stacks
 from mint_jax.metrics import Progress
 from mint_jax.models.base import Base
-from mint_jax.residency.pool import AdapterBatch
+from mint_jax.residency.pool import AdapterBatch, Pool
 
 Finished = Callable[[dict[int, Any]], None]  # results by index, as soon as they are there
 
 
-class Placed(NamedTuple):
-    """The adapters of a turn's rows: slots in stacks, and digests; None for the bare base."""
-
-    slots: list[Slot | None]
-    digests: list[str | None]
-    stacks: Stacks
-
-
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """The work of a recipe on its rows.
-
-    Attributes:
-        unit: of progress lines.
-        keys: names that a row may have.
-        prepare: row, its place for errors -> checked input.
-        compute: inputs of a turn, adapters, ``Finished`` -> results.
-        to_row: input, result, digest of the adapter -> output of a row, without its id.
+class Program(NamedTuple):
+    """The work of a recipe on its rows, whose names are among ``keys``; ``unit`` is of progress
+    lines. Digests are None for the bare base.
     """
 
     unit: str
     keys: Sequence[str]
-    prepare: Callable[[Row, str], Any]
-    compute: Callable[[list[Any], Placed, Finished], list[Any]]
-    to_row: Callable[[Any, Any, str | None], Row]
+    prepare: Callable[[Row, str], Any]  # row, its place for errors -> checked input
+    # inputs of a turn, slot and digest of each one's adapter, stacks -> results
+    compute: Callable[
+        [list[Any], list[Slot | None], list[str | None], Stacks, Finished], Sequence[Any]
+    ]
+    to_row: Callable[[Any, Any, str | None], Row]  # input, result, digest -> output without id
 
 
 def run(
@@ -80,7 +68,7 @@ def run(
         todo = [n for n in range(len(rows)) if n not in output.rows]
         names = [rows[n].get("adapter") for n in todo]
 
-        def compute(turn: AdapterBatch) -> list[Any]:
+        def compute(turn: AdapterBatch) -> Sequence[Any]:
             numbers = [todo[i] for i in turn.rows]
             digests = [pool.digests.get(names[i] or "") for i in turn.rows]
 
@@ -93,12 +81,12 @@ def run(
                 output.add(made)
                 progress.update(len(output.rows), program.unit)
 
-            placed = Placed([turn.slot(names[i]) for i in turn.rows], digests, turn.stacks)
-            return program.compute([inputs[n] for n in numbers], placed, done)
+            slots = [turn.slot(names[i]) for i in turn.rows]
+            return program.compute([inputs[n] for n in numbers], slots, digests, turn.stacks, done)
 
         with (
-            adapters.catalog_of(config) as catalog,
-            adapters.pool_of(base, names, catalog, config.slots) as pool,
+            catalog_of(config) as catalog,
+            Pool(base, AdapterSource(base, catalog), names, config.slots, start.say) as pool,
         ):
             by_name = {f"adapter {name}": digest for name, digest in pool.digests.items()}
             output.begin(decides | {"base's fingerprint": base.fingerprint, **made_from, **by_name})
@@ -117,13 +105,12 @@ def run(
 
 def _check_row(row: Row, keys: Sequence[str], where: str) -> None:
     """Refuses a row with unknown keys, or with an ``adapter`` that is no text."""
-    for key in row:
-        if key not in keys:
-            near = difflib.get_close_matches(key, keys, 1)
-            raise UserError(
-                f"{where} has {key!r}, which means nothing{f'; {near[0]!r}?' if near else ''}: a"
-                f" line has {', '.join(keys)}"
-            )
+    if strange := [key for key in row if key not in keys]:
+        near = difflib.get_close_matches(strange[0], keys, 1)
+        raise UserError(
+            f"{where} has {strange[0]!r}, which means nothing"
+            f"{f'; {near[0]!r}?' if near else ''}: a line has {', '.join(keys)}"
+        )
     if not isinstance(name := row.get("adapter"), str | None):
         raise UserError(
             f"{where}: adapter is {name!r}; expected a PEFT directory or a revision's name, or null"
@@ -147,10 +134,9 @@ def tokens_of(base: Base, row: Row, where: str) -> list[int]:
 
 
 class Output:
-    """Rows of one run by their index in the input, a context manager. Several processes have the
-    same rows; the first writes. Raises ``UserError`` if the output cannot be written, another
-    process writes it, or the part is not what an interrupted run leaves; an interruption says how
-    many rows are done.
+    """Rows of one run by their index in the input; of several processes the first writes. Raises
+    ``UserError`` if the output cannot be written, another process writes it, or the part is not
+    what an interrupted run leaves. A context manager: an interruption says how many rows are done.
     """
 
     def __init__(self, path: Path, total: int):
@@ -178,9 +164,7 @@ class Output:
             raise Interrupted(f"{str(error) or 'SIGINT'}; {self._state()}", number) from None
 
     def begin(self, made_from: Mapping[str, Any]) -> None:
-        """Records what the rows are made from, or refuses rows that were made from something
-        else.
-        """
+        """Records what rows are made from, or refuses rows that were made from something else."""
         given = json.loads(json.dumps(made_from, default=str))
         for key, value in given.items():
             if self.rows and (old := self._made_from.get(key)) not in (value, None):

@@ -11,8 +11,7 @@ from typing import Annotated, Any
 
 from mint_jax.envs import env as env_lib
 from mint_jax.errors import UserError
-from mint_jax.fields import setting
-from mint_jax.harness.settings import Count, Natural, Open, Place
+from mint_jax.fields import Amount, Count, Natural, Open, Place, setting
 from mint_jax.lora.config import AdapterConfig
 from mint_jax.models import names
 from mint_jax.models.kernels import Kernels
@@ -77,6 +76,21 @@ class CatalogSettings(BaseSettings):
             need_package("psycopg", "postgres", "a catalog in PostgreSQL")
         if self.catalog and not self.creates_catalog:
             need_catalog(self.catalog)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplerSettings(CatalogSettings):
+    """Settings of recipes that sample."""
+
+    max_rows: Count = setting("rows sampled together", 64)
+    cache_gib: Amount = setting(
+        "largest cache of the sampler, GiB; 0: 1 GiB on a CPU, most free memory elsewhere", 0.0
+    )
+
+    @property
+    def cache_bytes(self) -> int | None:
+        """Largest cache; None: the engine decides."""
+        return int(self.cache_gib * 2**30) or None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,8 +38,8 @@ QUEUED = 16  # writes that may wait; then training waits for the storage
 
 
 class Snapshot:
-    """An adapter at one version of the trainer, in arrays of its own, whose copies to the host have
-    started. The writing thread packs them when it first needs their bytes.
+    """An adapter at one version of the trainer, in arrays of its own; the writing thread packs them
+    when it first needs their bytes.
     """
 
     def __init__(self, arrays: Any, schema: Schema, version: int):
@@ -57,8 +57,7 @@ class Snapshot:
 
 class CatalogWriter:
     """A thread that writes to the catalog in order, and renews the run's sessions (the right to
-    write each policy) and leases. ``put`` and ``drain`` raise the error of an earlier write: a
-    ``UserError`` where the storage refuses, or another process has taken a policy.
+    write each policy) and leases. ``put`` and ``drain`` raise the error of an earlier write.
     """
 
     def __init__(self, catalog: Catalog, sessions: Mapping[str, Session], leases: list[Lease]):
@@ -82,6 +81,17 @@ class CatalogWriter:
         """Finishes what waits, closes sessions and leases, and ends the thread."""
         self._queue.put(None)
         self._thread.join()
+
+    def records_since(self, numbers: Mapping[str, int]) -> set[tuple[str, int, str]]:
+        """Returns policy, step and digest of rollouts, and of revisions from these numbers on."""
+        found: list[Any] = []
+        for policy, number in numbers.items():
+            found += self.catalog.rollouts(policy, 1000)
+            after = max(0, number - 1)  # the checkpoint's own step is exported again
+            while page := self.catalog.revisions(policy, after):
+                found += [revision for revision in page if revision.state == "live"]
+                after = page[-1].number
+        return {(one.policy, one.step, one.digest) for one in found}
 
     def _check(self) -> None:
         if self._error is not None:
@@ -120,18 +130,12 @@ class CatalogWriter:
 
 
 class Claim(NamedTuple):
-    """Policies that a run has claimed.
+    """Policies that a run has claimed."""
 
-    Attributes:
-        start: digest, number and step of the revision that a policy continues; new ones have none.
-        fixed, references: digest or PEFT directory, by policy.
-        writer: None in all processes but the first.
-    """
-
-    start: dict[str, dict[str, Any]]
-    fixed: dict[str, str]
+    start: dict[str, dict[str, Any]]  # digest, number and step of revisions that policies continue
+    fixed: dict[str, str]  # this and references: digest or PEFT directory, by policy
     references: dict[str, str]
-    writer: CatalogWriter | None
+    writer: CatalogWriter | None  # in the first process
 
 
 def claim_policies(
@@ -148,8 +152,7 @@ def claim_policies(
     Args:
         schemas: by the catalog's names of the policies.
         file: ``run.json`` of the workdir, which this process has locked.
-        fixed, references: revisions or PEFT directories that rollouts are drawn from, and that
-            losses compare with.
+        fixed, references: adapters that rollouts are drawn from, and that losses compare with.
     """
     writer: CatalogWriter | None = None
 
@@ -172,9 +175,8 @@ def claim_policies(
                 sessions[name] = opened
                 on_error.callback(main.close_session, opened)
             if "start" not in run:
-                newest = {
-                    n: main.revision(n, "latest") for n in schemas if main.policy(n).revisions
-                }
+                continued = [name for name in schemas if main.policy(name).revisions]
+                newest = {name: main.revision(name, "latest") for name in continued}
                 run["start"] = {
                     name: {"digest": found.digest, "number": found.number, "step": found.step}
                     for name, found in newest.items()

@@ -12,8 +12,6 @@ from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table
 
-from mint_jax.envs.env import Example
-
 _console = Console(stderr=True, highlight=False)
 
 
@@ -21,12 +19,11 @@ def table(
     title: str,
     columns: Sequence[str],
     rows: Sequence[Sequence[Any]],
-    console: Console | None = None,
+    console: Console = _console,
 ) -> None:
-    """Prints a table, on stderr if no console says otherwise. Where its numbers do not fit the
-    terminal, each row is a table of its own.
+    """Prints a table, by default on stderr. Where its numbers do not fit the terminal, each row is
+    a table of its own.
     """
-    console = console or _console
     out = Table(title=title or None, title_justify="left")
     for i, column in enumerate(columns):
         numeric = all(isinstance(row[i], int | float) for row in rows)
@@ -51,15 +48,17 @@ def _shown(value: Any) -> str:
 
 
 def result(found: Mapping[str, Any], file: Path) -> None:
-    """Prints a job's result on stdout: each list of records as a table, then the single values, and
-    the file that has all of it.
+    """Prints a job's result on stdout: each list of records as a table, in which a revision is
+    ``policy@3``, then the single values, and the file that has all of it.
     """
     for key, rows in found.items():
-        if isinstance(rows, list) and rows and isinstance(rows[0], dict):
-            shown = [_named(row) for row in rows]
-            columns = [name for name, value in shown[0].items() if _is_single(value)]
-            cells = [[row.get(name, "") for name in columns] for row in shown]
-            table(f"{found.get('job', '')} {key}".strip(), columns, cells, Console(highlight=False))
+        if not isinstance(rows, list) or not rows or not isinstance(rows[0], dict):
+            continue
+        if {"name", "number", "revision"} <= rows[0].keys():
+            rows = [row | {"revision": f"{row['name']}@{row['number']}"} for row in rows]
+        columns = [n for n, value in rows[0].items() if _is_single(value) and n != "number"]
+        cells = [[row.get(name, "") for name in columns] for row in rows]
+        table(f"{found.get('job', '')} {key}".strip(), columns, cells, Console(highlight=False))
     single = [f"{k} {v}" for k, v in found.items() if _is_single(v) and k != "job"]
     whole: Any = {"break_long_words": False, "break_on_hyphens": False}
     print(*textwrap.wrap(", ".join(single), 120, **whole), sep="\n")
@@ -68,26 +67,6 @@ def result(found: Mapping[str, Any], file: Path) -> None:
 
 def _is_single(value: Any) -> bool:
     return isinstance(value, int | float | str)
-
-
-def _named(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a record with its revision as ``policy@3``, in place of digest and number."""
-    if not {"name", "number", "revision"} <= row.keys():
-        return dict(row)
-    named = {"revision": f"{row['name']}@{row['number']}"}
-    return {key: value for key, value in row.items() if key != "number"} | named
-
-
-def completions(
-    name: str, examples: Sequence[Example], before: Sequence[str], after: Sequence[str], count: int
-) -> None:
-    """A policy's first completions, before training and after."""
-    rows = []
-    for example, old, new in list(zip(examples, before, after))[:count]:
-        asked = example.messages
-        prompt = asked if isinstance(asked, str) else asked[-1]["content"]
-        rows.append((prompt, old, new, example.answer))
-    table(f"{name}: sample completions", ("prompt", "before", "after", "answer"), rows)
 
 
 def curves(
@@ -116,13 +95,11 @@ def curves(
         smooth = [np.mean(values[max(0, i - 5) : i]) for i in numbers]
         ax.plot(numbers, values, lw=0.8, alpha=0.5, color="C0")
         ax.plot(numbers, smooth, lw=1.8, color="C0", label="training, mean of 5")
-        title = name
+        ax.set(title=name, xlabel="step")
+        ax.grid(alpha=0.3)
         if name in held_out:
             ax.plot([0, len(values)], held_out[name], "o", color="C3", label="held out")
-            title = "{}: {:.2f} → {:.2f}".format(name, *held_out[name])
-        ax.set_title(title, fontsize=10)
-        ax.set_xlabel("step")
-        ax.grid(alpha=0.3)
+            ax.set_title("{}: {:.2f} → {:.2f}".format(name, *held_out[name]))
     axes[0, 0].set_ylabel(metric)
     axes[0, 0].legend(fontsize=7)
     figure.tight_layout()

@@ -5,6 +5,7 @@ import hashlib
 import math
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,6 +28,17 @@ def say(message: str) -> None:
         print(message, file=sys.stderr, flush=True)
 
 
+def bytes_progress(what: str) -> Callable[[int, int], None]:
+    """Returns a function of done and total bytes, which prints the progress in MB."""
+    bars: list[Progress] = []
+
+    def report(done: int, total: int) -> None:
+        bars[:] = bars or [Progress(what, total, per=1e6, unit="MB")]
+        bars[0].update(done)
+
+    return report
+
+
 def open_base(config: BaseSettings) -> Base:
     """Builds the mesh and loads the base. Raises ``UserError`` if some processes of the devices
     have not joined, or have a different base.
@@ -39,13 +51,7 @@ def open_base(config: BaseSettings) -> Base:
             " --distributed".format(*there, *joined)
         )
     devices = mesh.make_mesh(vars(config.mesh))
-    began, progress = time.monotonic(), None
-
-    def report(done: int, total: int) -> None:
-        nonlocal progress
-        progress = progress or Progress("loading base", total, per=1e6, unit="MB")
-        progress.update(done)
-
+    began, report = time.monotonic(), bytes_progress("loading base")
     how = config.dtype, report, config.quantise, config.kernels, config.as_stored
     base = base_lib.load(config.base, devices, *how)
     multihost.require_same("the base", lambda: base.fingerprint)
@@ -69,9 +75,7 @@ def encode(base: Base, prompt: Any) -> list[int]:
 
 
 def policy_seed(seed: int, name: str) -> int:
-    """Returns a policy's 32-bit seed from the run's seed and its name alone: other policies of a
-    config do not change it.
-    """
+    """Returns a policy's 32-bit seed, from the run's seed and its name alone."""
     words = np.frombuffer(hashlib.blake2b(name.encode(), digest_size=16).digest(), "<u4")
     return int(np.random.SeedSequence([seed, *words.tolist()]).generate_state(1)[0])
 
@@ -93,9 +97,7 @@ def policy_config(name: str, policy: PolicySettings, run_seed: int) -> PolicyCon
 
 @dataclasses.dataclass
 class PolicyData:
-    """Examples of one policy, as its recipe takes them: token ids of prompts, or groups;
-    ``per_step`` of them make an update.
-    """
+    """Examples of one policy: token ids of prompts, or groups; ``per_step`` make an update."""
 
     config: PolicyConfig
     train: list[Any]

@@ -1,9 +1,9 @@
-"""The durable side of a training run: metrics, checkpoints, revisions and rollouts in the catalog,
-resuming, progress.
+"""A training run: its workdir, metrics and checkpoints, the revisions and rollouts that it writes
+to the catalog, and resuming.
 
 A step follows from the config, its number and the adapters alone, so a checkpoint has the training
 state and each policy's step. Of several processes the first writes metrics and the catalog; all
-write checkpoints.
+write checkpoints, and all make the same calls.
 """
 
 import contextlib
@@ -40,9 +40,9 @@ ADAPTERS = "adapters"  # item of a checkpoint that restores without the rest
 
 
 class TrainingRun:
-    """One run, a context manager: it holds the workdir, and from ``begin`` the policies, until it
-    ends. Raises ``UserError`` if another process uses the workdir, if that has steps of another
-    config, or if a tracker cannot be used. All processes make the same calls.
+    """A context manager that holds the workdir, and from ``begin`` the policies, until it ends.
+    Raises ``UserError`` if another process uses the workdir, if that has steps of another config,
+    or if a tracker cannot be used.
 
     Attributes:
         step: updates done, by policy.
@@ -53,7 +53,7 @@ class TrainingRun:
     def __init__(self, config: TrainingSettings, folder: Path):
         self.config, self.workdir, self.notes = config, folder, dict[str, Any]()
         self._writes: CatalogWriter | None = None  # in the first process
-        # (full name, step, digest) of records from before an interruption, which are not repeated
+        # policy, step and digest of records from before an interruption, which are not repeated
         self._recorded: set[tuple[str, int, str]] = set()
         self._final: dict[str, tuple[str, int]] = {}  # digest and number of final revisions
         self._snapshots: dict[str, Snapshot] = {}
@@ -90,9 +90,8 @@ class TrainingRun:
         self.trainer, self.shapes, self._sampling = trainer, shapes, sampling
         self.step = dict.fromkeys(trainer.policies, 0)
         self.names = {name: full_name(config.tenant, name) for name in trainer.policies}
-        self.catalog = JobCatalog(
-            config.catalog or self.workdir / "catalog", config.payloads, create=True
-        )
+        place = config.catalog or self.workdir / "catalog"
+        self.catalog = JobCatalog(place, config.payloads, create=True)
         self._closing.callback(self.catalog.close)
         losses = {n: p.loss for n, p in trainer.policies.items() if p.loss.needs_reference}
         start, self.fixed, references, self._writes = claim_policies(
@@ -110,7 +109,7 @@ class TrainingRun:
         self._saved = Checkpoints(self.workdir / FOLDER, config.checkpoint.keep, self._committed)
         self.resumed = self._restore()
         if self._writes is not None:
-            self._recorded = _records_since(self._writes, self._numbers)
+            self._recorded = self._writes.records_since(self._numbers)
         for name, full in self.names.items():
             if full in start:
                 self._continue(name, start[full]["digest"])
@@ -144,41 +143,41 @@ class TrainingRun:
         interrupts.standing(self._resume_hint)
         self._has_begun = True
 
+    @property
+    def _all_done(self) -> bool:
+        return self.resumed and min(self.step.values()) >= self.config.steps
+
+    def finished(self) -> dict[str, Any] | None:
+        """Returns the result of a run whose steps were all done before, if it is there."""
+
+        def read() -> dict[str, Any] | None:
+            file = self.workdir / "result.json"
+            return json.loads(file.read_text()) if self._all_done and file.is_file() else None
+
+        if (found := multihost.agree("the result of a finished run", read)) is not None:
+            self._saved.close()
+            self._writer.close()
+            say(
+                f"all {self.config.steps} steps were done before: this is their result; set"
+                " --config.steps higher to train on"
+            )
+        return found
+
     def rows(self) -> dict[str, list[dict[str, Any]]]:
         """Returns the recorded metrics of all steps, by policy."""
         read = multihost.agree("metrics", lambda: self._rows.read_text().splitlines())
         rows = list(map(json.loads, read))
         return {name: [row for row in rows if row["name"] == name] for name in self.names}
 
-    def __enter__(self) -> "TrainingRun":
-        return self
+    def adapter_bytes(self, name: str) -> int:
+        """Returns float32 bytes of a policy's factors at its true rank."""
+        return params.nbytes(self.trainer.adapter(name))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, *_: object
-    ) -> None:
-        with self._closing:
-            if kind is None or not self._has_begun:
-                return
-            self._writer.close()
-            self._trackers.close(finished=False)
-            # a checkpoint in flight is finished; after an error the other processes may be gone
-            if multihost.count() == 1 or isinstance(error, KeyboardInterrupt):
-                with contextlib.suppress(UserError):  # the first error is raised
-                    self._saved.close()
-        if isinstance(error, KeyboardInterrupt):
-            number = getattr(error, "number", signal.SIGINT)
-            raise Interrupted(f"{str(error) or 'SIGINT'}; {self._resume_hint()}", number) from None
+    def is_eval_step(self, step: int) -> bool:
+        """True where policies are evaluated after this step."""
+        return self.config.eval_every > 0 and (step + 1) % self.config.eval_every == 0
 
-    def _resume_hint(self) -> str:
-        if self._durable is None:
-            return (
-                "no checkpoint was written yet: the same command starts from the beginning in"
-                f" {self.workdir}"
-            )
-        return (
-            f"the same command goes on from {_span(self._durable)} of {self.config.steps}, which is"
-            f" saved in {self._saved.directory}"
-        )
+    # --- a step ---
 
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:
@@ -221,86 +220,6 @@ class TrainingRun:
                 self.save()
             raise Interrupted(signal.Signals(number).name, number)
 
-    def _schema(self, name: str) -> Schema:
-        config = spelled_out(self.trainer.policies[name].adapter, self.trainer.specs)
-        return Schema(self.trainer.base.fingerprint, config)
-
-    def _arrays(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns moments, gradient sums and counters by bucket, and the item ``adapters``."""
-        rest, factors = {}, {}
-        for bucket, stack in self.trainer.state.items():
-            rest[str(bucket)] = one = dict(vars(stack))
-            factors[str(bucket)] = one.pop(ADAPTERS)
-        return rest, factors
-
-    def _restore(self) -> bool:
-        """Restores the newest checkpoint; returns False if there is none."""
-        if (number := self._saved.latest()) is None:
-            return False
-        arrays, factors = self._arrays()
-        _, arrays, extra = self._saved.restore(arrays, number)
-        factors = self._saved.restore_item(number, ADAPTERS, factors)
-        self.trainer.state = {
-            int(bucket): TrainStack(**rest, adapters=factors[bucket])
-            for bucket, rest in arrays.items()
-        }
-        self.step, self.notes = extra["step"], extra["notes"]
-        self._saving, self._numbers = dict(self.step), extra["exported"]
-        for name, book in self.shapes.items():
-            book.shapes = [tuple(shape) for shape in extra["shapes"][name]]
-        say(f"resumed at {_span(self.step)} of {self.config.steps}")
-        return True
-
-    def _continue(self, name: str, digest: str) -> None:
-        """Loads the revision that the catalog had of a policy before this run. A resumed run has
-        the policy's state, and may need that revision as its reference.
-        """
-        loss = self.trainer.policies[name].loss
-        if self.resumed and not (loss.needs_reference and loss.reference == "start"):
-            return
-        loaded = read_adapter(digest, self.trainer.base, self.catalog)
-        if self.resumed:
-            self.trainer.refer(name, loaded.config, loaded.adapter)
-        else:
-            say(f"policy {name} continues from revision {loaded.revision} of the catalog")
-            self.trainer.load_adapter(name, loaded.adapter)
-
-    def adapter_bytes(self, name: str) -> int:
-        """Returns float32 bytes of a policy's factors at its true rank."""
-        return params.nbytes(self.trainer.adapter(name))
-
-    def _snapshot(self, name: str) -> Snapshot:
-        """Returns a policy's present adapter, copied once between two updates."""
-        if name not in self._snapshots:
-            copied, version = self.trainer.snapshot(name), self.trainer.versions[name]
-            self._snapshots[name] = Snapshot(copied, self._schema(name), version)
-        return self._snapshots[name]
-
-    def finished(self) -> dict[str, Any] | None:
-        """Returns the result of a run whose steps were all done before, if it is there."""
-
-        def read() -> dict[str, Any] | None:
-            file = self.workdir / "result.json"
-            return json.loads(file.read_text()) if self._all_done and file.is_file() else None
-
-        if (found := multihost.agree("the result of a finished run", read)) is not None:
-            self._saved.close()
-            self._writer.close()
-            say(
-                f"all {self.config.steps} steps were done before: this is their result; set"
-                " --config.steps higher to train on"
-            )
-        return found
-
-    @property
-    def _all_done(self) -> bool:
-        return self.resumed and min(self.step.values()) >= self.config.steps
-
-    def _queue(self, write: Callable[[CatalogWriter], object]) -> None:
-        """Queues a write to the catalog, in the process that has it."""
-        if self._writes is not None:
-            self._writes.put(functools.partial(write, self._writes))
-
     def keep(
         self, name: str, step: int, drawn_by: str | int, rollouts: Callable[[str], Rollouts]
     ) -> None:
@@ -331,10 +250,6 @@ class TrainingRun:
 
         self._queue(write)
 
-    def is_eval_step(self, step: int) -> bool:
-        """True where policies are evaluated after this step."""
-        return self.config.eval_every > 0 and (step + 1) % self.config.eval_every == 0
-
     def record(
         self,
         step: int,
@@ -361,17 +276,50 @@ class TrainingRun:
         best = self.notes.setdefault("best", {})
         better = {n: s for n, s in scores.items() if n not in best or s > best[n][0]}
         self._export(rows if self._is_export_step(step + 1) else better, step + 1)
+        why = f"best on held-out data so far, after step {step + 1}"
         for name, score in better.items():
             best[name] = [score, step + 1]
-            self._promote(name, "best", f"best on held-out data so far, after step {step + 1}")
+            full, snapshot = self.names[name], self._snapshot(name)
+            self._queue(
+                lambda writer, full=full, snapshot=snapshot: writer.catalog.promote(
+                    full, snapshot.digest, "best", why=why
+                )
+            )
         if due:
             self.save()
             self._due = min(self.step.values()) + self.config.checkpoint.every
 
-    def _remember_shapes(self, names: Iterable[str]) -> None:
-        # a resumed run repeats rollouts that a checkpoint finds under way, and must not know their
-        # sizes
-        self._sizes |= {name: list(self.shapes[name].shapes) for name in names}
+    # --- the catalog ---
+
+    def _schema(self, name: str) -> Schema:
+        config = spelled_out(self.trainer.policies[name].adapter, self.trainer.specs)
+        return Schema(self.trainer.base.fingerprint, config)
+
+    def _continue(self, name: str, digest: str) -> None:
+        """Loads the revision that the catalog had of a policy before this run. A resumed run has
+        the policy's state, and may need that revision as its reference.
+        """
+        loss = self.trainer.policies[name].loss
+        if self.resumed and not (loss.needs_reference and loss.reference == "start"):
+            return
+        loaded = read_adapter(digest, self.trainer.base, self.catalog)
+        if self.resumed:
+            self.trainer.refer(name, loaded.config, loaded.adapter)
+        else:
+            say(f"policy {name} continues from revision {loaded.revision} of the catalog")
+            self.trainer.load_adapter(name, loaded.adapter)
+
+    def _queue(self, write: Callable[[CatalogWriter], object]) -> None:
+        """Queues a write to the catalog, in the process that has it."""
+        if self._writes is not None:
+            self._writes.put(functools.partial(write, self._writes))
+
+    def _snapshot(self, name: str) -> Snapshot:
+        """Returns a policy's present adapter, copied once between two updates."""
+        if name not in self._snapshots:
+            copied, version = self.trainer.snapshot(name), self.trainer.versions[name]
+            self._snapshots[name] = Snapshot(copied, self._schema(name), version)
+        return self._snapshots[name]
 
     def _is_export_step(self, step: int) -> bool:
         return step % self.config.export_every == 0 or step == self.config.steps
@@ -398,10 +346,20 @@ class TrainingRun:
         if snapshots:
             self._queue(write)
 
-    def _promote(self, name: str, alias: str, why: str) -> None:
-        """Points an alias at the revision of a policy's present adapter, which was exported."""
-        full, snapshot = self.names[name], self._snapshot(name)
-        self._queue(lambda writer: writer.catalog.promote(full, snapshot.digest, alias, why=why))
+    # --- checkpoints ---
+
+    def _arrays(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns moments, gradient sums and counters by bucket, and the item ``adapters``."""
+        rest, factors = {}, {}
+        for bucket, stack in self.trainer.state.items():
+            rest[str(bucket)] = one = dict(vars(stack))
+            factors[str(bucket)] = one.pop(ADAPTERS)
+        return rest, factors
+
+    def _remember_shapes(self, names: Iterable[str]) -> None:
+        # a resumed run repeats rollouts that a checkpoint finds under way, and must not know their
+        # sizes
+        self._sizes |= {name: list(self.shapes[name].shapes) for name in names}
 
     def save(self) -> None:
         """Starts a checkpoint of all policies, unless this state is saved already."""
@@ -423,6 +381,24 @@ class TrainingRun:
         rest, factors = self._arrays()
         self._saved.save(number, rest, json.loads(json.dumps(extra)), {ADAPTERS: factors})
 
+    def _restore(self) -> bool:
+        """Restores the newest checkpoint; returns False if there is none."""
+        if (number := self._saved.latest()) is None:
+            return False
+        arrays, factors = self._arrays()
+        _, arrays, extra = self._saved.restore(arrays, number)
+        factors = self._saved.restore_item(number, ADAPTERS, factors)
+        self.trainer.state = {
+            int(bucket): TrainStack(**rest, adapters=factors[bucket])
+            for bucket, rest in arrays.items()
+        }
+        self.step, self.notes = extra["step"], extra["notes"]
+        self._saving, self._numbers = dict(self.step), extra["exported"]
+        for name, book in self.shapes.items():
+            book.shapes = [tuple(shape) for shape in extra["shapes"][name]]
+        say(f"resumed at {_span(self.step)} of {self.config.steps}")
+        return True
+
     def _committed(self, number: int) -> None:
         """Records a durable checkpoint; its number is the sum of all policies' steps."""
         steps = self._durable = self._saving
@@ -438,6 +414,8 @@ class TrainingRun:
                     writer.catalog.checkpoint(full, at, place, session=session, keep=keep)
 
         self._queue(write)
+
+    # --- the end ---
 
     def close(self) -> dict[str, tuple[str, int]]:
         """Saves everything and releases the policies; returns digest and number of each final
@@ -458,17 +436,35 @@ class TrainingRun:
         self._trackers.close()
         return {name: (digest, number) for name, (digest, number) in final.items()}
 
+    def __enter__(self) -> "TrainingRun":
+        return self
 
-def _records_since(writer: CatalogWriter, numbers: Mapping[str, int]) -> set[tuple[str, int, str]]:
-    """Returns policy, step and digest of rollouts, and of revisions from these numbers on."""
-    found: list[Any] = []
-    for full, number in numbers.items():
-        found += writer.catalog.rollouts(full, 1000)
-        after = max(0, number - 1)  # the checkpoint's own step is exported again
-        while page := writer.catalog.revisions(full, after):
-            found += [revision for revision in page if revision.state == "live"]
-            after = page[-1].number
-    return {(one.policy, one.step, one.digest) for one in found}
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, *_: object
+    ) -> None:
+        with self._closing:
+            if kind is None or not self._has_begun:
+                return
+            self._writer.close()
+            self._trackers.close(finished=False)
+            # a checkpoint in flight is finished; after an error the other processes may be gone
+            if multihost.count() == 1 or isinstance(error, KeyboardInterrupt):
+                with contextlib.suppress(UserError):  # the first error is raised
+                    self._saved.close()
+        if isinstance(error, KeyboardInterrupt):
+            number = getattr(error, "number", signal.SIGINT)
+            raise Interrupted(f"{str(error) or 'SIGINT'}; {self._resume_hint()}", number) from None
+
+    def _resume_hint(self) -> str:
+        if self._durable is None:
+            return (
+                "no checkpoint was written yet: the same command starts from the beginning in"
+                f" {self.workdir}"
+            )
+        return (
+            f"the same command goes on from {_span(self._durable)} of {self.config.steps}, which is"
+            f" saved in {self._saved.directory}"
+        )
 
 
 def _span(steps: Mapping[str, int]) -> str:

@@ -1,5 +1,5 @@
-"""The workdir of a run: one process at a time, one config, and the files ``config.json`` and
-``result.json``. Of several processes all call the functions here, and the first writes.
+"""The workdir of a run: one process at a time, one config, and its files ``config.json`` and
+``result.json``. Of several processes all call these functions, and the first writes.
 """
 
 import fcntl
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mint_jax import multihost, stamp
+from mint_jax import multihost, nested, stamp
 from mint_jax.errors import UserError
 from mint_jax.files import write_file
 from mint_jax.harness import settings
@@ -107,19 +107,13 @@ def claim(config: TrainingSettings, workdir: Path) -> None:
 def _difference(config: TrainingSettings, file: Path) -> tuple[str, Any, Any] | None:
     """Returns the first setting that a saved config has otherwise, if any, and both values."""
 
-    def flat(tree: Any, path: str = "") -> dict[str, Any]:
-        if not isinstance(tree, dict):
-            return {path.removeprefix("."): tree}
-        return {
-            k: v for name, each in tree.items() for k, v in flat(each, f"{path}.{name}").items()
-        }
-
     if not file.is_file():
         return None
-    old, new = flat(json.loads(file.read_text())), flat(to_json(config))
+    saved = json.loads(file.read_text()), to_json(config)
+    old, new = (dict(nested.leaves_with_path(tree)) for tree in saved)
     for key in sorted(old.keys() | new.keys()):
-        if key.split(".")[0] not in CHANGEABLE and old.get(key) != new.get(key):
-            return key, old.get(key), new.get(key)
+        if key.split("/")[0] not in CHANGEABLE and old.get(key) != new.get(key):
+            return key.replace("/", "."), old.get(key), new.get(key)
     return None
 
 

@@ -155,8 +155,7 @@ def _sample(
     """
     names, decode = list(pool.digests), pool.base.need_tokenizer().decode
     groups = [names[k : k + config.slots] for k in range(0, len(names), config.slots)] or [[]]
-    cache_bytes = int(config.cache_gib * 2**30) or None
-    engine = Engine(pool.base, decode, config.max_rows, cache_bytes=cache_bytes)
+    engine = Engine(pool.base, decode, config.max_rows, cache_bytes=config.cache_bytes)
     progress = Progress("sampling", len(groups))
     out: dict[str, list[Completion]] = {}
     for k, group in enumerate(groups, 1):

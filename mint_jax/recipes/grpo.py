@@ -39,8 +39,6 @@ from mint_jax.train import phases as phases_lib
 from mint_jax.train.batch import Group
 from mint_jax.train.trainer import Trainer
 
-HeldOut = dict[str, tuple[float, list[str]]]  # mean reward and a text of each prompt, by policy
-
 
 def run(config: GrpoSettings, folder: Path) -> dict[str, Any]:
     """Trains, exports and evaluates the policies; returns the result."""
@@ -57,17 +55,14 @@ def run(config: GrpoSettings, folder: Path) -> dict[str, Any]:
             if not run.resumed:
                 say("evaluating the policies on held-out prompts before training")
                 run.notes = {"before": (before := job.evaluate()), "train_s": 0.0}
-                rewards = ", ".join(f"{name} {reward:.3f}" for name, (reward, _) in before.items())
+                rewards = ", ".join(f"{name} {reward:.3f}" for name, reward in before.items())
                 say(f"held-out reward before training: {rewards}")
             busy = train(config, job, run, units)
             revisions = run.close()
             after = job.evaluate()
     rows = run.rows()
     if multihost.is_main():
-        before = run.notes["before"]
-        for name, member in job.members.items():
-            report.completions(name, member.env.held_out, before[name][1], after[name][1], 2)
-        held_out = {name: (before[name][0], after[name][0]) for name in after}
+        held_out = {name: (run.notes["before"][name], after[name]) for name in after}
         report.curves(rows, "reward", folder / "rewards.png", held_out)
     say(f"reward curves: {folder / 'rewards.png'}; revisions: {run.catalog.place}")
     return {
@@ -105,8 +100,7 @@ def train(
                 rows = job.update(scored)  # advantages, pack, gradients, update
                 scores = {}
                 if run.is_eval_step(unit.step):
-                    held_out = job.evaluate(unit.names)
-                    scores = {name: reward for name, (reward, _) in held_out.items()}
+                    scores = job.evaluate(unit.names)
                     for name, score in scores.items():
                         rows[name]["held_out_reward"] = score
                 rewards |= {name: row["reward"] for name, row in rows.items()}
@@ -120,8 +114,8 @@ def train(
 
 
 class ConcurrentGrpo(PolicySampler):
-    """The phases of a step, for any subset of the policies. Of several processes all sample and
-    update; the first draws the prompts and computes rewards.
+    """The phases of a step, for any subset of the policies. All processes sample and update; the
+    first draws the prompts and computes rewards.
     """
 
     def __init__(self, config: GrpoSettings, base: Base):
@@ -166,17 +160,17 @@ class ConcurrentGrpo(PolicySampler):
                 out[name] |= row
         return out
 
-    def evaluate(self, names: Sequence[str] | None = None) -> HeldOut:
-        """Returns the held-out results of policies as they are."""
+    def evaluate(self, names: Sequence[str] | None = None) -> dict[str, float]:
+        """Returns the mean held-out rewards of policies as they are."""
         drawn = self.held_out(list(names or self.members))
 
-        def judge() -> HeldOut:
+        def judge() -> dict[str, float]:
             out = {}
             for name, groups in drawn.items():
                 env = self.members[name].env
                 pairs = [(c, e) for group, e in zip(groups, env.held_out) for c in group]
                 rewards = [scoring.score(name, env, c.text or "", e) for c, e in pairs]
-                out[name] = float(np.mean(rewards)), [group[0].text or "" for group in groups]
+                out[name] = float(np.mean(rewards))
             return out
 
         return multihost.agree("held-out rewards", lambda: self.watch.over(judge))
@@ -201,7 +195,7 @@ def result_row(
     run: TrainingRun,
     name: str,
     rows: list[dict[str, Any]],
-    after: tuple[float, list[str]],
+    after: float,
     digest: str,
     number: int,
 ) -> dict[str, Any]:
@@ -210,8 +204,8 @@ def result_row(
     row = {
         "name": name,
         "rank": job.trainer.policies[name].adapter.rank,
-        "reward_before": round(run.notes["before"][name][0], 4),
-        "reward_after": round(after[0], 4),
+        "reward_before": round(run.notes["before"][name], 4),
+        "reward_after": round(after, 4),
     }
     # out_of_route: share of tokens that the trainer's routers would send elsewhere
     for metric, digits in (("gap", 6), ("out_of_route", 4)):

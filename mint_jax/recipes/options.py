@@ -11,23 +11,22 @@ import numpy as np
 from mint_jax.aot.settings import ScaleUpSettings
 from mint_jax.envs import scoring
 from mint_jax.errors import UserError, choice
-from mint_jax.fields import setting
+from mint_jax.fields import Amount, Count, Natural, Open, Place, setting
 from mint_jax.harness import settings
 from mint_jax.harness.options import (
     BatchSettings,
-    CatalogSettings,
     Dtype,
     EnvSettings,
     MeshSizes,
     PolicySettings,
     Quantised,
     RecipeSettings,
+    SamplerSettings,
     TrainingSettings,
     check_data,
     check_environment,
     need_package,
 )
-from mint_jax.harness.settings import Amount, Count, Natural, Open, Place
 from mint_jax.models import names
 from mint_jax.rollout.ranges import check_ranges
 from mint_jax.train import advantages
@@ -35,8 +34,6 @@ from mint_jax.train.config import KINDS, LossConfig
 
 Shapes = tuple[tuple[int, ...], ...]
 SERVICE_PACKAGES = "starlette pydantic jwt uvicorn google.protobuf zstandard pyrage"
-CACHE_GIB = "largest cache of the sampler, GiB; 0: 1 GiB on a CPU, most free memory elsewhere"
-MAX_ROWS = "rows sampled together"
 MIN_P = "drop tokens less likely than this share of the likeliest; 0: none"
 REWARD_TIMEOUT = "seconds that the reward of one completion may take; 0: no limit"
 
@@ -119,15 +116,14 @@ class HeldOutSettings:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GrpoSettings(TrainingSettings):
+class GrpoSettings(TrainingSettings, SamplerSettings):
     """Settings of GRPO."""
 
     schedule: str = setting("sequential, overlapped or batched sharing of the devices", "batched")
     cohorts: Count = setting("groups of policies that take turns, with schedule batched", 1)
     reward_workers: Count = setting("threads that compute rewards", 4)
     reward_timeout: Amount = setting(REWARD_TIMEOUT, scoring.TIMEOUT_S)
-    max_rows: Count = setting(MAX_ROWS, 256)
-    cache_gib: Amount = setting(CACHE_GIB, 0.0)
+    max_rows: Count = setting("rows sampled together", 256)
     keep_rollouts: Natural = setting("last steps whose rollouts the catalog keeps; 0: none", 8)
     eval: HeldOutSettings = setting("evaluation before and after training", HeldOutSettings())
     router_noise: Amount = setting("std of noise on the trainer's router weights; 0: none", 0.0)
@@ -234,11 +230,9 @@ class LineSampling:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SampleSettings(BatchSettings):
+class SampleSettings(BatchSettings, SamplerSettings):
     """Settings of sampling."""
 
-    max_rows: Count = setting(MAX_ROWS, 64)
-    cache_gib: Amount = setting(CACHE_GIB, 0.0)
     sampling: LineSampling = setting("of lines without settings of their own", LineSampling())
 
 
@@ -250,7 +244,7 @@ class ScoreSettings(BatchSettings):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EvaluateSettings(CatalogSettings):
+class EvaluateSettings(SamplerSettings):
     """Settings of an evaluation."""
 
     env: EnvSettings = setting("environment: held-out examples and rewards")
@@ -259,8 +253,6 @@ class EvaluateSettings(CatalogSettings):
     samples: Count = setting("completions of an example", 4)
     adapters: dict[str, Place] = setting("revision or PEFT directory by label; empty: the base")
     sampling: DrawingSettings = setting("how completions are drawn", DrawingSettings())
-    max_rows: Count = setting(MAX_ROWS, 64)
-    cache_gib: Amount = setting(CACHE_GIB, 0.0)
     slots: Count = setting("adapters of one batch, and on the device at once", 64)
     reward_timeout: Amount = setting(REWARD_TIMEOUT, scoring.TIMEOUT_S)
 
@@ -270,7 +262,7 @@ class EvaluateSettings(CatalogSettings):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ServeSettings(CatalogSettings):
+class ServeSettings(SamplerSettings):
     """Settings of the service."""
 
     host: str = setting("address; beyond loopback it needs keys, and TLS", "127.0.0.1")
@@ -287,8 +279,7 @@ class ServeSettings(CatalogSettings):
     slots: Count = setting("policies in training on the device, for each of ranks", 4)
     adapters: Count = setting("revisions for sampling on the device, for each of ranks", 16)
     shapes: Shapes = setting("blocks, rows, tokens and targets of each step; empty: by device", ())
-    max_rows: Count = setting(MAX_ROWS, 32)
-    cache_gib: Amount = setting(CACHE_GIB, 0.0)
+    max_rows: Count = setting("rows sampled together", 32)
     reuse_decoded: bool = setting("reuse a chat's sampled tokens; rounding may differ", False)
     host_gib: Amount = setting("host memory for idle policies, and again for adapters, GiB", 4.0)
     gap_s: Amount = setting("seconds that decoding rows wait for a training step at most", 0.5)

@@ -17,15 +17,15 @@ from mint_jax import metrics, multihost
 from mint_jax.catalog import rollouts as catalog_rollouts
 from mint_jax.envs.env import Environment, Example
 from mint_jax.errors import UserError
-from mint_jax.harness import adapters, start
-from mint_jax.harness.adapters import JobCatalog
+from mint_jax.harness import start
+from mint_jax.harness.adapters import AdapterSource, JobCatalog
 from mint_jax.harness.start import PolicyData
-from mint_jax.lora.tree import Slot
+from mint_jax.lora.tree import Slot, Stacks
 from mint_jax.models import base as base_lib
 from mint_jax.models import moe
 from mint_jax.models.base import Base
 from mint_jax.recipes.options import GrpoSampling, GrpoSettings
-from mint_jax.residency.pool import ResidentAdapters
+from mint_jax.residency.pool import Pool
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Completion, Request
 from mint_jax.train import advantages
@@ -91,27 +91,25 @@ class PolicySampler:
             tokenizer.decode,
             config.max_rows,
             keep_routes=base.cfg.routed and any(s.replay for s in samplings),
-            cache_bytes=int(config.cache_gib * 2**30) or None,
+            cache_bytes=config.cache_bytes,
             keep_cache=False,
         )
         self.stop_ids, self.tokens = tokenizer.eos_ids, 0
-        # adapters of policies that sample from another one
-        self._fixed, self._resident = dict[str, tuple[str, Slot]](), ResidentAdapters({}, {})
+        # digest and slot of policies that sample from another adapter, and its stacks
+        self._fixed, self._stacks = dict[str, tuple[str, Slot]](), Stacks()
 
     @contextlib.contextmanager
     def sampling_from(self, fixed: dict[str, str], catalog: JobCatalog) -> Iterator[None]:
         """In this block these policies sample from other adapters, by digest or PEFT directory."""
-        names = list(fixed.values())
-        with (
-            adapters.pool_of(self.base, names, catalog, max(1, len(names))) as pool,
-            pool.hold(names) as self._resident,
-        ):
-            slots = self._resident.slots
-            self._fixed = {name: (pool.digests[text], slots[text]) for name, text in fixed.items()}
+        names, source = list(fixed.values()), AdapterSource(self.base, catalog)
+        pool = Pool(self.base, source, names, max(1, len(names)), start.say)
+        with pool, pool.hold(names) as resident:
+            self._fixed = {n: (pool.digests[t], resident.slots[t]) for n, t in fixed.items()}
+            self._stacks = resident.stacks
             try:
                 yield
             finally:
-                self._fixed, self._resident = {}, ResidentAdapters({}, {})
+                self._fixed, self._stacks = {}, {}
 
     def rollout(self, names: Sequence[str], step: int) -> dict[str, Rollout]:
         """Samples the prompts of a step: one engine call for policies that sample themselves, and
@@ -160,17 +158,17 @@ class PolicySampler:
         """Samples rows of policy, prompt, number of completions and seed, in one engine call."""
         requests, out = [], {name: [] for name, *_ in rows}
         for name, prompt, n, seed in rows:
-            named: dict[str, Any] = {"adapter": self.trainer.slots[name]}
-            named["version"] = self.trainer.versions[name]
+            weights: dict[str, Any] = {"version": self.trainer.versions[name]}
+            slot = self.trainer.slots[name]
             if is_fixed:
-                named = dict(zip(("revision", "adapter"), self._fixed[name]))
+                digest, slot = self._fixed[name]
+                weights = {"revision": digest}
             drawing = self.members[name].sampling.drawing
-            own = {"prompt": tuple(prompt), "n": n, "seed": seed, "stop_ids": self.stop_ids}
-            requests.append(Request(**own, **drawing, **named))
-        stacks = self._resident.stacks if is_fixed else self.trainer.stacks
-        results = self.engine.generate(requests, stacks, *finished)
-        for (name, *_), completions in zip(rows, results):
-            out[name].append(completions)
+            how: Any = {"n": n, "seed": seed, "stop_ids": self.stop_ids, **drawing, **weights}
+            requests.append(Request(tuple(prompt), slot, **how))
+        stacks = self._stacks if is_fixed else self.trainer.stacks
+        for (name, *_), some in zip(rows, self.engine.generate(requests, stacks, *finished)):
+            out[name].append(some)
         return out
 
 

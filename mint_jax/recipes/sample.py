@@ -60,8 +60,7 @@ def run(config: SampleSettings, folder: Path) -> dict[str, Any]:
 def sampler(base: Base, config: SampleSettings) -> batch.Program:
     """Returns a program that samples requests of many adapters."""
     decode = base.tokenizer.decode if base.tokenizer is not None else None
-    cache_bytes = int(config.cache_gib * 2**30) or None
-    engine = Engine(base, decode, config.max_rows, cache_bytes=cache_bytes)
+    engine = Engine(base, decode, config.max_rows, cache_bytes=config.cache_bytes)
 
     def prepare(row: batch.Row, where: str) -> Request:
         request = request_of(base, row, vars(config.sampling), where)
@@ -71,14 +70,12 @@ def sampler(base: Base, config: SampleSettings) -> batch.Program:
             raise UserError(f"{where}: {error}") from None
         return request
 
-    def compute(
-        inputs: list[Request], placed: batch.Placed, done: batch.Finished
-    ) -> list[list[Completion]]:
+    def compute(inputs, slots, digests, stacks, done) -> list[list[Completion]]:
         requests = [
             dataclasses.replace(request, adapter=slot, revision=digest)
-            for request, slot, digest in zip(inputs, placed.slots, placed.digests)
+            for request, slot, digest in zip(inputs, slots, digests)
         ]
-        return engine.generate(requests, placed.stacks, finished=done)
+        return engine.generate(requests, stacks, finished=done)
 
     keys = ("id", "adapter", *FORMS, *chat.OF_CHATS, *SETTINGS)
     return batch.Program("prompts", keys, prepare, compute, _to_row)
@@ -107,8 +104,6 @@ def request_of(base: Base, row: batch.Row, defaults: dict[str, Any], where: str)
     completion too.
     """
     given = defaults | {name: row[name] for name in SETTINGS if name in row}
-    if isinstance(given["stop"], str):
-        given["stop"] = (given["stop"],)
     if isinstance(given["json_schema"], dict):
         given["json_schema"] = json.dumps(given["json_schema"])
     given = fields.check(LineOptions, given, where)

@@ -40,10 +40,8 @@ def scorer(base: Base, max_tokens: int) -> batch.Program:
         teacher.check(tokens, where)
         return tokens
 
-    def compute(
-        inputs: list[list[int]], placed: batch.Placed, done: batch.Finished
-    ) -> list[np.ndarray]:
-        return teacher.logprobs(inputs, placed.slots, placed.stacks, done)
+    def compute(inputs, slots, digests, stacks, done) -> list[np.ndarray]:
+        return teacher.logprobs(inputs, slots, stacks, done)
 
     def to_row(tokens: list[int], result: np.ndarray, digest: str | None) -> batch.Row:
         return {"tokens": tokens, "logprobs": [None, *map(float, result)]}

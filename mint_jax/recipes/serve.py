@@ -33,7 +33,7 @@ def sizes_of(config: ServeSettings) -> Any:
         slots=dict.fromkeys(config.ranks, config.slots),
         adapters=dict.fromkeys(config.ranks, config.adapters),
         shapes=[BlockShape(*shape) for shape in config.shapes],
-        cache_bytes=int(config.cache_gib * 2**30) or None,
+        cache_bytes=config.cache_bytes,
         host_bytes=int(config.host_gib * 2**30),
         every=config.snapshot_every,
         every_s=config.snapshot_s,

@@ -35,20 +35,15 @@ Metrics = dict[str, dict[str, float]]  # by policy
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """SFT or DPO.
+    """SFT or DPO."""
 
-    Attributes:
-        to_group: base, row, its place for errors, ``append_eos`` -> a group with weights 1.
-        forms: columns of rows.
-        headline: metric of tables and progress; ``sign`` is 1 where a higher one is better.
-    """
-
+    # base, row, its place for errors, append_eos -> a group with weights 1
     to_group: Callable[[Base, Row, str, bool], Group]
     from_env: Callable[[Sequence[Example]], list[Row]]
-    forms: chat.Forms
+    forms: chat.Forms  # columns of rows
     measure: Callable[[Trainer, dict[str, PolicyData]], Metrics]
-    headline: str
-    sign: int
+    headline: str  # metric of tables and progress
+    sign: int  # 1 where a higher one is better
 
 
 def run(config: SftSettings, folder: Path) -> dict[str, Any]:

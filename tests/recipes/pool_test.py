@@ -9,10 +9,11 @@ import pytest
 
 from mint_jax.catalog.packed import Schema, pack, unpack
 from mint_jax.errors import UserError
-from mint_jax.harness.adapters import JobCatalog, pool_of
+from mint_jax.harness.adapters import AdapterSource, JobCatalog
 from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.peft import write_peft
 from mint_jax.models import hf, transformer
+from mint_jax.residency.pool import Pool
 from tests.configs import run_config
 from tests.recipes.inference_test import ATOL, config_of, read_lines, torch_logprobs, write_lines
 from tests.rollout.score_test import random_adapters
@@ -32,6 +33,10 @@ def stored(rng, tiny_base, tmp_path):
         write_peft(tmp_path / "peft" / name, adapter, config, names)
     with contextlib.closing(place):
         yield place, sorted(adapters), tmp_path / "peft"
+
+
+def pool_of(base, names, place) -> Pool:
+    return Pool(base, AdapterSource(base, place), names, slots=1)
 
 
 def leases(place: JobCatalog) -> int:
@@ -92,7 +97,7 @@ def test_what_was_named_is_served_whatever_becomes_of_the_name(stored, tiny_base
         turns.append(turn.rows)
         return [turn.slots.keys() for _ in turn.rows]
 
-    with pool_of(tiny_base("llama"), names, place, 1) as pool:
+    with pool_of(tiny_base("llama"), names, place) as pool:
         pool.run(retire_all)
         assert pool.digests == digests
     assert len(turns) > 1
@@ -111,7 +116,7 @@ def test_damage_that_shows_on_loading_is_named(stored, tiny_base):
     path.write_bytes(data)
     with (
         pytest.raises(UserError, match=rf"{found.digest[:12]}.*(damaged|corrupt)"),
-        pool_of(tiny_base("llama"), names, place, 1) as pool,
+        pool_of(tiny_base("llama"), names, place) as pool,
     ):
         pool.run(lambda turn: turn.rows)
     assert leases(place) == 0
