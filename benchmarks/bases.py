@@ -9,11 +9,10 @@ from ml_collections import ConfigDict
 
 from mint_jax import mesh as mesh_lib
 from mint_jax.harness import settings, start
-from mint_jax.harness.options import BaseSettings
+from mint_jax.harness.options import BaseSettings, GrpoSettings
 from mint_jax.models.base import Base, random_params
 from mint_jax.models.config import Experts, ModelConfig
 from mint_jax.recipes import grpo
-from mint_jax.recipes.options import GrpoSettings
 
 
 def open_base(config: Any) -> Base:

@@ -32,7 +32,7 @@ from mint_jax import interrupts, recipes
 from mint_jax.errors import UserError
 from mint_jax.harness import settings
 from mint_jax.harness.options import BaseSettings, RecipeSettings
-from mint_jax.recipes import options, reference
+from mint_jax.recipes import reference
 
 FLAG = "--config."
 # configs of an installed wheel
@@ -112,7 +112,7 @@ def load(
     """
     file, _, argument = name.partition(":")
     tree = read_config(Path(file).expanduser(), argument or None).to_dict()
-    cls = options.of_job(dict(changes).get("job", tree.get("job")))
+    cls = recipes.of_job(dict(changes).get("job", tree.get("job")))
     for path, text in changes:
         settings.change(cls, tree, path, text)
     return cls, tree

@@ -6,7 +6,6 @@ from typing import Any
 
 from mint_jax import launch, recipes
 from mint_jax.harness import settings
-from mint_jax.recipes import options
 
 ROOT = Path(__file__).parents[1]
 
@@ -14,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 def read(config: Any) -> Any:
     """Returns frozen settings, of a ConfigDict or a dict where they are not frozen yet."""
     is_tree = isinstance(config, Mapping) or hasattr(config, "to_dict")
-    return options.read(config) if is_tree else config
+    return recipes.read(config) if is_tree else config
 
 
 def load(name: str, *changes: str) -> Any:

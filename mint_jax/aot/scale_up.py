@@ -7,13 +7,14 @@ drawn and saved, and so is the memory of a process that both trains and samples.
 """
 
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from mint_jax import mesh as mesh_lib
+from mint_jax import nested
 from mint_jax import params as params_lib
-from mint_jax.aot import chips, hlo
+from mint_jax.aot import chips
 from mint_jax.aot.chips import GIB
 from mint_jax.aot.measure import TIMES, Measured, colocated, measure
 from mint_jax.aot.programs import Plan
@@ -66,8 +67,9 @@ def run(config: ScaleUpSettings, folder: Path) -> dict[str, Any]:
     if smallest:
         result["tried"] = tried | {name: "fits"}
     head = _head(config, result)
-    columns = ("each device, one call", *(m.program for m in measured), together.program)
-    report.table("\n".join(head), columns, rows(measured, together, config.margin))
+    shown = [*measured, together]
+    columns = ("each device, one call", *(m.program for m in shown))
+    report.table("\n".join(head), columns, rows(shown, config.margin))
     say(NOTE)
     for one in result["kernels_passed_over"]:
         say("{op}: {implementation} was passed over {times} times: {reason}".format(**one))
@@ -148,45 +150,15 @@ def _head(config: ScaleUpSettings, result: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def rows(measured: Sequence[Measured], together: Measured, margin: float) -> list[tuple[str, ...]]:
-    """Returns a row of the table for each quantity; a refused program has dashes."""
-
-    def sent(kind: str, m: Measured) -> str:
-        if kind not in m.counts:
-            return "0"
-        least = "≥ " if kind in m.least else ""
-        return f"{least}{int(m.counts[kind])}: {least}{_number(m.sent[kind] / 1e9)} GB"
-
-    memory: dict[str, Callable[[Measured], str]] = {
-        "fits": lambda m: "yes" if m.fits(margin) else "does not fit",
-        "needs, of HBM, GiB": lambda m: f"{_number(m.total / GIB)} / {m.hbm / GIB:.1f}",
-        "free HBM, %": lambda m: _number(100 * m.free),
-        "arguments, GiB": lambda m: _number(m.arguments / GIB),
-        "temporaries, GiB": lambda m: _number(m.temporaries / GIB),
-    }
-    used = [kind for kind in hlo.COLLECTIVES if any(kind in m.counts for m in measured)]
-    work: dict[str, Callable[[Measured], str]] = {
-        "outputs - aliased, GiB": lambda m: (
-            f"{_number(m.outputs / GIB)} - {_number(m.aliased / GIB)}"
-        ),
-        "TFLOP": lambda m: _number(m.flops / 1e12),
-        "HBM traffic, at least, GB": lambda m: _number(m.hbm_bytes / 1e9),
-        **{kind: lambda m, kind=kind: sent(kind, m) for kind in used},
-        "compute, ms": lambda m: _number(1e3 * m.compute_s),
-        "memory, ms": lambda m: _number(1e3 * m.memory_s),
-        "links, ms": lambda m: _number(1e3 * m.links_s),
-        "bound": lambda m: m.bound,
-        "compiled in, s": lambda m: f"{m.compile_s:.0f}",
-    }
-    return [(name, *map(value, (*measured, together))) for name, value in memory.items()] + [
-        (name, *("-" if m.refused else value(m) for m in measured), "-")
-        for name, value in work.items()
-    ]
+def rows(measured: Sequence[Measured], margin: float) -> list[tuple[Any, ...]]:
+    """Returns a row of the table for each quantity, named as in ``result.json``."""
+    found = [dict(nested.leaves_with_path(m.json(margin))) for m in measured]
+    names = dict.fromkeys(name for each in found for name in each)
+    return [(name, *(_shown(each.get(name, "-")) for each in found)) for name in names]
 
 
-def _number(value: float) -> str:
-    """Formats three digits."""
-    return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
+def _shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, int | float) else str(value)
 
 
 def picture(title: Sequence[str], measured: Sequence[Measured], path: Path) -> None:

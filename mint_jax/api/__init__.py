@@ -21,7 +21,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from mint_jax import launch
+from mint_jax import launch, recipes
 from mint_jax import mesh as mesh_lib
 from mint_jax.api.evaluation import Evaluation
 from mint_jax.api.inputs import as_seed
@@ -30,7 +30,6 @@ from mint_jax.api.store import Store, Stored, open
 from mint_jax.errors import UserError
 from mint_jax.harness.options import RecipeSettings
 from mint_jax.models import base as base_lib
-from mint_jax.recipes import options
 
 __all__ = [
     "Evaluation",
@@ -79,7 +78,7 @@ def config(job: str, **values: Any) -> RecipeSettings:
         UserError: a job or setting is unknown, or a required setting is missing. See
             ``docs/settings.md``.
     """
-    return options.read({"job": job, **values})
+    return recipes.read({"job": job, **values})
 
 
 def read_config(name: str | Path, **changes: Any) -> RecipeSettings:
@@ -92,7 +91,7 @@ def read_config(name: str | Path, **changes: Any) -> RecipeSettings:
             has the wrong type.
     """
     _, tree = launch.load(str(name))
-    return options.read(_merged(tree, changes))
+    return recipes.read(_merged(tree, changes))
 
 
 def _merged(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -34,9 +34,7 @@ LEASE_S = 86400.0  # of payloads that wait for their turn; renewed while turns g
 
 
 class Named(NamedTuple):
-    """The revision of a name at the time of its look-up. ``finite``: all its weights were checked
-    by the catalog.
-    """
+    """The revision of a name at its look-up; ``finite``: the catalog has checked all weights."""
 
     policy: str
     number: int
@@ -72,9 +70,7 @@ class JobCatalog:
         return self._catalog
 
     def load(self, name: str) -> tuple[np.ndarray, Named]:
-        """Returns the packed object of a name, verified, in every process. Raises ``UserError`` for
-        an unknown name or damaged bytes.
-        """
+        """Returns the packed object of a name, verified; refuses unknown names, damaged bytes."""
 
         def resolve() -> list:
             found = self.main.resolve(name)

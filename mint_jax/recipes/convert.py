@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from mint_jax.harness import workdir
+from mint_jax.harness.options import ConvertSettings
 from mint_jax.harness.start import bytes_progress
 from mint_jax.models import base as base_lib
 from mint_jax.models import hf, layout
-from mint_jax.recipes.options import ConvertSettings
 
 
 def run(config: ConvertSettings, folder: Path) -> dict[str, Any]:

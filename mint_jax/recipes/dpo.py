@@ -10,17 +10,17 @@ import numpy as np
 
 from mint_jax.data import chat
 from mint_jax.envs.env import Example
+from mint_jax.harness.options import DpoSettings
 from mint_jax.harness.start import PolicyData
 from mint_jax.models.base import Base
 from mint_jax.recipes import sft
-from mint_jax.recipes.options import DpoSettings
 from mint_jax.train.batch import Group
 from mint_jax.train.trainer import Trainer
 
 
 def run(config: DpoSettings, folder: Path) -> dict[str, Any]:
     """Trains every policy of the config; returns the result."""
-    return sft.train_on_answers(config, folder, DPO)
+    return sft.run(config, folder, DPO)
 
 
 def to_group(base: Base, row: dict[str, Any], where: str, append_eos: bool) -> Group:

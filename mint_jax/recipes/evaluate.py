@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,8 +21,8 @@ from mint_jax.envs import scoring
 from mint_jax.errors import UserError
 from mint_jax.harness import report, start, workdir
 from mint_jax.harness.adapters import AdapterSource, JobCatalog, Named, catalog_of
+from mint_jax.harness.options import EvaluateSettings, GrpoSampling
 from mint_jax.metrics import Progress
-from mint_jax.recipes.options import EvaluateSettings, GrpoSampling
 from mint_jax.residency.pool import Pool
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Completion, Request
@@ -31,8 +31,7 @@ from mint_jax.rollout.score import Scorer
 BASE = ""  # name of the bare base among adapters
 # least rounding of a log-probability: 2**-17 and 2**-8
 LEAST = {"float32": 1e-5, "bfloat16": 4e-3}
-# a mean over hundreds of tokens varies little, a largest row is one draw from a tail
-WHOLE, WORST = 4.0, 8.0
+TIMES = 8.0  # a largest row is one draw from a tail
 
 
 def run(config: EvaluateSettings, folder: Path) -> dict[str, Any]:
@@ -70,8 +69,10 @@ def run(config: EvaluateSettings, folder: Path) -> dict[str, Any]:
         for label, text in config.adapters.items():
             if not (found := agreements[text]).holds:
                 raise UserError(
-                    f"{label!r} ({text or 'the base'}): {found}; nothing is recorded: find which of"
-                    " the two serves another adapter"
+                    f"{label!r} ({text or 'the base'}): log-probabilities of a row of a shared"
+                    f" batch are off by {found.worst_row_error:.2g} nats from those of the adapter"
+                    f" loaded alone, {found.may_be:.2g} may be rounding; nothing is recorded: find"
+                    " which of the two serves another adapter"
                 )
         paired = [example for example in examples for _ in range(n)]
 
@@ -89,7 +90,7 @@ def run(config: EvaluateSettings, folder: Path) -> dict[str, Any]:
         rows = []
         for label, text in config.adapters.items():
             row = {"name": label, "adapter": text, "revision": pool.digests.get(text)}
-            row |= _statistics(rewards[label]) | dataclasses.asdict(agreements[text])
+            row |= _statistics(rewards[label]) | agreements[text]._asdict()
             rows.append(row | {"sampling": samplings[text], "samples": n})
             if catalog is not None and text in source.revisions:
                 revision, score = str(source.revisions[text]), float(np.mean(rewards[label]))
@@ -202,29 +203,18 @@ def _errors(
     return out
 
 
-@dataclasses.dataclass(frozen=True)
-class Agreement:
-    """Root mean square of a batch's log-probabilities minus the adapter's own, nats, over all
-    tokens and of the worst row, with the rounding that each may have.
+class Agreement(NamedTuple):
+    """Root mean square of a row's sampled log-probabilities minus those of the adapter loaded
+    alone, nats, of the worst row; ``may_be``: as much may be rounding.
     """
 
-    error: float
-    error_may_be: float
     worst_row_error: float
-    worst_row_error_may_be: float
+    may_be: float
 
     @property
     def holds(self) -> bool:
         """True where the score may be recorded."""
-        worst = self.worst_row_error <= self.worst_row_error_may_be
-        return worst and self.error <= self.error_may_be
-
-    def __str__(self) -> str:
-        return (
-            f"the log-probabilities of a shared batch are off by {self.error:.2g} nats from those"
-            f" of the adapter loaded alone ({self.error_may_be:.2g} may be rounding), those of its"
-            f" worst row by {self.worst_row_error:.2g} ({self.worst_row_error_may_be:.2g} may)"
-        )
+        return self.worst_row_error <= self.may_be  # not for NaN
 
 
 def check(errors: Mapping[str, Sequence[np.ndarray]], dtype: str) -> dict[str, Agreement]:
@@ -233,11 +223,10 @@ def check(errors: Mapping[str, Sequence[np.ndarray]], dtype: str) -> dict[str, A
     Sampler and scorer round differently. The measure of that is the smallest error of an adapter or
     the base, which has no slot to be mistaken. Another adapter differs by tenths of a nat.
     """
-    whole, worst = {}, {}
-    for text, rows in errors.items():  # NaN stays NaN, and does not hold
-        whole[text] = math.sqrt(np.mean(np.square(np.concatenate(rows))))
-        worst[text] = math.sqrt(np.max([np.mean(np.square(row)) for row in rows]))
-    least = LEAST[dtype]
-    may_be = WHOLE * max(least, np.nanmin([*whole.values(), np.inf]))
-    worst_may_be = WORST * max(least, np.nanmin([*worst.values(), np.inf]))
-    return {t: Agreement(whole[t], may_be, worst[t], worst_may_be) for t in errors}
+    worst = {
+        text: math.sqrt(np.max([np.mean(np.square(row)) for row in rows]))
+        for text, rows in errors.items()
+    }
+    least = min([error for error in worst.values() if not math.isnan(error)], default=0.0)
+    may_be = TIMES * max(LEAST[dtype], least)
+    return {text: Agreement(error, may_be) for text, error in worst.items()}

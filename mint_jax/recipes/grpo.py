@@ -21,10 +21,10 @@ from mint_jax import host, multihost
 from mint_jax.data.buckets import ShapeBook
 from mint_jax.envs import scoring
 from mint_jax.harness import report, start
+from mint_jax.harness.options import GrpoSampling, GrpoSettings
 from mint_jax.harness.start import say
 from mint_jax.harness.training import TrainingRun
 from mint_jax.models.base import Base
-from mint_jax.recipes.options import GrpoSampling, GrpoSettings
 from mint_jax.recipes.rollouts import (
     PolicySampler,
     Rollout,

@@ -9,7 +9,7 @@ from typing import Any
 
 from mint_jax.harness import settings
 from mint_jax.harness.options import RecipeSettings
-from mint_jax.recipes.options import OF_JOB
+from mint_jax.recipes import SETTINGS
 
 HEAD = """# Settings
 
@@ -19,8 +19,7 @@ A setting without a default must be given. `(not set)` means that the job decide
 Dots join sections, as on the command line: `--config.checkpoint.every=5`.
 Benchmarks declare theirs in `configs/bench/` and `configs/sweeps/`.
 
-Generated from `mint_jax/harness/options.py`, `mint_jax/recipes/options.py` and
-`mint_jax/aot/settings.py`.
+Generated from `mint_jax/harness/options.py` and `mint_jax/aot/settings.py`.
 """  # noqa: E501
 TABLE = "| setting | default | type | meaning |\n| --- | --- | --- | --- |"
 
@@ -40,7 +39,7 @@ def usage(cls: type[RecipeSettings], tree: dict[str, Any]) -> str:
 
 def summary(job: str) -> str:
     """Returns the first paragraph of a recipe's docstring."""
-    folder = OF_JOB[job].folder
+    folder = SETTINGS[job].folder
     doc = importlib.import_module(f"mint_jax.{folder}.{job}").__doc__ or ""
     return doc.split("\n\n")[0].strip().replace("\n", " ")
 
@@ -50,7 +49,7 @@ def page() -> str:
     are in a table of their own.
     """
     jobs: dict[str, list[str]] = {}  # of a row
-    for job, cls in OF_JOB.items():
+    for job, cls in SETTINGS.items():
         for path, kind, value, line in settings.describe(cls, {}):
             usual = "(not set)" if value is None else f"`{value!r}`"
             cells = f"`{path}`", "" if value is settings.UNSET else usual, str(kind), line
@@ -60,8 +59,8 @@ def page() -> str:
     head, rule = TABLE.split("\n")
     parts = [HEAD, "## Settings of several jobs", "", f"{head} jobs |", f"{rule} --- |"]
     for row, having in shared.items():
-        parts.append(f"{row} {'all' if len(having) == len(OF_JOB) else ', '.join(having)} |")
-    for job in OF_JOB:
+        parts.append(f"{row} {'all' if len(having) == len(SETTINGS) else ', '.join(having)} |")
+    for job in SETTINGS:
         own = [row for row, having in jobs.items() if having == [job]]
         parts += ["", f"## {job}", "", summary(job), *(["", TABLE, *own] if own else [])]
     return "\n".join(parts) + "\n"

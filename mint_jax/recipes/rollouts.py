@@ -19,12 +19,12 @@ from mint_jax.envs.env import Environment, Example
 from mint_jax.errors import UserError
 from mint_jax.harness import start
 from mint_jax.harness.adapters import AdapterSource, JobCatalog
+from mint_jax.harness.options import GrpoSampling, GrpoSettings
 from mint_jax.harness.start import PolicyData
 from mint_jax.lora.tree import Slot, Stacks
 from mint_jax.models import base as base_lib
 from mint_jax.models import moe
 from mint_jax.models.base import Base
-from mint_jax.recipes.options import GrpoSampling, GrpoSettings
 from mint_jax.residency.pool import Pool
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Completion, Request

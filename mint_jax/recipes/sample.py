@@ -18,8 +18,8 @@ from mint_jax import fields
 from mint_jax.data import chat
 from mint_jax.errors import UserError
 from mint_jax.harness import batch
+from mint_jax.harness.options import LineSampling, SampleSettings
 from mint_jax.models.base import Base
-from mint_jax.recipes.options import LineSampling, SampleSettings
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Completion, Request
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from mint_jax.harness import batch
+from mint_jax.harness.options import ScoreSettings
 from mint_jax.models.base import Base
-from mint_jax.recipes.options import ScoreSettings
 from mint_jax.rollout.score import Scorer
 
 

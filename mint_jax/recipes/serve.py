@@ -15,9 +15,9 @@ from typing import Any
 from mint_jax import host
 from mint_jax.errors import UserError
 from mint_jax.harness import start, workdir
+from mint_jax.harness.options import ServeSettings
 from mint_jax.harness.workdir import WorkdirLock
 from mint_jax.metrics import Progress
-from mint_jax.recipes.options import ServeSettings
 from mint_jax.train.config import BlockShape
 
 # for a server that is still opening when it is stopped; its records are then as after a kill

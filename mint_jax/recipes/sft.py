@@ -20,10 +20,10 @@ from mint_jax.envs import env as env_lib
 from mint_jax.envs.env import Example
 from mint_jax.errors import UserError
 from mint_jax.harness import report, start
+from mint_jax.harness.options import DataSettings, DpoSettings, SftSettings
 from mint_jax.harness.start import PolicyData, say
 from mint_jax.harness.training import TrainingRun
 from mint_jax.models.base import Base
-from mint_jax.recipes.options import DataSettings, DpoSettings, SftSettings
 from mint_jax.rollout.score import Scorer
 from mint_jax.train.batch import Group, TrainSequence
 from mint_jax.train.trainer import Trainer
@@ -46,14 +46,11 @@ class Task:
     sign: int  # 1 where a higher one is better
 
 
-def run(config: SftSettings, folder: Path) -> dict[str, Any]:
-    """Trains every policy of the config; returns the result."""
-    return train_on_answers(config, folder, SFT)
-
-
-def train_on_answers(config: SftSettings | DpoSettings, folder: Path, task: Task) -> dict[str, Any]:
-    """Trains, exports and measures the policies; returns the result."""
-    began = time.monotonic()
+def run(
+    config: SftSettings | DpoSettings, folder: Path, task: Task | None = None
+) -> dict[str, Any]:
+    """Trains, exports and measures every policy of the config; returns the result."""
+    began, task = time.monotonic(), task or SFT
     rows = {name: rows_of(policy.data, task) for name, policy in config.policies.items()}
     with TrainingRun(config, folder) as run:
         base = start.open_base(config)
@@ -71,8 +68,8 @@ def train_on_answers(config: SftSettings | DpoSettings, folder: Path, task: Task
     found = []
     for name, (digest, number) in revisions.items():
         row = {"name": name, "rank": trainer.policies[name].adapter.rank}
-        for when, values in (("before", run.notes["before"][name]), ("after", after[name])):
-            row |= {f"{key}_{when}": round(value, 4) for key, value in values.items()}
+        for when, values in (("before", run.notes["before"]), ("after", after)):
+            row |= {f"{key}_{when}": round(value, 4) for key, value in values[name].items()}
         row |= {"adapter_bytes": run.adapter_bytes(name), "revision": digest, "number": number}
         found.append(row)
     if multihost.is_main():

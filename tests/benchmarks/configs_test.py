@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import bases, launch, sweep
+from benchmarks import launch, sweep
 from benchmarks.sweeps import runner
-from mint_jax.harness.options import BaseSettings
-from mint_jax.recipes.options import GrpoSettings
+from mint_jax.harness.options import BaseSettings, GrpoSettings
 from tests.benchmarks import commands
 
 ROOT = Path(__file__).parents[2]
@@ -88,9 +87,3 @@ def test_the_small_size_runs(name, tmp_path):
     assert all(one["who"] in page for one in report["references"])
     assert report["pictures"]
     assert all((tmp_path / picture).stat().st_size > 5_000 for picture in report["pictures"])
-
-
-def test_a_base_is_opened_from_a_config_with_one_setting_changed():
-    """As the engine's default size does, whose base is in blocks."""
-    config = launch.load(f"{ROOT / 'configs' / 'bench' / 'engine'}.py:ci")
-    assert bases.open_base({**config, "as_stored": False}).weights == "float32"

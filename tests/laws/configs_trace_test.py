@@ -23,8 +23,7 @@ from mint_jax.models import base as base_lib
 from mint_jax.models import config as config_lib
 from mint_jax.models import transformer
 from mint_jax.models.base import DTYPES
-from mint_jax.recipes import dpo, grpo, sample, serve, sft
-from mint_jax.recipes.options import OF_JOB
+from mint_jax.recipes import SETTINGS, dpo, grpo, sample, serve, sft
 from mint_jax.rollout import device, plans
 from mint_jax.rollout.engine import BLOCKS
 from mint_jax.rollout.request import Request
@@ -105,7 +104,7 @@ def training_groups(config, base):
 @pytest.mark.parametrize("name", NAMES)
 def test_config_loads_and_is_whole(name):
     config = load(name)
-    assert config.job in OF_JOB
+    assert config.job in SETTINGS
     assert getattr(config, "dtype", "float32") in base_lib.DTYPES
     if hasattr(config, "mesh") and config.job != "scale_up":  # whose mesh is that of a pod
         mesh.make_mesh(vars(config.mesh), jax.devices()[:1])

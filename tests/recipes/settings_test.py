@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from mint_jax import launch
+from mint_jax import launch, recipes
 from mint_jax.errors import UserError
 from mint_jax.harness import settings
-from mint_jax.recipes import options, reference
+from mint_jax.recipes import reference
 
 ROOT = Path(__file__).parents[2]
 TEN_LINES = """
@@ -126,9 +126,9 @@ def test_an_argument_that_nobody_takes_is_refused(own, tmp_path):
         launch.load(str(ROOT / "configs" / "quickstart.py") + ":cii")
 
 
-@pytest.mark.parametrize("job", options.OF_JOB)
+@pytest.mark.parametrize("job", recipes.SETTINGS)
 def test_every_setting_has_a_line(job):
-    found = list(settings.describe(options.of_job(job), {}))
+    found = list(settings.describe(recipes.of_job(job), {}))
     assert [line.path for line in found if not line.help] == []
 
 

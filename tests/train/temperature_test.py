@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from mint_jax import params as params_lib
+from mint_jax.harness.options import GrpoSampling
 from mint_jax.lora import tree
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.models import transformer
 from mint_jax.recipes.grpo import rollout_groups
-from mint_jax.recipes.options import GrpoSampling
 from mint_jax.recipes.rollouts import Rollout
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Completion, Request
