@@ -137,6 +137,16 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         "GlmMoeDsaConfig",
         _LATENT | _EXPERTS | _INDEXER | {"indexer_types": ["full", "shared", "full"]},
     ),
+    "glm4": (
+        "Glm4MoeConfig",
+        {name: value for name, value in _EXPERTS.items() if "group" not in name}
+        | {"attention_bias": True, "use_qk_norm": True, "tie_word_embeddings": False},
+    ),
+    "glm4_lite": (
+        "Glm4MoeLiteConfig",
+        {name: value for name, value in (_LATENT | _EXPERTS).items() if "dense" not in name}
+        | {"n_group": 1, "topk_group": 1},
+    ),
     # Widths that the kernels of TPUs serve.
     "qwen3_moe_wide": (
         "Qwen3MoeConfig",

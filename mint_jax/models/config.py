@@ -263,6 +263,18 @@ _GLM |= {"num_hidden_layers": 78, "num_attention_heads": 64, "num_key_value_head
 _GLM |= {"q_lora_rank": 2048, "v_head_dim": 256, "qk_nope_head_dim": 192, "n_group": 1}
 _GLM |= {"topk_group": 1, "max_position_embeddings": 202752, "rms_norm_eps": 1e-5}
 _GLM |= {"index_n_heads": 32, "indexer_types": None}
+_GLM4 = {"vocab_size": 151552, "intermediate_size": 10944, "moe_intermediate_size": 1408}
+_GLM4 |= {"num_hidden_layers": 46, "num_attention_heads": 96, "num_key_value_heads": 8}
+_GLM4 |= {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "attention_bias": False}
+_GLM4 |= {"num_experts_per_tok": 8, "n_shared_experts": 1, "n_routed_experts": 128}
+_GLM4 |= {"routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1}
+_GLM4 |= {"first_k_dense_replace": 1, "norm_topk_prob": True, "use_qk_norm": False}
+_GLM4_LITE = {"vocab_size": 154880, "hidden_size": 2048, "intermediate_size": 10240}
+_GLM4_LITE |= {"moe_intermediate_size": 1536, "num_hidden_layers": 47, "num_attention_heads": 20}
+_GLM4_LITE |= {"num_key_value_heads": 20, "n_routed_experts": 64, "routed_scaling_factor": 1.8}
+_GLM4_LITE |= {"q_lora_rank": 768, "v_head_dim": 256, "qk_nope_head_dim": 192, "n_group": 1}
+_GLM4_LITE |= {"topk_group": 1, "num_experts_per_tok": 4, "max_position_embeddings": 202752}
+_GLM4_LITE |= {"rms_norm_eps": 1e-5, "mlp_layer_types": None}
 _QWEN3_5 = {"vocab_size": 248320, "hidden_size": 4096, "intermediate_size": 12288}
 _QWEN3_5 |= {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256}
 _QWEN3_5 |= {"attention_bias": False, "layer_types": None}
@@ -308,6 +320,7 @@ class Family:
     only: dict[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)  # beyond ONLY
     qk_norm: bool = False
     qkv_bias: bool = False  # whatever ``attention_bias`` says
+    o_bias: bool = True  # ``attention_bias`` is of the output projection too
     any_head_dim: bool = True  # latent attention: a ``head_dim`` must be the rotary width
     shared_indexers: bool = False  # some layers reuse the choice of the one before
     gated_attention: bool = False
@@ -343,6 +356,16 @@ FAMILIES = {  # `architectures` entry ->
         _INDEXED | _GLM,
         _LATENT_ONLY | {"indexer_rope_interleave": (None, True)},
         shared_indexers=True,
+    ),
+    "Glm4MoeForCausalLM": Family(  # GLM-4.5 to 4.7
+        "glm4_moe", _GROUPED | _GLM4, o_bias=False, rotary=0.5
+    ),
+    "Glm4MoeLiteForCausalLM": Family(  # GLM-4.7-Flash
+        "glm4_moe_lite",
+        {name: value for name, value in _LATENT.items() if name != "first_k_dense_replace"}
+        | _GLM4_LITE,
+        _LATENT_ONLY | {"rope_interleave": (True,)},
+        any_head_dim=False,
     ),
     "Qwen3_5ForCausalLM": Family(
         "qwen3_5_text", _GROUPED | _QWEN3_5, {"attn_output_gate": (None, True)}, **_HYBRID
@@ -538,10 +561,13 @@ def _experts(given: dict[str, Any], fields: _Fields, shared_gate: bool) -> Exper
     return experts
 
 
-def _dense_layers(fields: _Fields, layers: int) -> int:
+def _dense_layers(fields: _Fields, known: dict[str, Any], layers: int) -> int:
     """Returns the number of layers without experts, which must be the first ones."""
-    types = fields.get("mlp_layer_types")
-    dense = types.count("dense") if types else fields.number("first_k_dense_replace")
+    types = fields["mlp_layer_types"] if "mlp_layer_types" in known else None
+    if types:
+        dense = types.count("dense")
+    else:
+        dense = fields.number("first_k_dense_replace") if "first_k_dense_replace" in known else 1
     _require(
         not types or types == ["dense"] * dense + ["sparse"] * (layers - dense),
         f"mlp_layer_types is {types}; expected {layers} entries, 'dense' and then 'sparse'",
@@ -588,10 +614,11 @@ def from_hf(given: dict[str, Any]) -> ModelConfig:
     )
     if "num_experts_per_tok" in known:
         experts = _experts(given, fields, "shared_expert_intermediate_size" in known)
+    if known.keys() & {"first_k_dense_replace", "mlp_layer_types"}:
+        dense = _dense_layers(fields, known, layers)
     if "kv_lora_rank" in known:
         widths = "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"
         latent = Latent(fields.or_zero("q_lora_rank"), *map(fields.number, widths))
-        dense = _dense_layers(fields, layers)
         _require(
             family.any_head_dim or fields["head_dim"] in (None, latent.rope),
             f"head_dim is {fields['head_dim']}; expected none, or qk_rope_head_dim {latent.rope}",
@@ -618,9 +645,9 @@ def from_hf(given: dict[str, Any]) -> ModelConfig:
         theta,
         scaling,
         fields.number("rms_norm_eps", float),
-        qk_norm=family.qk_norm,
+        qk_norm=family.qk_norm or ("use_qk_norm" in known and bool(fields["use_qk_norm"])),
         qkv_bias=bias or family.qkv_bias,
-        o_bias=bias,
+        o_bias=bias and family.o_bias,
         mlp_bias="mlp_bias" in known and bool(fields["mlp_bias"]),
         tie_embeddings=bool(fields["tie_word_embeddings"]),
         context=fields.number("max_position_embeddings"),

@@ -103,7 +103,8 @@ LAYER_NAMES: dict[str, dict[str, str]] = {
     "qwen3_5_text": _DELTA,
     "qwen3_5_moe_text": _DELTA | _SHARED,
     "qwen3_next": _DELTA | _SHARED | _JOINT,
-    "deepseek_v3": _LATENT | _MOE,
+    "glm4_moe": _DECODER | _MOE,
+    **dict.fromkeys(("deepseek_v3", "glm4_moe_lite"), _LATENT | _MOE),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), _SPARSE | _MOE),
 }
 # Prefixes of tensors of other media and of multi-token prediction, which text does not pass through

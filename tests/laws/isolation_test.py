@@ -194,7 +194,7 @@ def test_a_policy_of_the_same_batch_changes_no_bit_of_the_others(family, tiny_ba
     Company(tiny_base(family), rng).check(EXTREMES)
 
 
-SPARSE = ("qwen3_moe", "deepseek_v3", "moonlight", "deepseek_v32", "glm")
+SPARSE = ("qwen3_moe", "deepseek_v3", "moonlight", "deepseek_v32", "glm", "glm4", "glm4_lite")
 
 
 @pytest.mark.slow

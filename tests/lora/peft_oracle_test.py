@@ -75,6 +75,8 @@ def logits_and_gradients(params, stacks, tokens_BT, pull_BTV, cfg, blocks, base_
         pytest.param("qwen3_5_moe", EXPERTS, marks=pytest.mark.long),
         # experts chosen group by group, shared ones, and a dense layer
         pytest.param("deepseek_v3", EXPERTS, marks=pytest.mark.long),
+        pytest.param("glm4", EXPERTS, marks=pytest.mark.long),
+        pytest.param("glm4_lite", EXPERTS, marks=pytest.mark.long),
         pytest.param("deepseek_v3_dense", LATENT, marks=pytest.mark.long),
     ],
 )

@@ -135,6 +135,8 @@ TINY = {
     "qwen3_5_text": SMALL | SMALL_STATES,
     **dict.fromkeys(("qwen3_5_moe_text", "qwen3_next"), SMALL | SMALL_STATES | SMALL_SHARED),
     "deepseek_v3": SMALL | SMALL_LATENT,
+    "glm4_moe": SMALL | SMALL_EXPERTS | {"n_routed_experts": 8},
+    "glm4_moe_lite": SMALL | SMALL_LATENT | {"n_group": 1},
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), SMALL | SMALL_LATENT | SMALL_INDEXER),
 }
 # Field that the forward pass does not depend on -> a value that is no default.
