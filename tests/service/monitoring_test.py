@@ -1,23 +1,19 @@
 """Metrics, health and state of a server."""
 
 import asyncio
-import collections
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
-from prometheus_client import CollectorRegistry, Metric
+from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.applications import Starlette
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from mint_jax.residency.metrics import Metrics
 from mint_jax.service import monitoring
-from mint_jax.service.costs import Cost
 from mint_jax.service.gate import Gate, Limits
 from mint_jax.service.keys import Keys, add
-from pallas_kernels import dispatch
 
 
 def send(app, *requests):
@@ -43,9 +39,9 @@ def series(app, **headers):
     }
 
 
-def app_of(keys=None, limits=None, server=None):
-    server = server or SimpleNamespace(metrics=CollectorRegistry())
-    server.readiness = lambda: {"status": "ready"}
+def app_of(keys=None, limits=None):
+    ready = {"status": "ready"}
+    server: Any = SimpleNamespace(metrics=CollectorRegistry(), readiness=lambda: ready)
 
     async def echo(request):
         return Response(await request.body())
@@ -89,42 +85,6 @@ def test_requests_are_counted_by_template_and_status(tmp_path, rng):
     )
     more = series(app, **{"x-api-key": secret}).keys() - found.keys()
     assert all("GET /metrics" in str(one) for one in more), "no client adds a series"
-
-
-def test_collectors_show_current_values(monkeypatch):
-    fallen = {
-        dispatch.Fall("slot_lora", "cpu", "cpu", 'rows are "bfloat16"'): 3,
-        dispatch.Fall("op", "x", "tpu", "no"): 1,
-    }
-    monkeypatch.setattr(dispatch, "fallen", collections.Counter(fallen))
-    kinds, gaps = collections.Counter(prefills=3), collections.deque([0.1] * 98 + [0.2, 7.0])
-    monkeypatch.setattr(monitoring, "adapters", lambda *_: Metric("none", "", "gauge"))
-    server: Any = SimpleNamespace(
-        metrics=CollectorRegistry(),
-        engine=SimpleNamespace(counts=kinds),
-        live=SimpleNamespace(counts={}),
-        durable=SimpleNamespace(gaps=gaps),
-        costs=SimpleNamespace(since_start=lambda: {"a": Cost(decode_s=0.5)}),
-        residency=None,
-        weights=SimpleNamespace(names_of=None),
-    )
-    residency = Metrics(server.metrics)
-    server.metrics.register(monitoring.Collector(server))
-    app, _ = app_of(server=server)
-    residency.joined.inc(4)
-    kinds.update(("prefills", "decodes"))
-    found = series(app)
-    assert found[("mint_engine_prefills_total",)] == 4
-    assert found[("mint_engine_decodes_total",)] == 1
-    assert found[("mint_residency_joined_total",)] == 4
-    assert found["mint_device_seconds_total", ("kind", "decode"), ("tenant", "a")] == 0.5
-    expected = {"0.5": 0.1, "0.95": 0.1, "0.99": 0.2, "1.0": 7.0}
-    assert {q: found["mint_decode_gap_seconds", ("quantile", q)] for q in expected} == expected
-    labels = ("implementation", "cpu"), ("op", "slot_lora"), ("reason", 'rows are "bfloat16"')
-    passed = {k: v for k, v in found.items() if k[0] == "mint_kernels_passed_over_total"}
-    assert passed == {("mint_kernels_passed_over_total", *labels): 3}
-    gaps.clear()
-    assert not [name for name, *_ in series(app) if name == "mint_decode_gap_seconds"]
 
 
 def test_health_responds_under_full_load(tmp_path):
