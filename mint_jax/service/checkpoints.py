@@ -244,11 +244,7 @@ class Checkpoints:
             )
         if (file := next(kept.parent.glob(f"{kept.name}-*"), None)) is None:
             with self.reading(call.tenant, call.path) as row:
-                if row.details["base"] != self.base.fingerprint:
-                    raise UserError(
-                        f"{call.path} is of base {row.details['base'][:12]}, this is"
-                        f" {self.base.fingerprint[:12]}: load it where its own is"
-                    )
+                self.need_base(row)
                 file = kept.with_name(f"{kept.name}-{row.digest}")
                 files.link(self._file(row.digest), file)
         data, digest = file.read_bytes(), file.name.removeprefix(f"{kept.name}-")
@@ -264,14 +260,17 @@ class Checkpoints:
 
     # sampling
 
-    def digest(self, tenant: str, path: str) -> str:
-        """Returns the digest of a path to sample. Raises ``NotFound`` or ``UserError``."""
+    def sampled(self, tenant: str, path: str, published: bool = True) -> Checkpoint:
+        """Returns the row of a path to sample. Raises ``NotFound`` or ``UserError``."""
         where = parse(path)
         if where.kind != "sampler_weights":
             raise UserError(
                 f"{path[:200]} cannot be sampled; save_weights_for_sampler makes paths that can"
             )
-        return self.book.checkpoint(tenant, *where, published=True).digest
+        return self.book.checkpoint(tenant, *where, published=published)
+
+    def digest(self, tenant: str, path: str) -> str:
+        return self.sampled(tenant, path).digest
 
     def add_sampler(self, session: str, number: int, tenant: str, path: str) -> Sampler:
         """Returns a session's sampler of a path's weights, created unless it exists."""
@@ -279,6 +278,14 @@ class Checkpoints:
             return self.book.add_sampler(session, number, tenant, path, row.digest)
 
     # REST
+
+    def need_base(self, row: Checkpoint) -> None:
+        """Raises ``UserError`` for a checkpoint of another base."""
+        if (base := row.details["base"]) != self.base.fingerprint:
+            raise UserError(
+                f"{row.path} is of base {base[:12]}, this is {self.base.fingerprint[:12]}: load it"
+                " where its own is"
+            )
 
     def config(self, row: Checkpoint) -> AdapterConfig:
         fields = row.details["config"]

@@ -47,7 +47,10 @@ async def interpolate(server: Server, request: Request) -> Response:
     if body.output_path is not None:
         name = checkpoints.check_name(body.output_path)
     # the sum goes to the model of the first source, which must be the tenant's own
-    rows = [_source(server, tenant, path, published=i > 0) for i, path in enumerate(paths)]
+    find = server.checkpoints.sampled
+    rows = [find(tenant, path, published=i > 0) for i, path in enumerate(paths)]
+    for row in rows:
+        server.checkpoints.need_base(row)
     answer, _ = server.answers.begin(group_of(tenant, rows[0].model), None, digest)
 
     def end() -> None:
@@ -58,21 +61,6 @@ async def interpolate(server: Server, request: Request) -> Response:
 
     future = {"request_id": answer.id, "model_id": rows[0].model}
     return JSONResponse(future, background=BackgroundTask(end))
-
-
-def _source(server: Server, tenant: str, path: str, published: bool) -> Checkpoint:
-    """Returns the row of sampler weights of this base."""
-    where = checkpoints.parse(path)
-    if where.kind != "sampler_weights":
-        raise UserError(
-            f"{path} is no path of sampler weights; save_weights_for_sampler makes them"
-        )
-    row = server.book.checkpoint(tenant, *where, published=published)
-    if row.details["base"] != server.base.fingerprint:
-        raise UserError(
-            f"{path} is of another base, {row.details['base'][:12]}: sum adapters of {server.name}"
-        )
-    return row
 
 
 def _make(

@@ -32,6 +32,7 @@ SIZES = Sizes(
 YEARS = 10 * 365 * 86400.0
 WAIT_S = 60.0
 CONFIG = AdapterConfig(1, 2.0, ("q",))
+KINDS = ("weights", "sampler_weights")
 
 
 @pytest.fixture
@@ -63,6 +64,12 @@ def model_of(server: Server) -> tuple[str, str]:
     return session, server.book.add_model(session, 0, "default", {"rank": 1, "nbytes": 0}).id
 
 
+def run(server: Server, model: str, *calls) -> tuple[list[str], list]:
+    """Sends a model's first requests; returns their ids and results."""
+    ids = [server.durable.submit(model, n, call).result() for n, call in enumerate(calls, 1)]
+    return ids, [result_of(server.durable, id, WAIT_S) for id in ids]
+
+
 @pytest.mark.parametrize("seconds", [-YEARS, YEARS])
 def test_a_stop_ends_no_session_and_loses_no_accepted_request(serve, jump, seconds):
     """However long it was by the clock of the machine. What was accepted before is done, and its
@@ -71,9 +78,8 @@ def test_a_stop_ends_no_session_and_loses_no_accepted_request(serve, jump, secon
     with serve().running() as server:
         session, model = model_of(server)
         assert server.tenancy.is_open("default", session)
-        ids = [server.durable.submit(model, 1, Create(CONFIG)).result()]
-        ids += [server.durable.submit(model, n, Save("weights", f"s{n}")).result() for n in (2, 3)]
-        results = [result_of(server.durable, id, WAIT_S) for id in ids]
+        saves = Save("weights", "s2"), Save("weights", "s3")
+        ids, results = run(server, model, Create(CONFIG), *saves)
         assert None not in results
         server.durable.futures.delivered(ids[1])
         late = server.durable.submit(model, 5, Save("weights", "s5")).result()
@@ -99,40 +105,36 @@ def test_a_stop_ends_no_session_and_loses_no_accepted_request(serve, jump, secon
 def test_a_clock_that_is_set_while_a_server_runs_changes_nothing(serve, jump, seconds):
     with serve().running() as server:
         session, model = model_of(server)
-        for number, call in enumerate((Create(CONFIG), Save("weights", "a", ttl_s=3600)), 1):
-            id = server.durable.submit(model, number, call).result()
-            path = result_of(server.durable, id, WAIT_S).get("path")
+        saved = Save("weights", "a", ttl_s=3600)
+        (_, id), (_, result) = run(server, model, Create(CONFIG), saved)
         link = server.links.make("digest/name")
         server.durable.futures.delivered(id)
         jump(seconds)
         server.maintain()
         assert server.tenancy.is_open("default", session)
-        assert result_of(server.durable, id) == {"path": path}
-        assert server.book.checkpoint("default", model, "weights", "a").path == path
+        assert result_of(server.durable, id) == result
+        row = server.book.checkpoint("default", model, "weights", "a")
+        assert result == {"path": row.path}
         assert server.links.key_of(link) == "digest/name"
         second = server.book.open_session("default", {})
         assert [one.id for one in server.book.sessions("default", 10, 0)] == [second, session]
 
 
 def test_answers_that_ended_after_a_restart_are_behind_a_cursor_from_before(serve, jump):
-    """A client polls a group on with the cursor that it has; the clock may be behind what it
-    was.
-    """
+    """A client polls a group on with the cursor that it has; the clock may go back."""
 
-    async def ended(server, cursor):
+    async def polled(server, cursor):
         answer, _ = server.answers.begin("group", None, "")
         server.answers.end(answer, "value")
         found, cursor = await server.answers.wait_group("group", cursor, 0.0)
-        return [one.id for one in found] == [answer.id], cursor
+        assert [one.id for one in found] == [answer.id]
+        return cursor
 
-    with serve().running() as server:
-        told, cursor = asyncio.run(ended(server, 0))
-        assert told
-    for by in (-YEARS, YEARS):
+    cursor = 0
+    for by in (0, -YEARS, YEARS):
         jump(by)
         with serve().running() as server:
-            told, cursor = asyncio.run(ended(server, cursor))
-            assert told
+            cursor = asyncio.run(polled(server, cursor))
     assert cursor < 2**53, "clients may hold it as a float"
 
 
@@ -161,42 +163,12 @@ def update(rng):
     return ForwardBackward(data, coefs("cross_entropy")), Optim(OptimizerConfig(0.05))
 
 
-class Sender:
-    """Sends requests of one model in order; ``refused`` are those that had no number."""
-
-    def __init__(self, server, model):
-        self.server, self.model, self.number = server, model, 0
-        self.accepted: dict[int, str] = {}
-        self.results: dict[int, object] = {}
-        self.reasons: list[str] = []
-        self.refused: list = []
-
-    def send(self, call, wait_s=WAIT_S):
-        if self.refused:  # its number is free still, and those behind it would wait for it
-            self.refused.append(call)
-            return
-        try:
-            id = self.server.durable.submit(self.model, self.number + 1, call).result()
-        except DatabaseFailed as reason:
-            self.reasons.append(str(reason))
-            self.refused.append(call)
-            return
-        self.number += 1
-        self.accepted[self.number] = id
-        self.hear(self.number, wait_s)
-
-    def hear(self, number, wait_s=WAIT_S):
-        """Keeps a result; of a failure that is no mistake of the client its reason."""
-        try:
-            result = result_of(self.server.durable, self.accepted[number], wait_s)
-        except RuntimeError as reason:
-            self.reasons.append(result := str(reason))
-        if result is not None:
-            self.results[number] = result
-
-    def paths(self):
-        found = [one for one in self.results.values() if isinstance(one, dict) and "path" in one]
-        return [one["path"] for one in found]
+def ended(server, id, wait_s=WAIT_S):
+    """Returns a result, or the reason of a failure that is no mistake of the client."""
+    try:
+        return result_of(server.durable, id, wait_s)
+    except RuntimeError as reason:
+        return str(reason)
 
 
 def wait_until(done):
@@ -217,50 +189,53 @@ def test_after_a_full_disk_training_continues_with_everything_acknowledged(
     def save(kind, name):
         return Save(kind, name, metadata=notes)
 
+    ids, refused, reasons = [], [], []
+
+    def send(calls, wait_s=WAIT_S):
+        for call in calls:
+            try:
+                ids.append(server.durable.submit(model, len(ids) + 1, call).result())
+                ended(server, ids[-1], wait_s)
+            except DatabaseFailed as reason:
+                reasons.append(str(reason))
+                refused.append(call)
+
     with serve(every=1).running() as server:
         _, model = model_of(server)
-        sender = Sender(server, model)
-        for one in (Create(CONFIG), *update(rng), save("weights", "before")):
-            sender.send(one)
-        assert len(sender.results) == 4
+        send([Create(CONFIG), *update(rng), save("weights", "before")])
         assert server.trouble() == ""
         with full_disk(server, call):
             saves = save("weights", "full"), save("sampler_weights", "full")
-            for one in (*update(rng), *saves, *update(rng)):
-                sender.send(one, 0.5)
+            send([*update(rng), *saves, *update(rng)], 0.5)
             if call == "database":
-                assert sender.refused
+                assert refused
                 assert "disk is full" in server.trouble()
                 assert server.trouble(sampling=True) == ""
             with contextlib.suppress(UserError):
                 server.book.open_session("default", {"note": notes})
             server.maintain()
         wait_until(lambda: not server.trouble())
-        for number in sender.accepted.keys() - sender.results.keys():
-            sender.hear(number)
-        assert sender.results.keys() == sender.accepted.keys()
-        assert sender.reasons, "a request was refused, or a checkpoint could not be kept"
-        for reason in sender.reasons:
+        reasons += [one for one in (ended(server, id) for id in ids) if isinstance(one, str)]
+        assert reasons, "a request was refused, or a checkpoint could not be kept"
+        for reason in reasons:
             assert any(words in reason for words in ("No space left", "disk is full")), reason
-        refused, sender.refused = sender.refused, []
-        late, count = (save("weights", "after"), save("sampler_weights", "after")), sender.number
-        for one in (*refused, *update(rng), *late):
-            sender.send(one)
-        new = {number: one for number, one in sender.results.items() if number > count}
-        assert len(new) == len(refused) + 4
-        assert not [one for one in new.values() if isinstance(one, str)]
+        again, count, late = refused.copy(), len(ids), (save(kind, "after") for kind in KINDS)
+        refused.clear()
+        send([*again, *update(rng), *late])
+        assert not refused
+        results = [ended(server, id) for id in ids]
+        assert not [one for one in results[:4] + results[count:] if isinstance(one, str)]
         state = held_of(server, model)
         assert state.steps == 4
-        saved = sender.paths()
+        saved = [one["path"] for one in results if isinstance(one, dict) and "path" in one]
         names = ("weights/before", "weights/after", "sampler_weights/after")
         assert {f"tinker://{model}/{name}" for name in names} <= set(saved)
         server.maintain()
     with serve(every=1).running() as server:
         assert server.trouble() == ""
         same_parts(held_of(server, model), state)
-        for number, id in sender.accepted.items():
-            if not isinstance(sender.results[number], str):
-                assert result_of(server.durable, id, WAIT_S) is not None
+        for id, result in zip(ids, results):
+            assert isinstance(result, str) or result_of(server.durable, id, WAIT_S) is not None
         for number, path in enumerate(saved):
             if "/weights/" in path:
                 kept = server.folder / f"kept{number}"
@@ -274,12 +249,12 @@ def test_a_load_survives_the_deletion_of_its_checkpoint_before_a_snapshot(serve,
     with serve().running() as server:
         (_, one), (_, other) = model_of(server), model_of(server)
         path = f"tinker://{one}/weights/x"
-        monkeypatch.setattr(
-            Snapshot, "write", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "no space"))
-        )
-        for number, call in enumerate((Create(CONFIG, 7), Save("weights", "x")), 1):
-            id = server.durable.submit(one, number, call).result()
-            result_of(server.durable, id, WAIT_S)
+
+        def refuse(*_):
+            raise OSError(errno.ENOSPC, "no space")
+
+        monkeypatch.setattr(Snapshot, "write", refuse)
+        run(server, one, Create(CONFIG, 7), Save("weights", "x"))
         loaded = server.durable.submit(other, 1, Load(path, True, "default")).result()
         assert result_of(server.durable, loaded, WAIT_S) == {"path": path}
         expected = held_of(server, one)
@@ -310,15 +285,11 @@ def test_saves_of_a_policy_are_kept_in_their_order_and_a_load_follows_them(serve
         calls: list = [Create(CONFIG)]
         calls += [Save("weights", "x", overwrite=True, metadata={"turn": turn}) for turn in (1, 2)]
         calls.append(Load(path, True, "default"))
-        ids = [
-            server.durable.submit(model, number, call).result()
-            for number, call in enumerate(calls, 1)
-        ]
-        assert [result_of(server.durable, id, WAIT_S) for id in ids[1:]] == [{"path": path}] * 3
+        _, results = run(server, model, *calls)
+        assert results[1:] == [{"path": path}] * 3
         assert starts == [{"turn": 1}, {"turn": 2}]
-        assert server.book.checkpoint("default", model, "weights", "x").details["metadata"] == {
-            "turn": 2
-        }
+        row = server.book.checkpoint("default", model, "weights", "x")
+        assert row.details["metadata"] == {"turn": 2}
 
 
 def test_a_policy_that_is_forgotten_on_a_full_disk_leaves_a_folder_that_opens(
@@ -330,12 +301,7 @@ def test_a_policy_that_is_forgotten_on_a_full_disk_leaves_a_folder_that_opens(
     monkeypatch.setattr(server_db, "RETRY_S", 0.05)
     with serve(every=1).running() as server:
         session, model = model_of(server)
-        done = [
-            server.durable.submit(model, n, call).result()
-            for n, call in ((1, Create(CONFIG)), (2, Save("weights", "x")))
-        ]
-        for id in done:
-            result_of(server.durable, id, WAIT_S)
+        run(server, model, Create(CONFIG), Save("weights", "x"))
         snapshot = path_of(server.durable.snapshots.states, model)
         wait_until(snapshot.exists)
         server.book.end_session(session)
