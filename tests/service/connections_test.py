@@ -25,24 +25,6 @@ async def size(request):
     return PlainTextResponse(str(len(await request.body())))
 
 
-class Endless:
-    """A stream that goes on until nobody reads it."""
-
-    def __init__(self):
-        self.ended = threading.Event()
-
-    async def __call__(self, request):
-        async def parts():
-            try:
-                while True:
-                    await asyncio.sleep(0)
-                    yield b"x" * 65536
-            finally:
-                self.ended.set()
-
-        return StreamingResponse(parts())
-
-
 @contextlib.contextmanager
 def serving(app, **limits):
     """The port of a server of the app, in a thread."""
@@ -64,18 +46,26 @@ def serving(app, **limits):
 
 
 @pytest.fixture(scope="module")
-def endless():
-    return Endless()
+def ended():
+    """Set once nobody reads the stream at ``/endless``."""
+    return threading.Event()
 
 
 @pytest.fixture(scope="module")
-def port(endless):
-    app = Starlette(
-        routes=[
-            Route("/api/v1/asample", size, methods=["POST"]),
-            Route("/endless", endless.__call__),
-        ]
-    )
+def port(ended):
+    async def endless(request):
+        async def parts():
+            try:
+                while True:
+                    await asyncio.sleep(0)
+                    yield b"x" * 65536
+            finally:
+                ended.set()
+
+        return StreamingResponse(parts())
+
+    sizes = Route("/api/v1/asample", size, methods=["POST"])
+    app = Starlette(routes=[sizes, Route("/endless", endless)])
     gate = Gate(app, None, Limits(body_bytes=1 << 20, body_s=BODY_S))
     with serving(gate, head_s=HEAD_S, stall_s=STALL_S) as port:
         yield port
@@ -143,10 +133,10 @@ def test_slow_heads_and_bodies_are_cut_while_others_are_served(port):
     assert served > 0
 
 
-def test_a_client_that_does_not_read_is_cut(port, endless):
+def test_a_client_that_does_not_read_is_cut(port, ended):
     with connected(port) as connection:
         connection.sendall(b"GET /endless HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        assert endless.ended.wait(30)
+        assert ended.wait(30)
 
 
 GET, EVIL = b"GET /endless HTTP/1.1\r\nHost: ", b"evil.example\r\n"

@@ -18,13 +18,13 @@ from mint_jax.lora.tree import AdapterConfig
 from mint_jax.service import server_db
 from mint_jax.service.server import Server, Sizes
 from mint_jax.service.snapshots import Snapshot, path_of
-from mint_jax.service.training_calls import Create, ForwardBackward, Load, Optim, Save
-from mint_jax.train.state import OptimizerConfig
+from mint_jax.service.training_calls import Create, Load, Save
 from tests.disks import FullDatabase
 from tests.residency.clock import Clock
+from tests.service.checkpoints_test import update
 from tests.service.conftest import result_of
 from tests.service.tinker_training_test import same_parts
-from tests.train.live_test import SHAPES, coefs, random_data
+from tests.train.live_test import SHAPES
 
 SIZES = Sizes(
     slots={2: 1}, adapters={2: 1}, shapes=SHAPES, max_rows=8, host_bytes=1 << 26, session_s=3600.0
@@ -156,11 +156,6 @@ def full_disk(server, call):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, call, refuse)
         yield
-
-
-def update(rng):
-    data = random_data(rng, "cross_entropy")
-    return ForwardBackward(data, coefs("cross_entropy")), Optim(OptimizerConfig(0.05))
 
 
 def ended(server, id, wait_s=WAIT_S):
