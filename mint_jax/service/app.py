@@ -60,7 +60,7 @@ def make(
         hosts: see ``Gate``.
         openai_limits: refuse what OpenAI's API refuses beyond the engine.
     """
-    server.metrics.register(monitoring.Collector(server))  # type: ignore[arg-type]
+    server.metrics.register(monitoring.PartsCollector(server))
     browsers, openai = Browsers(keys), OpenAI(server, openai_limits)
     parts = [kind(server) for kind in (Tinker, Sampling, Rest)]
     tokens = Tokens() if keys is None else keys.tokens
@@ -76,8 +76,10 @@ def make(
         *console_routes(server, browsers, openai),
     ]
     app = Starlette(routes=routes, exception_handlers=HANDLERS | {HTTPException: unrouted})
-    gate = Gate(app, keys, limits, quotas=server.quotas, browsers=browsers, hosts=hosts)
-    return monitoring.measured(gate, server.metrics)
+    metrics = monitoring.HttpMetrics(server.metrics)
+    gate = Gate(app, keys, limits, server.quotas, browsers, hosts, metrics)
+    metrics.in_flight.set_function(gate.in_flight.total)
+    return gate
 
 
 async def exchange(tokens: Tokens, request: Request) -> Response:

@@ -294,16 +294,9 @@ class Checkpoints:
     def copy(self, tenant: str, source: str, model: str, request: str, ttl_s: int | None) -> str:
         """Returns the path of a copy that belongs to another model; bytes are shared."""
         with self.reading(tenant, source) as row:
-            made = dataclasses.replace(
-                row,
-                model=model,
-                tenant=tenant,
-                request=request,
-                # a sampler checkpoint's revision stays in the source's policy
-                details=row.details | {"policy": row.policy},
-                **self._lifetime(ttl_s),
-                public=False,
-            )
+            # its details name the source's policy, which has a sampler checkpoint's revision
+            new = {"model": model, "tenant": tenant, "request": request, "public": False}
+            made = dataclasses.replace(row, **new, **self._lifetime(ttl_s))
             self.add(made, lambda: None, 0 if row.tenant == tenant else row.nbytes)
         return made.path
 

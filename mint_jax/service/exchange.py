@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 import traceback
 from typing import Any
 
@@ -71,12 +72,14 @@ class Reply:
     def __init__(self, send: Any, id: str, openai: bool):
         self._send, self.id, self._openai = send, id, openai
         self.status = self.bytes = 0
+        self.first_byte: float | None = None  # on the clock of ``perf_counter``
 
     async def __call__(self, message: Any) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             headers = [one for one in message["headers"] if one[0].lower() != b"x-request-id"]
             message = {**message, "headers": [*headers, (b"x-request-id", self.id.encode())]}
+            self.first_byte = time.perf_counter()
         self.bytes += len(message.get("body", b""))
         await self._send(message)
 

@@ -28,6 +28,7 @@ from mint_jax.service.console.sessions import Browsers, covers, sign_in_first
 from mint_jax.service.endpoints import TABLE, Endpoint
 from mint_jax.service.exchange import Left, Refusal, Reply, Source, path_of, replay, values
 from mint_jax.service.keys import SCOPES, Keys
+from mint_jax.service.monitoring import HttpMetrics
 from mint_jax.service.quotas import Quotas
 from mint_jax.service.tokens import is_token
 from mint_jax.service.validation import off_loop
@@ -139,8 +140,9 @@ class Gate:
         quotas: Quotas | None = None,
         browsers: Browsers | None = None,
         hosts: Iterable[str] = (),
+        metrics: HttpMetrics | None = None,
     ):
-        self.app, self.keys, self.browsers = app, keys, browsers
+        self.app, self.keys, self.browsers, self._metrics = app, keys, browsers, metrics
         self.limits, self.quotas = limits or Limits(), quotas or Quotas()
         self.hosts = check_hosts(hosts)
         self.in_flight: collections.Counter[str] = collections.Counter()  # by tenant
@@ -156,8 +158,8 @@ class Gate:
         started, client, path = time.perf_counter(), Client(), path_of(scope)
         reply = Reply(send, _request_id(scope["headers"]), path.startswith(_OPENAI))
         source = Source(receive)
+        endpoint = TABLE.find(scope["method"], path)
         try:
-            endpoint = TABLE.find(scope["method"], path)
             # an absolute URI, whose host would count in place of the header's, or `*`
             if not path.startswith("/"):
                 expected = "'/...', and the host in Host"
@@ -189,6 +191,8 @@ class Gate:
             log.exception("request %s failed", reply.id)
             await reply.refuse(Refusal(500, f"internal error, request {reply.id}"), close=False)
         finally:
+            if self._metrics is not None:
+                self._metrics.record(endpoint, source, reply, started)
             line = {"id": reply.id, "tenant": client.tenant, "key": client.key}
             line |= {"method": scope["method"], "path": _masked(path)[:200]}
             line |= {"status": reply.status or 499, "bytes_in": source.bytes}

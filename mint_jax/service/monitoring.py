@@ -6,7 +6,6 @@ client can add a series. Counts that other parts keep are read by collectors whe
 
 import collections
 import contextlib
-import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,16 +21,17 @@ from prometheus_client import (
     generate_latest,
 )
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from mint_jax.errors import UserError
 from mint_jax.residency.residency import Residency
 from mint_jax.service.costs import BASE, COUNTED, KINDS
-from mint_jax.service.endpoints import TABLE
-from mint_jax.service.exchange import path_of
+from mint_jax.service.endpoints import Endpoint
+from mint_jax.service.exchange import Reply, Source
 from mint_jax.service.server import Server
 from mint_jax.service.validation import CostsQuery, query_of
 from pallas_kernels import dispatch
@@ -41,51 +41,32 @@ QUANTILES = (0.5, 0.95, 0.99, 1.0)
 MAX_POLICIES = 200  # shown in ``/debug/state``; the busiest first
 
 
-def measured(app: Any, registry: CollectorRegistry) -> Any:
-    """Returns an ASGI app that measures another one; wrap the gate, to count its refusals."""
+class HttpMetrics:
+    """Metrics of requests, which the gate records, by route template; ``other`` without one."""
 
-    def make(kind: Any, name: str, help: str, *labels: str, **more: Any) -> Any:
-        return kind(f"mint_http_{name}", help, ("route", *labels), registry=registry, **more)
+    def __init__(self, registry: CollectorRegistry):
+        def make(kind: Any, name: str, help: str, *labels: str, **more: Any) -> Any:
+            return kind(f"mint_http_{name}", help, labels, registry=registry, **more)
 
-    requests = make(Counter, "requests", "Completed requests.", "status")
-    help = "Request to end of response."
-    seconds = make(Histogram, "seconds", help, "status", buckets=SECONDS)
-    help = "Request to start of response."
-    first_byte = make(Histogram, "first_byte_seconds", help, buckets=SECONDS)
-    in_flight = make(Gauge, "in_flight", "Requests in flight.")
-    received_bytes = make(Counter, "received_bytes", "Bytes of request bodies.")
-    sent_bytes = make(Counter, "sent_bytes", "Bytes of response bodies.")
+        help, buckets = "Request to end of response.", {"buckets": SECONDS}
+        self._seconds = make(Histogram, "seconds", help, "route", "status", **buckets)
+        help = "Request to start of response."
+        self._first_byte = make(Histogram, "first_byte_seconds", help, "route", **buckets)
+        self._requests = make(Counter, "requests", "Completed requests.", "route", "status")
+        self._received = make(Counter, "received_bytes", "Bytes of request bodies.", "route")
+        self._sent = make(Counter, "sent_bytes", "Bytes of response bodies.", "route")
+        self.in_flight = make(Gauge, "in_flight", "Requests in flight, long polls left out.")
 
-    async def call(scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
-            await app(scope, receive, send)
-            return
-        found = TABLE.find(scope["method"], path_of(scope))
-        route = "other" if found is None else f"{scope['method']} {found.path}"
-        received, sent = received_bytes.labels(route), sent_bytes.labels(route)
-        began, status = time.perf_counter(), "499"  # the client disconnected before a response
-
-        async def counted_receive() -> Any:
-            message = await receive()
-            received.inc(len(message.get("body", b"")))
-            return message
-
-        async def counted_send(message: Any) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = str(message["status"])
-                first_byte.labels(route).observe(time.perf_counter() - began)
-            sent.inc(len(message.get("body", b"")))
-            await send(message)
-
-        with in_flight.labels(route).track_inprogress():
-            try:
-                await app(scope, counted_receive, counted_send)
-            finally:
-                requests.labels(route, status).inc()
-                seconds.labels(route, status).observe(time.perf_counter() - began)
-
-    return call
+    def record(self, endpoint: Endpoint | None, source: Source, reply: Reply, began: float) -> None:
+        """Records a request that has ended; ``began`` is on the clock of ``perf_counter``."""
+        route = "other" if endpoint is None else f"{endpoint.method} {endpoint.path}"
+        status = str(reply.status or 499)  # 499: the client left before a response
+        self._requests.labels(route, status).inc()
+        self._seconds.labels(route, status).observe(time.perf_counter() - began)
+        if reply.first_byte is not None:
+            self._first_byte.labels(route).observe(reply.first_byte - began)
+        self._received.labels(route).inc(source.bytes)
+        self._sent.labels(route).inc(reply.bytes)
 
 
 def routes(server: Server) -> list[Route]:
@@ -96,14 +77,14 @@ def routes(server: Server) -> list[Route]:
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     async def health(_: Request) -> Response:
-        return _json({"status": "ok"})
+        return JSONResponse({"status": "ok"})
 
     async def ready(_: Request) -> Response:
         found = server.readiness()
-        return _json(found, 200 if found["status"] == "ready" else 503)
+        return JSONResponse(found, 200 if found["status"] == "ready" else 503)
 
     async def state(_: Request) -> Response:
-        return await run_in_threadpool(lambda: _json(state_of(server)))
+        return await run_in_threadpool(lambda: JSONResponse(state_of(server)))
 
     async def costs(request: Request) -> Response:
         query = query_of(CostsQuery, request)
@@ -112,15 +93,15 @@ def routes(server: Server) -> list[Route]:
         wanted = query.by, query.tenant, query.limit + 1, query.offset
         found = await run_in_threadpool(server.costs.listed, *wanted)
         page = [{query.by: name} | cost.to_json() for name, cost in found.items()]
-        return _json({"costs": page[: query.limit], "has_more": len(page) > query.limit})
+        return JSONResponse({"costs": page[: query.limit], "has_more": len(page) > query.limit})
 
     shown: dict[str, Any] = {"/metrics": metrics, "/health": health, "/ready": ready}
     shown |= {"/debug/state": state, "/admin/costs": costs}
     return [Route(path, endpoint, methods=["GET"]) for path, endpoint in shown.items()]
 
 
-class Collector:
-    """Metrics that a server's parts keep, collected at each scrape by Prometheus' registry."""
+class PartsCollector(Collector):
+    """Metrics that a server's parts keep, read at each scrape."""
 
     def __init__(self, server: Server):
         self._server = server
@@ -249,7 +230,3 @@ def _policies(server: Server) -> dict[str, dict[str, Any]]:
         )
         one["sampling"] += count
     return found
-
-
-def _json(value: Any, status: int = 200) -> Response:
-    return Response(json.dumps(value) + "\n", status, media_type="application/json")

@@ -8,7 +8,7 @@ move aliases with scope train. Another tenant's policy gets the same error as a 
 import urllib.parse
 from collections.abc import Awaitable, Callable, Iterator
 from types import SimpleNamespace
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from starlette.requests import Request
@@ -114,14 +114,6 @@ class PolicyQuery(Body):
     done: str = ""
 
 
-class VisiblePolicy(NamedTuple):
-    """A policy that a visitor may see: exported (``record``), trained here (``model``), or both."""
-
-    name: str
-    record: PolicyRecord | None
-    model: Model | None
-
-
 def policies(visit: Visit) -> Response:
     """Shows a page of policies that match a search."""
     query, catalog = visit.fields(PoliciesQuery), visit.server.catalog
@@ -139,15 +131,14 @@ def policies(visit: Visit) -> Response:
 
 
 def policy(visit: Visit) -> Response:
-    policy, query = _find(visit), visit.fields(PolicyQuery)
-    record = policy.record
+    (name, record, model), query = _find(visit), visit.fields(PolicyQuery)
     values: dict[str, Any] = {
-        "name": policy.name,
+        "name": name,
         "record": record,
-        "model": policy.model,
-        "may_move": record is not None and record.state == "active" and _may_move(visit, policy),
+        "model": model,
+        "may_move": record is not None and record.state == "active" and _may_move(visit, name),
         "done": query.done,
-        "curves": _curves(visit.server, policy),
+        "curves": _curves(visit.server, record, model),
     }
     if record is not None:
         catalog, name, newest = visit.server.catalog, record.policy, record.revisions + 1
@@ -170,8 +161,10 @@ def policy(visit: Visit) -> Response:
     return visit.page("policy.html", values)
 
 
-def _find(visit: Visit) -> VisiblePolicy:
-    """Returns the policy of a path. Raises ``NotFound``."""
+def _find(visit: Visit) -> tuple[str, PolicyRecord | None, Model | None]:
+    """Returns the name of a path's policy, its record if it was exported, and its model if it was
+    trained here. Raises ``NotFound``.
+    """
     name, server = visit.path["policy"], visit.server
     record = model = None
     parsed = found_or_none(names.parse_policy, name)
@@ -180,7 +173,7 @@ def _find(visit: Visit) -> VisiblePolicy:
         record = found_or_none(server.catalog.policy, name)
     if record is None and model is None:
         raise NotFound(f"there is no policy {visit.path['policy'][:200]!r}")
-    return VisiblePolicy(name, record, model)
+    return name, record, model
 
 
 def _ancestors(visit: Visit, record: PolicyRecord) -> Iterator[tuple[str, str]]:
@@ -196,10 +189,12 @@ def _ancestors(visit: Visit, record: PolicyRecord) -> Iterator[tuple[str, str]]:
         record = visit.server.catalog.policy(policy)
 
 
-def _curves(server: Server, policy: VisiblePolicy) -> dict[str, dict[str, Any]]:
+def _curves(
+    server: Server, record: PolicyRecord | None, model: Model | None
+) -> dict[str, dict[str, Any]]:
     """Returns charts by name: x, y, the unit of x, and a description for screen readers."""
-    points = [] if policy.model is None else server.curves.of(policy.model.id)
-    rollouts = [] if policy.record is None else server.catalog.rollouts(policy.name, ROLLOUTS)[::-1]
+    points = [] if model is None else server.curves.of(model.id)
+    rollouts = [] if record is None else server.catalog.rollouts(record.policy, ROLLOUTS)[::-1]
     updates = [number for number, _ in points]
     charts = {
         "loss": (updates, [point.loss for _, point in points], "update"),
@@ -230,29 +225,27 @@ def rollback(visit: Visit) -> Response:
 
 def _moved(visit: Visit, done: str, move: Callable[..., Any], *revision: int) -> Response:
     """Moves an alias, for a reason, unless it has moved since the page was made."""
-    policy = _find(visit)
-    if not _may_move(visit, policy):
-        raise Forbidden(
-            f"moving an alias of {policy.name!r} needs scope admin, or train and its tenant:"
-            " use another key"
-        )
-    if policy.record is None:
-        raise UserError(f"policy {policy.name!r} has no revision yet: save one first")
+    name, record, _ = _find(visit)
+    if not _may_move(visit, name):
+        needed = "needs scope admin, or train and its tenant: use another key"
+        raise Forbidden(f"moving an alias of {name!r} {needed}")
+    if record is None:
+        raise UserError(f"policy {name!r} has no revision yet: save one first")
     alias, why = visit.form.get("alias", "").strip(), visit.form.get("why", "").strip()
     if not why:
         raise UserError("the reason is empty: say why, for those who read the log")
     version = visit.form.get("version")
-    for one in visit.server.catalog.aliases(policy.name):
+    for one in visit.server.catalog.aliases(name):
         if one.name == alias and version not in (None, str(one.version)):
             raise UserError(
                 f"alias {alias!r} was moved to revision {one.number} meanwhile: look at it again"
             )
-    move(policy.name, *revision, alias, by=f"{visit.tenant} in the console", why=why)
-    return visit.to(f"{ROOT}/policies/{urllib.parse.quote(policy.name)}?done={done}")
+    move(name, *revision, alias, by=f"{visit.tenant} in the console", why=why)
+    return visit.to(f"{ROOT}/policies/{urllib.parse.quote(name)}?done={done}")
 
 
-def _may_move(visit: Visit, policy: VisiblePolicy) -> bool:
-    owner, _ = names.parse_policy(policy.name)
+def _may_move(visit: Visit, policy: str) -> bool:
+    owner, _ = names.parse_policy(policy)
     return visit.may("admin") or (visit.may("train") and owner == visit.tenant)
 
 
