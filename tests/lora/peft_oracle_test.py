@@ -83,8 +83,11 @@ def logits_and_gradients(params, stacks, tokens_BT, pull_BTV, cfg, blocks, base_
 def test_logits_and_gradients_of_a_mixed_batch_match_peft_policy_by_policy(
     family, configs, rng, tiny_base, hf_dirs, tmp_path
 ):
+    compare(tiny_base(family), hf_dirs(family), configs, rng, tmp_path)
+
+
+def compare(base, directory, configs, rng, tmp_path):
     """Two rows of each adapter, in the order of rank buckets, and two of the bare base."""
-    base, directory = tiny_base(family), hf_dirs(family)
     names, _ = tables(base)
     adapters = {str(c.rank): (c, random_adapter(rng, base, c)) for c in configs}
     stacks, slots = tree.stack_adapters(transformer.abstract(base.cfg), adapters)
