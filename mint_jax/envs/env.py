@@ -158,27 +158,25 @@ def _check(name: str, environment: Any) -> None:
                 f"{name} is {_shown(environment)}, which has no {part}; expected an environment:"
                 " an object with train, held_out and reward, such as envs.env.ListEnvironment"
             )
+
+    def need(is_right: bool, part: str, value: Any, expected: str) -> None:
+        if not is_right:
+            raise UserError(f"{part} of {name} is {_shown(value)}; expected {expected}")
+
     for split in ("train", "held_out"):
         examples = getattr(environment, split)
         is_list = hasattr(examples, "__len__") and hasattr(examples, "__getitem__")
-        if isinstance(examples, str | dict) or not is_list:
-            raise UserError(
-                f"{split} of {name} is {_shown(examples)}; expected a list of envs.env.Example"
-            )
+        is_list = is_list and not isinstance(examples, str | dict)
+        need(is_list, split, examples, "a list of envs.env.Example")
         if not len(examples):
             raise UserError(
                 f"{name} has no {split} examples: its dataset is empty, check its path and sizes"
             )
-        if not isinstance(examples[0], Example):
-            raise UserError(
-                f"{split}[0] of {name} is {_shown(examples[0])}; expected an envs.env.Example"
-            )
-    if not callable(environment.reward):
-        raise UserError(
-            f"reward of {name} is {_shown(environment.reward)}; expected a function of"
-            " (completion, example)"
-        )
-    if inspect.iscoroutinefunction(environment.reward):
+        is_example = isinstance(examples[0], Example)
+        need(is_example, f"{split}[0]", examples[0], "an envs.env.Example")
+    reward = environment.reward
+    need(callable(reward), "reward", reward, "a function of (completion, example)")
+    if inspect.iscoroutinefunction(reward):
         raise UserError(
             f"reward of {name} is async; rewards run in threads, several at once: use a plain"
             " function"

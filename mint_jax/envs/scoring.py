@@ -44,32 +44,27 @@ def score(who: str, env: Environment, completion: str, example: Example) -> floa
     """Returns the reward of a sample of the policy ``who``. Raises ``UserError``: no number."""
     thread = threading.get_ident()
     call = _running[thread] = _Call(who, completion, example.messages, time.monotonic())
+
+    def wrong(problem: str, remedy: str = "fix it and resume") -> UserError:
+        return UserError(f"the reward function {problem}; {call}: {remedy}")
+
     try:
         value: Any = env.reward(completion, example)
     except Exception as error:
-        raise UserError(
-            f"the reward function raised {type(error).__name__}: {error}; {call}: fix it and"
-            f" resume\n{own_traceback(error)}"
-        ) from None
+        reason, frames = f"raised {type(error).__name__}: {error}", own_traceback(error)
+        raise wrong(reason, f"fix it and resume\n{frames}") from None
     finally:
         _running.pop(thread, None)
     if inspect.iscoroutine(value):
         value.close()
-        raise UserError(
-            f"the reward function is async, {call}: rewards run in threads, use a plain function"
-        )
+        raise wrong("is async", "rewards run in threads, use a plain function")
     kind = type(value).__name__
     is_number = hasattr(value, "__float__") and not getattr(value, "ndim", 0)
     if not is_number or isinstance(value, str) or kind == "bool":
-        raise UserError(
-            f"the reward function returned {value!r:.80} ({kind}); expected a number, such as"
-            f" float(...) of it; {call}: fix it and resume"
-        )
+        expected = "a number, such as float(...) of it"
+        raise wrong(f"returned {value!r:.80} ({kind}); expected {expected}")
     if not math.isfinite(value := float(value)):
-        raise UserError(
-            f"the reward function returned {value}; expected a finite number; {call}: fix it and"
-            " resume"
-        )
+        raise wrong(f"returned {value}; expected a finite number")
     return value
 
 

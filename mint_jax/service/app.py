@@ -62,17 +62,17 @@ def make(
     """
     server.metrics.register(monitoring.PartsCollector(server))
     browsers, openai = Browsers(keys), OpenAI(server, openai_limits)
-    parts = [kind(server) for kind in (Tinker, Sampling, Rest)]
+    parts = [kind(server) for kind in (Tinker, Sampling, Rest, monitoring.Operators)]
     tokens = Tokens() if keys is None else keys.tokens
     others = SimpleNamespace(
         token=functools.partial(exchange, tokens),
         interpolate=functools.partial(interpolation.interpolate, server),
+        openapi=functools.partial(openapi.openapi, server.base.cfg.context, openai_limits),
     )
     routes = [
         *endpoints.routes(endpoints.tinker_endpoints(), others, *parts),
+        *endpoints.routes(endpoints.operators(), others, *parts),
         *endpoints.routes(endpoints.openai_endpoints(), openai),
-        *monitoring.routes(server),
-        openapi.route(server.base.cfg.context, openai_limits),
         *console_routes(server, browsers, openai),
     ]
     app = Starlette(routes=routes, exception_handlers=HANDLERS | {HTTPException: unrouted})

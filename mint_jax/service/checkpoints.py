@@ -270,6 +270,7 @@ class Checkpoints:
         return self.book.checkpoint(tenant, *where, published=published)
 
     def digest(self, tenant: str, path: str) -> str:
+        """Returns the digest of a path to sample; raises as ``sampled``."""
         return self.sampled(tenant, path).digest
 
     def add_sampler(self, session: str, number: int, tenant: str, path: str) -> Sampler:

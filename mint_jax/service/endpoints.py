@@ -64,7 +64,7 @@ def operators() -> Iterator[Endpoint]:
     [get] = _below("", "GET")
     yield get("/health", None, "Returns 200: the process is alive.")
     yield get("/ready", None, "Returns whether requests are served now.")
-    yield get("/openapi.json", None, "Returns this document.")
+    yield get("/openapi.json", None, "Returns this document.", call="openapi")
     # these name the policies of all tenants
     admin = ("admin",)
     yield get("/metrics", admin, "Returns metrics for Prometheus.", kinds=(TEXT,))

@@ -25,7 +25,6 @@ from prometheus_client.registry import Collector
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from mint_jax.errors import UserError
 from mint_jax.residency.residency import Residency
@@ -69,35 +68,34 @@ class HttpMetrics:
         self._sent.labels(route).inc(reply.bytes)
 
 
-def routes(server: Server) -> list[Route]:
-    """Returns the routes of metrics, health, readiness, state and costs."""
+class Operators:
+    """The handlers of metrics, health, readiness, state and costs of one server."""
 
-    async def metrics(_: Request) -> Response:
-        text = await run_in_threadpool(generate_latest, server.metrics)
+    def __init__(self, server: Server):
+        self.server = server
+
+    async def metrics(self, _: Request) -> Response:
+        text = await run_in_threadpool(generate_latest, self.server.metrics)
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
-    async def health(_: Request) -> Response:
+    async def health(self, _: Request) -> Response:
         return JSONResponse({"status": "ok"})
 
-    async def ready(_: Request) -> Response:
-        found = server.readiness()
+    async def ready(self, _: Request) -> Response:
+        found = self.server.readiness()
         return JSONResponse(found, 200 if found["status"] == "ready" else 503)
 
-    async def state(_: Request) -> Response:
-        return await run_in_threadpool(lambda: JSONResponse(state_of(server)))
+    async def state(self, _: Request) -> Response:
+        return await run_in_threadpool(lambda: JSONResponse(state_of(self.server)))
 
-    async def costs(request: Request) -> Response:
+    async def costs(self, request: Request) -> Response:
         query = query_of(CostsQuery, request)
         if query.by == "tenant" and query.tenant is not None:
             raise UserError("tenant is given with by=tenant: leave one of them out")
         wanted = query.by, query.tenant, query.limit + 1, query.offset
-        found = await run_in_threadpool(server.costs.listed, *wanted)
+        found = await run_in_threadpool(self.server.costs.listed, *wanted)
         page = [{query.by: name} | cost.to_json() for name, cost in found.items()]
         return JSONResponse({"costs": page[: query.limit], "has_more": len(page) > query.limit})
-
-    shown: dict[str, Any] = {"/metrics": metrics, "/health": health, "/ready": ready}
-    shown |= {"/debug/state": state, "/admin/costs": costs}
-    return [Route(path, endpoint, methods=["GET"]) for path, endpoint in shown.items()]
 
 
 class PartsCollector(Collector):

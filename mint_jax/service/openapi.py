@@ -12,7 +12,6 @@ import pydantic
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse
-from starlette.routing import Route
 
 from mint_jax.service.endpoints import JSON, OPENAI_PREFIXES, PROTOBUF, TABLE, Endpoint
 from mint_jax.service.openai_types import MAX_STOPS, maxima
@@ -61,13 +60,9 @@ ANSWERS |= {  # name of the handler -> its answer
 }
 
 
-def route(context: int, strict: bool) -> Route:
-    """Returns the document's route, see ``openai_types.maxima``."""
-
-    async def openapi(_: Request) -> JSONResponse:
-        return JSONResponse(document(context, strict))
-
-    return Route("/openapi.json", openapi, methods=["GET"])
+async def openapi(context: int, strict: bool, _: Request) -> JSONResponse:
+    """Answers with the document, see ``openai_types.maxima``."""
+    return JSONResponse(document(context, strict))
 
 
 @functools.cache

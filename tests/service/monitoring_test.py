@@ -11,7 +11,7 @@ from starlette.applications import Starlette
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from mint_jax.service import monitoring
+from mint_jax.service import endpoints, monitoring
 from mint_jax.service.gate import Gate, Limits
 from mint_jax.service.keys import Keys, add
 
@@ -49,11 +49,10 @@ def app_of(keys=None, limits=None):
     async def streamed(_):
         return StreamingResponse(iter([b"12345"] * 5))
 
-    routes = [
-        Route("/api/v1/asample", echo, methods=["POST"]),
-        Route("/v1/models/{name:path}", streamed),
-        *monitoring.routes(server),
-    ]
+    handlers = SimpleNamespace(openapi=echo), monitoring.Operators(server)
+    routes = endpoints.routes(endpoints.operators(), *handlers)
+    routes.append(Route("/api/v1/asample", echo, methods=["POST"]))
+    routes.append(Route("/v1/models/{name:path}", streamed))
     metrics = monitoring.HttpMetrics(server.metrics)
     return Gate(Starlette(routes=routes), keys, limits, metrics=metrics)
 
