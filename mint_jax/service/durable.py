@@ -82,13 +82,11 @@ class Durable:
         live: the policies; only ``slice`` touches them.
         gap_s, idle_gap_s: seconds of a slice, unless the shortest is longer, while rows decode and
             while none does; the latter delays the first token of a new request.
-        every, every_s: updates of a policy, and seconds, after which an update ends with a
-            snapshot.
+        every, every_s: changes of a policy, and seconds, after which its snapshot is due.
         store: of checkpoints; requests that load or save need it.
         tenant_of: returns the tenant that a policy's time is charged to.
         on_result: called in the devices' thread for each request that succeeds for the first time.
-        on_end: called with a policy and the number of a request that has ended, None of a forgotten
-            policy.
+        on_end: called with a policy and the number of an ended request, None if it is forgotten.
 
     Attributes:
         gaps: seconds that decoding rows waited for slices.

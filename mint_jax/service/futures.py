@@ -9,11 +9,11 @@ of their numbers, from 1 and without gaps.
 import collections
 import dataclasses
 import enum
-import functools
+import sqlite3
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -23,8 +23,8 @@ from mint_jax.service.handover import Waker
 from mint_jax.service.server_db import Connection, DatabaseDamaged, ServerDatabase
 
 KEEP_S = 300.0
-SHORT = 64 << 10  # bytes of a payload up to which it stays in memory: reading one costs 50 us
-SETTLED = 2  # value of ``requests.kept``
+SHORT = 64 << 10  # bytes of a body up to which it stays in memory: reading one costs 50 us
+DELIVERED, RELEASED, SETTLED = 1, 2, 3  # values of ``requests.kept``
 _STORED = """SELECT requests.*, body.data AS body, body.seal AS body_seal,
     result.data AS result, result.seal AS result_seal
     FROM requests LEFT JOIN payloads AS body ON body.place = requests.place
@@ -62,53 +62,48 @@ def unknown(id: str) -> Gone:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class TrainingRequest:
-    """A request that is not settled. ``place`` and ``ended`` are those of its body and its result,
-    0 until these are in the database; ``data`` is a short body, and after the end a short result.
+    """A request in the database that has to run; ``is_again``: it has ended before a restart.
+    ``place`` is that of its body, ``ended`` that of its result; ``data`` is a short body.
     """
 
     id: str
     model: str
     seq_id: int
     call: str
-    digest: str
-    place: int = 0
-    ended: int = 0
-    category: Category | None = None
-    is_again: bool = False
+    queue: "_Model"
+    place: int
+    ended: int | None = None
     data: bytes | None = None
-    accepted: Future[str] = dataclasses.field(default_factory=Future)
+
+    @property
+    def is_again(self) -> bool:
+        return self.ended is not None
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Model:
-    """One model: its requests by number, None once settled, from ``first`` that is not; the next
-    number to become ready; those that are ready or run; the place of the newest durable snapshot.
+    """One model: the next number to become ready; requests from there by number, None if they need
+    not run; those that are ready or run; the place of the newest durable snapshot.
     """
 
-    first: int = 1
     next: int = 1
     place: int = 0
-    requests: dict[int, TrainingRequest | None] = dataclasses.field(default_factory=dict)
+    accepted: dict[int, TrainingRequest | None] = dataclasses.field(default_factory=dict)
     running: collections.deque[TrainingRequest] = dataclasses.field(
         default_factory=collections.deque
     )
 
-    def advance(self) -> list[TrainingRequest]:
-        """Returns the requests that become ready; skips those that the state has."""
-        ready = []
-        while self.next in self.requests:
-            if (request := self.requests[self.next]) is not None:
-                if not request.place:  # on its way to the database
-                    break
-                if request.is_again or not request.ended:
-                    ready.append(request)
+    def advance(self, on_ready: Callable[[TrainingRequest], None]) -> None:
+        """Makes the requests ready whose turn it is."""
+        while self.next in self.accepted:
+            if (request := self.accepted.pop(self.next)) is not None:
+                self.running.append(request)
+                on_ready(request)
             self.next += 1
-        self.running.extend(ready)
-        return ready
 
 
 class Futures:
-    """All unsettled requests of a database; all methods may be called from any thread.
+    """The requests of a database; all methods may be called from any thread.
 
     **Restart.** The caller keeps the models' states. A *place* counts everything that was accepted
     or has ended. The caller calls ``place(model)`` between two ``finish`` of the model: the state
@@ -147,64 +142,61 @@ class Futures:
         self._lock = threading.Lock()
         self._waker = Waker()
         self._models: collections.defaultdict[str, _Model] = collections.defaultdict(_Model)
-        self._ids: dict[str, TrainingRequest] = {}  # of results that are not released
         self._delivered: dict[str, float] = {}  # times of the last delivery, the earliest first
-        database.write(functools.partial(self._load, places or {})).result()
-        for model in self._models.values():
-            self._advance(model)
+        database.write(lambda connection: self._load(places or {}, connection)).result()
+        for queue in self._models.values():
+            queue.advance(self._on_ready)
 
     # clients
 
     def submit(self, model: str, seq_id: int, call: str, body: bytes) -> "Future[str]":
         """Returns the id of a request once it is in the database.
 
-        Raises ``Conflict``; ``Gone``: the request ran long ago; ``Overloaded``: the queue is full;
-        ``DatabaseFailed``, also by the future: the disk refuses, and the request may be sent again.
+        Raises ``Overloaded``: the queue is full; ``DatabaseFailed``, also by the future: the disk
+        refuses, and the request may be sent again. By the future: ``Conflict``; ``Gone``: the
+        request ran long ago.
         """
-        request = TrainingRequest(uuid.uuid4().hex, model, seq_id, call, blake3_of(body))
-        request.data = _kept(body)
+        new, digest = uuid.uuid4().hex, blake3_of(body)
+        accepted: Future[str] = Future()
+        accepted.set_running_or_notify_cancel()  # a caller that leaves cancels nothing
 
-        def apply(connection: Connection) -> int:
-            place = _insert_payload(connection, body, request.id, model, seq_id, call)
-            query = "INSERT INTO requests (place, id, model, seq_id, call, digest)"
-            values = (place, request.id, model, seq_id, call, request.digest)
-            connection.execute(f"{query} VALUES (?, ?, ?, ?, ?, ?)", values)
-            return place
-
-        def written(place: "Future[int]") -> None:
-            error = place.exception()
-            with self._lock:
-                if request.id in self._ids:  # else its model was forgotten
-                    if error is not None:
-                        del queue.requests[seq_id], self._ids[request.id]
-                    else:
-                        request.place = place.result()
-                        self._advance(queue)
-            if error is not None:
-                request.accepted.set_exception(error)
-            else:
-                request.accepted.set_result(request.id)
-
-        with self._lock:
-            queue = self._models.get(model, _Model())
-            if (found := queue.requests.get(seq_id)) is not None:
-                if (found.digest, found.call) != (request.digest, call):
-                    raise Conflict(
-                        f"request {seq_id} of {model!r} was {found.call!r} with another body: give"
-                        " a new request a new seq_id"
-                    )
-                return found.accepted
-            if seq_id < queue.first or seq_id in queue.requests:
+        def apply(connection: Connection) -> tuple[str, int]:
+            query = "SELECT id, call, digest, kept FROM requests WHERE model = ? AND seq_id = ?"
+            found = connection.execute(query, (model, seq_id)).fetchone()
+            if found is None and seq_id >= _first_unsettled(connection, model):
+                place = _insert_payload(connection, body, new, model, seq_id, call)
+                query = "INSERT INTO requests (place, id, model, seq_id, call, digest)"
+                values = (place, new, model, seq_id, call, digest)
+                connection.execute(f"{query} VALUES (?, ?, ?, ?, ?, ?)", values)
+                return new, place
+            if found is None or found["kept"] == SETTLED:
                 raise Gone(
                     f"request {seq_id} of {model!r} has run, and its result was delivered: give a"
                     " new request a new seq_id"
                 )
-            change = self._database.write(apply, len(body))
-            request.accepted.set_running_or_notify_cancel()  # a caller that leaves cancels nothing
-            self._models[model] = queue
-            queue.requests[seq_id] = self._ids[request.id] = request
-        change.add_done_callback(written)
-        return request.accepted
+            if (found["call"], found["digest"]) != (call, digest):
+                raise Conflict(
+                    f"request {seq_id} of {model!r} was {found['call']!r} with another body: give a"
+                    " new request a new seq_id"
+                )
+            return found["id"], 0
+
+        def written(change: "Future[tuple[str, int]]") -> None:
+            if (error := change.exception()) is not None:
+                accepted.set_exception(error)
+                return
+            id, place = change.result()
+            if place:
+                data = body if len(body) <= SHORT else None
+                with self._lock:
+                    queue = self._models[model]
+                    about = (id, model, seq_id, call, queue, place)
+                    queue.accepted[seq_id] = TrainingRequest(*about, data=data)
+                    queue.advance(self._on_ready)
+            accepted.set_result(id)
+
+        self._database.write(apply, len(body)).add_done_callback(written)
+        return accepted
 
     async def wait(self, id: str, timeout_s: float) -> Outcome | None:
         """Returns a request's outcome; None if it has not ended in time. Raises ``Gone``."""
@@ -212,41 +204,45 @@ class Futures:
 
     def outcome(self, id: str) -> Outcome | None:
         """Returns a request's outcome; None if it has not ended. Raises ``Gone``."""
-        request = self.request(id)
-        with self._lock:
-            if not request.ended:
-                return None
-            data = request.data
-        if data is None and (data := self._payload(request.ended)) is None:  # settled meanwhile
-            raise unknown(id)
-        return Outcome(data, request.category)
+        query = "ended, category, data FROM requests LEFT JOIN payloads ON payloads.place = ended"
+        ended, category, data = self._stored(query, id)
+        if ended is None:
+            return None
+        return Outcome(data, None if category is None else Category(category))
 
-    def request(self, id: str) -> TrainingRequest:
-        """Returns a request whose result is not released. Raises ``Gone``."""
-        if (request := self._ids.get(id)) is None:
-            raise unknown(id)
-        return request
+    def about(self, id: str) -> tuple[str, str]:
+        """Returns the model and the call of a request. Raises ``Gone``."""
+        model, call = self._stored("model, call FROM requests", id)
+        return model, call
 
     def delivered(self, id: str) -> None:
-        """Keeps an outcome for another ``keep_s``. A crash may lose the mark."""
+        """Keeps an outcome that was given for another ``keep_s``. A crash may lose the mark."""
         with self._lock:
-            request = self._ids.get(id)
-            if request is None or not request.ended:
-                return
-            if self._delivered.pop(id, None) is None:
-                query, values = "UPDATE requests SET kept = 1 WHERE place = ?", (request.place,)
-                self._database.write(lambda c: c.execute(query, values), keep=True, lazy=True)
+            is_new = self._delivered.pop(id, None) is None
             self._delivered[id] = self._clock()
+        if is_new:
+            query = "UPDATE requests SET kept = ? WHERE id = ? AND kept = 0"
+            self._database.write(lambda c: c.execute(query, (DELIVERED, id)), keep=True, lazy=True)
 
     def expire(self) -> None:
         """Releases the outcomes whose time is over."""
+        now = self._clock()
         with self._lock:
-            while self._delivered:
-                id, at = next(iter(self._delivered.items()))
-                if at + self.keep_s > self._clock():
-                    break
+            ids = [id for id, at in self._delivered.items() if at + self.keep_s <= now]
+            for id in ids:
                 del self._delivered[id]
-                self._settle([self._ids.pop(id)])
+
+        def apply(connection: Connection) -> None:
+            query = "UPDATE requests SET kept = ? WHERE id = ? AND kept = ? RETURNING model"
+            models = set[str]()
+            for id in ids:
+                rows = connection.execute(query, (RELEASED, id, DELIVERED)).fetchall()
+                models.update(row["model"] for row in rows)
+            for model in models:
+                self._settle(connection, model)
+
+        if ids:
+            self._database.write(apply, keep=True, lazy=True)
 
     def end_waits(self) -> None:
         """Ends all waits for outcomes, also later ones, as if their time were over."""
@@ -256,12 +252,13 @@ class Futures:
 
     def body(self, request: TrainingRequest) -> bytes | None:
         """Returns the body of a request that is ready; None if its model was forgotten."""
-        with self._lock:
-            if request not in self:
-                return None
-            # a request that runs again may have its result there
-            data = None if request.ended else request.data
-        return self._payload(request.place) if data is None else data
+        if request not in self:
+            return None
+        if request.data is not None:
+            return request.data
+        query = "SELECT data FROM payloads WHERE place = ?"
+        rows = self._database.read(query, request.place)
+        return rows[0]["data"] if rows else None
 
     def finish(self, request: TrainingRequest, outcome: Outcome) -> None:
         """Ends a request, in the order of its model; ``wait`` returns the outcome once it is in the
@@ -272,35 +269,23 @@ class Futures:
         """
         data, category = outcome
 
-        def apply(connection: Connection) -> int:
-            place = _insert_payload(connection, data, request.id, category)
-            query = "UPDATE requests SET ended = ?, category = ? WHERE place = ?"
-            connection.execute(query, (place, category, request.place))
-            return place
-
-        def written(place: "Future[int]") -> None:
-            if place.exception() is None:
-                with self._lock:
-                    request.ended, request.category = place.result(), category
-                    request.data = _kept(data)
-                self._waker.wake((request.id,))
+        def apply(connection: Connection) -> None:
+            query = "SELECT 1 FROM requests WHERE place = ?"
+            if connection.execute(query, (request.place,)).fetchone():  # else it was forgotten
+                place = _insert_payload(connection, data, request.id, category)
+                query = "UPDATE requests SET ended = ?, category = ? WHERE place = ?"
+                connection.execute(query, (place, category, request.place))
 
         with self._lock:
-            if request not in self:
-                return
-            first = self._models[request.model].running.popleft()
+            first = request.queue.running.popleft()
             assert first is request, "requests end in the order in which they were ready"
-            if request.is_again:
-                request.is_again = False
-                self._settle([request])
-                return
+        if not request.is_again:
             change = self._database.write(apply, len(data), keep=True)
-        change.add_done_callback(written)
+            change.add_done_callback(lambda change: self._waker.wake((request.id,)))
 
     def __contains__(self, request: TrainingRequest) -> bool:
-        """Returns whether a request is neither settled nor of a forgotten model."""
-        queue = self._models.get(request.model)
-        return queue is not None and queue.requests.get(request.seq_id) is request
+        """Returns whether a request is not of a forgotten model."""
+        return self._models.get(request.model) is request.queue
 
     def place(self, model: str) -> int:
         """Returns the place of the model's state after its last finished request, once everything
@@ -308,69 +293,66 @@ class Futures:
         """
         with self._lock:
             running = self._models[model].running if model in self._models else ()
-            if running and running[0].is_again:
-                return running[0].ended - 1
+            if running and (ended := running[0].ended) is not None:
+                return ended - 1
         return self._database.write(_last_place).result()
 
     def snapshot(self, model: str, place: int) -> None:
         """Records that a snapshot at a place is durable: requests up to there do not run again."""
         with self._lock:
-            if (queue := self._models.get(model)) is not None:
-                queue.place = max(queue.place, place)
-                self._settle(request for request in queue.requests.values() if request)
+            if (queue := self._models.get(model)) is None:
+                return
+            queue.place = max(queue.place, place)
+        self._database.write(lambda c: self._settle(c, model), keep=True, lazy=True)
 
     def forget(self, model: str, then: Callable[[], None] = lambda: None) -> None:
         """Deletes a model, its waiting requests and its outcomes; its name is as if never used.
         ``then`` is called, in any thread, when the deletion is durable. Until then the model's
         snapshot is needed to open the database.
         """
-        with self._lock:
-            if model not in self._models:
+
+        def apply(connection: Connection) -> list[str]:
+            query = "DELETE FROM payloads WHERE place IN (SELECT {} FROM requests WHERE model = ?)"
+            for place in ("place", "ended"):
+                connection.execute(query.format(place), (model,))
+            connection.execute("DELETE FROM progress WHERE model = ?", (model,))
+            query = "DELETE FROM requests WHERE model = ? RETURNING id"
+            return [row["id"] for row in connection.execute(query, (model,)).fetchall()]
+
+        def written(change: "Future[list[str]]") -> None:
+            if change.exception() is None:
+                with self._lock:  # requests that are sent later follow in the writer's thread
+                    self._models.pop(model, None)
                 then()
-                return
-            change = self._database.write(functools.partial(_delete_model, model), keep=True)
-            ids = [request.id for request in self._models.pop(model).requests.values() if request]
-            for id in ids:
-                self._ids.pop(id, None)
-                self._delivered.pop(id, None)
-        self._waker.wake(ids)
-        change.add_done_callback(lambda change: change.exception() or then())
+                self._waker.wake(change.result())
 
-    # internals, with the lock
+        self._database.write(apply, keep=True).add_done_callback(written)
 
-    def _advance(self, queue: _Model) -> None:
-        for request in queue.advance():
-            self._on_ready(request)
+    # internals
 
-    def _settle(self, requests: Iterable[TrainingRequest]) -> None:
-        """Deletes those requests of one model of which only the numbers are needed."""
-        requests = [one for one in requests if one.id not in self._ids and not one.is_again]
-        if not requests:
-            return
-        model = requests[0].model
-        queue = self._models[model]
-        settled = [one for one in requests if one.category or one.ended <= queue.place]
-        for one in settled:
-            queue.requests[one.seq_id] = None
-        while queue.first in queue.requests and queue.requests[queue.first] is None:
-            del queue.requests[queue.first]
-            queue.first += 1
-        places = [(one.place, one.ended) for one in settled]
-        progress = model, queue.first, queue.place
+    def _stored(self, query: str, id: str) -> sqlite3.Row:
+        rows = self._database.read(f"SELECT {query} WHERE id = ? AND kept < ?", id, RELEASED)
+        if not rows:
+            raise unknown(id)
+        return rows[0]
 
-        def apply(connection: Connection) -> None:
-            connection.executemany("DELETE FROM payloads WHERE place IN (?, ?)", places)
-            query = "UPDATE requests SET kept = ? WHERE place = ?"
-            connection.executemany(query, [(SETTLED, place) for place, _ in places])
-            connection.execute("DELETE FROM requests WHERE model = ? AND seq_id < ?", progress[:2])
-            connection.execute("INSERT OR REPLACE INTO progress VALUES (?, ?, ?)", progress)
-
+    def _settle(self, connection: Connection, model: str) -> None:
+        """Deletes those requests of a model of which only the numbers are needed."""
+        place = self._models[model].place if model in self._models else 0
+        query = """UPDATE requests SET kept = ? WHERE model = ? AND kept = ?
+            AND (category IS NOT NULL OR ended <= ?) RETURNING place, ended"""
+        settled = connection.execute(query, (SETTLED, model, RELEASED, place)).fetchall()
+        connection.executemany("DELETE FROM payloads WHERE place IN (?, ?)", map(tuple, settled))
         if settled:
-            self._database.write(apply, keep=True, lazy=True)
-
-    def _payload(self, place: int) -> bytes | None:
-        rows = self._database.read("SELECT data FROM payloads WHERE place = ?", place)
-        return rows[0]["data"] if rows else None
+            first = _first_unsettled(connection, model)
+            query = "SELECT seq_id FROM requests WHERE model = ? AND kept = ? ORDER BY seq_id"
+            for row in connection.execute(query, (model, SETTLED)):
+                first += row["seq_id"] == first
+            connection.execute(
+                "DELETE FROM requests WHERE model = ? AND seq_id < ?", (model, first)
+            )
+            query = "INSERT OR REPLACE INTO progress VALUES (?, ?, ?)"
+            connection.execute(query, (model, first, place))
 
     def _load(self, places: Mapping[str, int], connection: Connection) -> None:
         """Reads all requests, and checks that their payloads are what was written."""
@@ -387,36 +369,30 @@ class Futures:
                     f"snapshot of {model!r} is of place {places.get(model, 0)}, but requests up to"
                     f" {place} are deleted: restore the newest snapshot"
                 )
-            self._models[model] = _Model(first, next=first)
+            self._models[model] = _Model(first)
         for row in connection.execute(_STORED):
-            queue = self._models[row["model"]]
-            queue.place = places.get(row["model"], 0)
+            id, model, seq_id, call = (row[name] for name in ("id", "model", "seq_id", "call"))
+            ended, category, queue = row["ended"], row["category"], self._models[model]
+            queue.place, queue.accepted[seq_id] = places.get(model, 0), None
             if row["kept"] == SETTLED:
-                queue.requests[row["seq_id"]] = None
                 continue
-            names = ("id", "model", "seq_id", "call", "digest", "place")
-            request = TrainingRequest(*(row[name] for name in names))
-            owners: dict[str, tuple[Any, ...]] = {
-                "body": (request.id, request.model, request.seq_id, request.call)
-            }
-            if row["ended"] is not None:
-                owners["result"] = request.id, row["category"]
-                request.ended = row["ended"]
+            owners: dict[str, tuple[Any, ...]] = {"body": (id, model, seq_id, call)}
+            if ended is not None:
+                owners["result"] = id, category
             for name, owner in owners.items():
                 if row[name] is None or _seal(row[name], *owner) != row[f"{name}_seal"]:
-                    reason = f"the {name} of request {request.id} is not what was written"
+                    reason = f"the {name} of request {id} is not what was written"
                     raise DatabaseDamaged(self._database.path, reason)
-            request.category = None if row["category"] is None else Category(row["category"])
-            request.is_again = request.category is None and request.ended > queue.place
-            request.accepted.set_result(request.id)
-            queue.requests[request.seq_id] = self._ids[request.id] = request
-            if row["kept"]:
-                self._delivered[request.id] = self._clock()
+            if ended is None or (category is None and ended > queue.place):
+                about = (id, model, seq_id, call, queue, row["place"], ended)
+                queue.accepted[seq_id] = TrainingRequest(*about)
+            if row["kept"] == DELIVERED:
+                self._delivered[id] = self._clock()
 
 
-def _kept(data: bytes) -> bytes | None:
-    """Returns a payload that is short enough to stay in memory."""
-    return data if len(data) <= SHORT else None
+def _first_unsettled(connection: Connection, model: str) -> int:
+    query = "SELECT first_unsettled FROM progress WHERE model = ?"
+    return next(iter(connection.execute(query, (model,))), (1,))[0]
 
 
 def _insert_payload(connection: Connection, data: bytes, *owner: object) -> int:
@@ -434,11 +410,3 @@ def _seal(data: bytes, *owner: object) -> str:
 def _last_place(connection: Connection) -> int:
     query = "SELECT seq FROM sqlite_sequence WHERE name = 'payloads'"
     return next(iter(connection.execute(query)), (0,))[0]
-
-
-def _delete_model(model: str, connection: Connection) -> None:
-    for place in ("place", "ended"):
-        query = f"SELECT {place} FROM requests WHERE model = ?"
-        connection.execute(f"DELETE FROM payloads WHERE place IN ({query})", (model,))
-    connection.execute("DELETE FROM requests WHERE model = ?", (model,))
-    connection.execute("DELETE FROM progress WHERE model = ?", (model,))

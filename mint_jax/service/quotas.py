@@ -114,8 +114,7 @@ class Quotas:
         return True
 
     def _is_waited_for(self, key: Hashable) -> bool:
-        numbers = [number for _, number in self._keys_of(key[0])] if isinstance(key, tuple) else []
-        return bool(numbers) and key[1] < min(numbers)  # type: ignore[index]
+        return isinstance(key, tuple) and key < min(self._keys_of(key[0]), default=key)
 
     def _keys_of(self, model: str) -> list[tuple[str, int]]:
         return [key for key in self._in_flight if isinstance(key, tuple) and key[0] == model]

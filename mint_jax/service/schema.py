@@ -4,8 +4,8 @@ SCHEMA = """
 CREATE TABLE probe (data BLOB) STRICT;
 
 -- ``requests.place`` and ``ended`` are the places of the body and of the result in ``payloads``.
--- ``kept`` is 0 for a result to deliver, 1 once delivered, 2 once settled; settled rows stay only
--- while a lower number of their model is not settled.
+-- ``kept`` is 0 for a result to deliver, 1 once delivered, 2 once released after that, 3 once
+-- settled; settled rows have no payloads and stay while a lower number is not settled.
 CREATE TABLE payloads (
     place INTEGER PRIMARY KEY AUTOINCREMENT, seal TEXT NOT NULL, data BLOB NOT NULL) STRICT;
 CREATE TABLE requests (

@@ -143,8 +143,8 @@ class Sampling:
 
     async def _trained(self, id: str, tenant: str, protobuf: bool) -> Result | None:
         futures = self.server.durable.futures
-        asked = futures.request(id)
-        if self.server.book.owner(asked.model) != tenant:
+        model, call = futures.about(id)
+        if self.server.book.owner(model) != tenant:
             raise futures_.unknown(id)
         if (outcome := await futures.wait(id, POLL_S)) is None:
             return None
@@ -152,8 +152,8 @@ class Sampling:
         raw, category = outcome
         if category is not None:
             return {"error": raw.decode(), "category": category.value}, then
-        if asked.call != "forward_backward":
-            return _result(asked.call, asked.model, training_calls.decode_result(raw)), then
+        if call != "forward_backward":
+            return _result(call, model, training_calls.decode_result(raw)), then
 
         def encode() -> bytes:
             return forward_backward.encode(training_calls.decode_result(raw), protobuf)

@@ -98,6 +98,9 @@ class Machine(RuleBasedStateMachine):
     def place(self) -> Path:
         return self.folder / str(self.opened)
 
+    def sync(self):
+        self.database.write(lambda connection: None).result()
+
     def teardown(self):
         self.database.close()
 
@@ -115,10 +118,10 @@ class Machine(RuleBasedStateMachine):
             self.policies.setdefault(model, Policy()).requests[seq_id] = Known(id, body)
         elif policy.settled(seq_id):
             with pytest.raises(Gone, match=f"request {seq_id} of '{model}' has run"):
-                self.futures.submit(model, seq_id, call, body)
+                self.futures.submit(model, seq_id, call, body).result()
         elif body != known.body or call != CALL:
             with pytest.raises(Conflict, match=f"request {seq_id} of '{model}'"):
-                self.futures.submit(model, seq_id, call, body)
+                self.futures.submit(model, seq_id, call, body).result()
         else:
             assert self.futures.submit(model, seq_id, call, body).result() == known.id
 
@@ -181,14 +184,15 @@ class Machine(RuleBasedStateMachine):
     def deliver(self, model, seq_id):
         if model in self.policies and seq_id in self.policies[model].requests:
             known = self.policies[model].requests[seq_id]
-            self.futures.delivered(known.id)
-            if known.ended and not known.released:
+            if known.ended:
+                self.futures.delivered(known.id)
                 known.delivered_at = self.clock.now
 
     @rule(seconds=st.sampled_from((1.0, KEEP_S / 2, KEEP_S)))
     def time_passes(self, seconds):
         self.clock.advance(seconds)
         self.futures.expire()
+        self.sync()
         for policy in self.policies.values():
             for known in policy.requests.values():
                 if known.delivered_at is not None and known.delivered_at + KEEP_S <= self.clock.now:
@@ -205,6 +209,7 @@ class Machine(RuleBasedStateMachine):
     @rule(model=MODELS)
     def forget(self, model):
         self.futures.forget(model)
+        self.sync()
         if model in self.policies:
             self.dropped += [known.id for known in self.policies.pop(model).requests.values()]
 
@@ -213,7 +218,7 @@ class Machine(RuleBasedStateMachine):
         """Marks of deliveries wait for no sync, so a crash may lose the last; here they have been
         synced.
         """
-        self.database.write(lambda connection: None).result()
+        self.sync()
         before, old = self.database, self.place()
         if crash:
             self.opened += 1
@@ -224,9 +229,9 @@ class Machine(RuleBasedStateMachine):
         before.close()
         for policy in self.policies.values():
             policy.state, policy.taken = list(policy.saved), []
-            for seq_id, known in policy.requests.items():  # results are kept for as long again
-                if known.delivered_at is not None and not policy.settled(seq_id):
-                    known.delivered_at, known.released = self.clock.now, False
+            for known in policy.requests.values():  # results are kept for as long again
+                if known.delivered_at is not None:
+                    known.delivered_at = self.clock.now
 
     @invariant()
     def every_id_has_its_outcome(self):
