@@ -86,11 +86,11 @@ class Kind(NamedTuple):
                 value = (value,) if value else ()
             if isinstance(value, str) or not isinstance(value, Sequence):
                 raise ValueError
-            items = [*self.items] if self.items[-1] is not ... else [self.items[0]] * len(value)
+            items = self.items if self.items[-1] is not ... else self.items[:1] * len(value)
             return tuple(kind_of(k).read(each) for k, each in zip(items, value, strict=True))
         if type(value) is not self.type:
-            is_other = isinstance(value, bool)
-            if is_other or not isinstance(value, ABSTRACT.get(self.type, self.type)):
+            accepted = ABSTRACT.get(self.type, self.type)
+            if isinstance(value, bool) or not isinstance(value, accepted):
                 raise ValueError
             value = self.type(value) if self.type in ABSTRACT else value
         mark: Any = self.mark
@@ -98,7 +98,8 @@ class Kind(NamedTuple):
             return value
         if mark == "path":
             return os.path.expanduser(str(value))
-        if value not in mark if isinstance(mark, tuple) else not mark <= value < math.inf:  # type: ignore[operator]
+        is_in = value in mark if isinstance(mark, tuple) else mark <= value < math.inf  # type: ignore[operator]
+        if not is_in:
             raise ValueError
         return value
 
@@ -119,7 +120,8 @@ def kind_of(annotation: Any) -> Kind:
 
 
 @functools.cache
-def _kinds(cls: type) -> dict[str, Kind]:
+def kinds(cls: type) -> dict[str, Kind]:
+    """Returns the kind of each field of a dataclass."""
     hints = typing.get_type_hints(cls, include_extras=True)
     return {f.name: kind_of(hints[f.name]) for f in dataclasses.fields(cls)}
 
@@ -128,14 +130,14 @@ def check(cls: type, values: Mapping[str, Any], what: str) -> dict[str, Any]:
     """Returns checked values of a dataclass's fields; a list becomes the expected tuple. Raises
     ``UserError``, which names ``what``, for an unknown name or a wrong type.
     """
-    kinds, out = _kinds(cls), {}
+    known, out = kinds(cls), {}
     for name, value in values.items():
-        if name not in kinds:
-            raise unknown(f"{what} has no setting", name, kinds)
+        if name not in known:
+            raise unknown(f"{what} has no setting", name, known)
         try:
-            out[name] = kinds[name].read(value)
+            out[name] = known[name].read(value)
         except ValueError:
-            wanted = kinds[name].expected
+            wanted = known[name].expected
             raise UserError(f"{what}: {name} is {value!r:.80}; expected {wanted}") from None
     return out
 

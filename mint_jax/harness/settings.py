@@ -7,12 +7,11 @@ import ast
 import dataclasses
 import difflib
 import functools
-import typing
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from mint_jax.errors import UserError
-from mint_jax.fields import Kind, Open, kind_of
+from mint_jax.fields import Kind, Open, kind_of, kinds
 
 T = TypeVar("T")
 UNSET = dataclasses.MISSING
@@ -35,9 +34,8 @@ def declared(cls: Any) -> dict[str, Setting]:
     """Returns the settings of a dataclass, none for another type."""
     if not dataclasses.is_dataclass(cls):
         return {}
-    hints = typing.get_type_hints(cls, include_extras=True)
     return {
-        f.name: Setting(f.name, kind_of(hints[f.name]), f.default, f.metadata.get("help", ""))
+        f.name: Setting(f.name, kinds(cls)[f.name], f.default, f.metadata.get("help", ""))
         for f in dataclasses.fields(cls)
         if not (f.name == "extra" and issubclass(cls, Open))  # type: ignore[arg-type]
     }

@@ -86,35 +86,29 @@ def claim(config: TrainingSettings, workdir: Path) -> None:
     """
 
     def look() -> None:
-        found = _difference(config, workdir / "config.json")
-        if found is None:
+        file = workdir / "config.json"
+        if not file.is_file():
+            return
+        saved = json.loads(file.read_text()), to_json(config)
+        old, new = (dict(nested.leaves_with_path(tree)) for tree in saved)
+        fixed = [key for key in sorted({*old, *new}) if key.split("/")[0] not in CHANGEABLE]
+        key = next((key for key in fixed if old.get(key) != new.get(key)), None)
+        if key is None:
             return
         rows = workdir / "metrics.jsonl"  # every step writes here first
         has_rows = rows.is_file() and rows.stat().st_size > 0
         if has_rows or any(workdir.glob("checkpoints/*")):
-            key, old, new = found
+            name = key.replace("/", ".")
             raise UserError(
-                f"workdir {workdir} holds a run with {key}={old!r}, this one has {new!r}: choose"
-                " another --workdir, or remove that folder, or repeat its config to resume it"
+                f"workdir {workdir} holds a run with {name}={old.get(key)!r}, this one has"
+                f" {new.get(key)!r}: choose another --workdir, or remove that folder, or repeat its"
+                " config to resume it"
             )
         for name in ("run.json", "trackers.json"):  # of a run that ended before its first step
             (workdir / name).unlink(missing_ok=True)
 
     multihost.agree("workdir", look)
     save_config(config, workdir)
-
-
-def _difference(config: TrainingSettings, file: Path) -> tuple[str, Any, Any] | None:
-    """Returns the first setting that a saved config has otherwise, if any, and both values."""
-
-    if not file.is_file():
-        return None
-    saved = json.loads(file.read_text()), to_json(config)
-    old, new = (dict(nested.leaves_with_path(tree)) for tree in saved)
-    for key in sorted(old.keys() | new.keys()):
-        if key.split("/")[0] not in CHANGEABLE and old.get(key) != new.get(key):
-            return key.replace("/", "."), old.get(key), new.get(key)
-    return None
 
 
 def save_config(config: RecipeSettings, workdir: Path) -> None:
