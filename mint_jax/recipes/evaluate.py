@@ -71,8 +71,8 @@ def run(config: EvaluateSettings, folder: Path) -> dict[str, Any]:
                 raise UserError(
                     f"{label!r} ({text or 'the base'}): log-probabilities of a row of a shared"
                     f" batch are off by {found.worst_row_error:.2g} nats from those of the adapter"
-                    f" loaded alone, {found.may_be:.2g} may be rounding; nothing is recorded: find"
-                    " which of the two serves another adapter"
+                    f" loaded alone, of which {found.allowed_error:.2g} may be rounding; nothing is"
+                    " recorded: find which of the two serves another adapter"
                 )
         paired = [example for example in examples for _ in range(n)]
 
@@ -205,16 +205,16 @@ def _errors(
 
 class Agreement(NamedTuple):
     """Root mean square of a row's sampled log-probabilities minus those of the adapter loaded
-    alone, nats, of the worst row; ``may_be``: as much may be rounding.
+    alone, nats, of the worst row, and the largest that may be rounding.
     """
 
     worst_row_error: float
-    may_be: float
+    allowed_error: float
 
     @property
     def holds(self) -> bool:
         """True where the score may be recorded."""
-        return self.worst_row_error <= self.may_be  # not for NaN
+        return self.worst_row_error <= self.allowed_error  # not for NaN
 
 
 def check(errors: Mapping[str, Sequence[np.ndarray]], dtype: str) -> dict[str, Agreement]:
@@ -228,5 +228,5 @@ def check(errors: Mapping[str, Sequence[np.ndarray]], dtype: str) -> dict[str, A
         for text, rows in errors.items()
     }
     least = min([error for error in worst.values() if not math.isnan(error)], default=0.0)
-    may_be = TIMES * max(LEAST[dtype], least)
-    return {text: Agreement(error, may_be) for text, error in worst.items()}
+    allowed = TIMES * max(LEAST[dtype], least)
+    return {text: Agreement(error, allowed) for text, error in worst.items()}
