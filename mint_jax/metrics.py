@@ -80,15 +80,11 @@ class MetricsWriter:
     def close(self) -> None:
         """Closes the files, once."""
         files, self._file, self._board = (self._file, self._board), None, None
+        reported = contextlib.suppress(UserError) if self._failed else contextlib.nullcontext()
         for file in files:
             if file is not None:
-                try:
+                with reported, self._explained(self.path.parent):
                     file.close()
-                except OSError as error:  # a full disk has been reported
-                    if not self._failed:
-                        raise UserError(
-                            f"{self.path.parent} cannot be written ({error.strerror or error})"
-                        ) from None
 
 
 def truncate_rows(path: Path, keep: dict[str, int]) -> None:

@@ -1,4 +1,4 @@
-"""What the tests of adapter exchange share: our logits under one adapter, random adapters, a base's
+"""What the tests of adapter exchange share: our logits under one adapter, a base's
 name tables, PEFT's files.
 """
 
@@ -45,11 +45,6 @@ def tables(base):
     specs = transformer.abstract(base.cfg)
     found = tree.projections(specs, tree.target_paths(specs))
     return hf.module_names(base.cfg, found), found
-
-
-def random_adapter(rng, base, config):
-    draw = lambda spec: rng.normal(0, 0.5 * spec.shape[-1] ** -0.5, spec.shape).astype(np.float32)  # noqa: E731
-    return jax.tree.map(draw, tree.adapter_specs(transformer.abstract(base.cfg), config))
 
 
 def looser(cfg, factor: float = 20.0) -> float:

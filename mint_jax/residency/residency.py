@@ -52,12 +52,6 @@ class AdapterLease:
         if on_release is not None:
             on_release(self.digest)
 
-    def __enter__(self) -> "AdapterLease":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
 
 class Residency:
     """The three tiers of one base on one engine: packed bytes on the ``host``, slots of each rank

@@ -19,6 +19,7 @@ from mint_jax.lora import tree
 from mint_jax.lora.config import AdapterConfig
 from mint_jax.models import transformer
 from mint_jax.models.config import read_config
+from tests.adapters import random_adapter
 from tests.catalog.adapters import packed
 
 FAMILIES = ["llama", "qwen3_moe", "deepseek_v3"]  # dense, packed experts, MLA
@@ -56,10 +57,7 @@ def adapters_of(family, hf_dirs, rng):
     for rank, dtype in ((1, "float32"), (3, "bfloat16"), (8, "float16")):
         wanted = AdapterConfig(rank, 5.0, ("all-linear",), rslora=rank == 3)
         config = tree.spelled_out(wanted, specs)
-        factors = jax.tree.map(
-            lambda spec: rng.normal(size=spec.shape).astype(np.float32),
-            tree.adapter_specs(specs, config),
-        )
+        factors = random_adapter(rng, specs, config)
         jax.tree.leaves(factors)[0].flat[:3] = np.nan, np.inf, -0.0
         yield pack(factors, Schema("ab" * 32, config, dtype))
 

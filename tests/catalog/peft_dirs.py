@@ -7,12 +7,13 @@ import jax
 import numpy as np
 
 from mint_jax import params as params_lib
-from mint_jax.lora import peft, tree
+from mint_jax.lora import peft
 from mint_jax.lora.config import AdapterConfig
 from mint_jax.models import base as base_lib
 from mint_jax.models import hf, transformer
 from mint_jax.models.config import from_hf
 from mint_jax.models.outline import Outline, outline
+from tests.adapters import random_adapter
 
 CONFIG = AdapterConfig(2, 4.0, ("q", "v"))
 
@@ -31,11 +32,7 @@ def make_base(directory: Path) -> Outline:
 
 
 def random_factors(base: Outline, seed: int, config: AdapterConfig = CONFIG):
-    rng = np.random.default_rng(seed)
-    return jax.tree.map(
-        lambda spec: rng.normal(size=spec.shape).astype(np.float32),
-        tree.adapter_specs(base.specs, config),
-    )
+    return random_adapter(np.random.default_rng(seed), base.specs, config)
 
 
 def write_adapter(

@@ -21,16 +21,12 @@ from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Request
 from mint_jax.train.state import OptimizerConfig
 from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
+from tests.adapters import random_adapter
 from tests.groups import random_groups
 
 pytestmark = pytest.mark.bits
 
 CONFIG = AdapterConfig(3)
-
-
-def random_adapter(base, config, rng):
-    specs = lora_tree.adapter_specs(transformer.abstract(base.cfg), config)
-    return jax.tree.map(lambda s: rng.normal(size=s.shape).astype(np.float32), specs)
 
 
 @pytest.fixture
@@ -46,7 +42,7 @@ def files(catalog) -> dict[str, tuple]:
 
 
 def test_digest_covers_payload_schema_and_base(tiny_base, rng, catalog):
-    adapter = random_adapter(tiny_base("llama"), CONFIG, rng)
+    adapter = random_adapter(rng, tiny_base("llama"), CONFIG)
     schema = Schema("base one", CONFIG)
     data = pack(adapter, schema)
     made = catalog.export("p", data, 1, create=True)
@@ -86,7 +82,7 @@ def test_a_revision_samples_the_same_tokens_while_its_policy_trains_on(tiny_base
         base,
         [usual, dataclasses.replace(usual, name="b", seed=1), PolicyConfig("c", AdapterConfig(1))],
     )
-    trainer.load_adapter("a", random_adapter(base, CONFIG, rng))
+    trainer.load_adapter("a", random_adapter(rng, base, CONFIG))
     engine = Engine(base)
     prompt = tuple(rng.integers(3, base.cfg.vocab_size, 7).tolist())
 
@@ -170,7 +166,7 @@ REASONS = {
 def test_an_adapter_that_does_not_fit_is_refused_with_the_reason(tiny_base, rng, tmp_path, how):
     base = tiny_base("llama")
     config = AdapterConfig(**GOOD)
-    adapter = random_adapter(base, config, rng)
+    adapter = random_adapter(rng, base, config)
     assert (
         lora_tree.check_fits(adapter, config, transformer.abstract(base.cfg), "it")
         == 2 * base.cfg.num_layers
@@ -185,7 +181,7 @@ def test_an_adapter_that_does_not_fit_is_refused_with_the_reason(tiny_base, rng,
 
 def test_an_adapter_of_another_base_is_refused(tiny_base, rng, tmp_path):
     mine, other = tiny_base("llama"), tiny_base("llama_tied")
-    adapter = random_adapter(mine, CONFIG, rng)
+    adapter = random_adapter(rng, mine, CONFIG)
     jobs = JobCatalog(tmp_path, create=True)
     made = jobs.main.export("p", pack(adapter, Schema(mine.fingerprint, CONFIG)), 1, create=True)
     for name in ("p@1", "p@latest", "default/p@1", made.digest, made.digest[:10], "p"):

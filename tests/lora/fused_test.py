@@ -13,6 +13,7 @@ from mint_jax.lora.peft import WEIGHTS, read_peft, write_peft
 from mint_jax.lora.tree import LINEAR_TARGETS, AdapterConfig
 from mint_jax.models import transformer
 from tests import oracles
+from tests.adapters import random_adapter
 from tests.exchange import (
     assert_same_logits,
     decided_tokens,
@@ -20,7 +21,6 @@ from tests.exchange import (
     edit_tensors,
     our_logits,
     peft_model,
-    random_adapter,
     tables,
 )
 

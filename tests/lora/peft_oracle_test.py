@@ -15,13 +15,13 @@ from mint_jax.lora.tree import ALL_LINEAR, LINEAR_TARGETS, AdapterConfig
 from mint_jax.lora.view import attach_blocks, taps_of
 from mint_jax.models import hf, transformer
 from tests import oracles
+from tests.adapters import random_adapter
 from tests.exchange import (
     assert_same_logits,
     decided_tokens,
     looser,
     peft_gradients,
     peft_model,
-    random_adapter,
     tables,
 )
 

@@ -29,6 +29,7 @@ from mint_jax.lora.peft import (
 from mint_jax.lora.tree import LINEAR_TARGETS, AdapterConfig
 from mint_jax.models import hf, transformer
 from tests import oracles
+from tests.adapters import random_adapter
 from tests.exchange import (
     assert_same_logits,
     decided_tokens,
@@ -37,7 +38,6 @@ from tests.exchange import (
     looser,
     our_logits,
     peft_model,
-    random_adapter,
     randomise,
     tables,
 )

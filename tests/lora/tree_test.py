@@ -2,7 +2,6 @@
 admission.
 """
 
-import jax
 import numpy as np
 import peft
 import pytest
@@ -15,18 +14,12 @@ from mint_jax.lora import tree
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.models import transformer
 from tests import oracles
+from tests.adapters import random_adapter
 
 
 @pytest.fixture
 def specs(tiny_base):
     return transformer.abstract(tiny_base("llama").cfg)
-
-
-def random_adapter(rng, specs, config):
-    return jax.tree.map(
-        lambda spec: rng.normal(size=spec.shape).astype(np.float32),
-        tree.adapter_specs(specs, config),
-    )
 
 
 def test_fresh_adapters_are_distributed_as_those_of_peft(rng, specs, hf_dirs):

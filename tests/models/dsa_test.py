@@ -19,7 +19,8 @@ from mint_jax.lora.tree import AdapterConfig
 from mint_jax.models import hf, transformer
 from mint_jax.models.attention import Segments
 from tests import oracles
-from tests.exchange import decoder_logits, peft_model, random_adapter, tables
+from tests.adapters import random_adapter
+from tests.exchange import decoder_logits, peft_model, tables
 from tests.models.paged_test import continued
 
 FAMILIES = ("deepseek_v32_dense", "glm_dense")

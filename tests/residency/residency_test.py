@@ -10,7 +10,6 @@ import pytest
 from blake3 import blake3
 from prometheus_client import CollectorRegistry
 
-from mint_jax import params as params_lib
 from mint_jax.catalog.packed import Schema, pack, unpack
 from mint_jax.errors import UserError
 from mint_jax.lora import tree as lora_tree
@@ -21,6 +20,7 @@ from mint_jax.residency.loads import QueueFull
 from mint_jax.residency.metrics import Metrics
 from mint_jax.residency.residency import Residency
 from mint_jax.residency.slots import DeviceSlots
+from tests.adapters import random_adapter
 
 LONG = 60.0  # a deadlock fails, it does not hang
 
@@ -75,10 +75,7 @@ class World:
 
     def new(self, rank=2, targets=("q", "v"), base=None, change=lambda adapter: adapter) -> str:
         config = AdapterConfig(rank, 2.0 * rank, targets)
-        adapter = params_lib.map_with_path(
-            lambda p, s: self.rng.normal(size=s.shape).astype(np.float32),
-            lora_tree.adapter_specs(self.specs, config),
-        )
+        adapter = random_adapter(self.rng, self.specs, config)
         return self.storage.add(change(adapter), config, base or self.base.fingerprint)
 
     def loads(self, name: str) -> int:
@@ -156,8 +153,7 @@ def test_a_lease_keeps_its_slot_and_the_next_revision_waits_for_it(world):
         assert w.residency.commit_ready() == 0
     assert w.holds(a)
     assert not b.done()
-    with a:
-        pass
+    a.release()
     w.settle(b)
     assert w.holds(b.result())
     assert w.residency.state()["resident"] == [second]
@@ -342,8 +338,10 @@ def test_many_threads_get_what_they_asked_for(rng, world):
                 future = w.residency.acquire(digest, f"t{seed % 2}")
                 if mine.random() < 0.2 and future.cancel():
                     continue
-                with future.result(LONG) as lease, check:
+                lease = future.result(LONG)
+                with check:
                     wrong.extend([] if w.holds(lease) else [digest])
+                lease.release()
         except BaseException as error:
             wrong.append(error)
 

@@ -14,12 +14,7 @@ from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import AdapterConfig, Slot
 from mint_jax.models import transformer
 from mint_jax.residency.slots import DeviceSlots
-
-
-def random_adapter(rng, specs, config, dtype=np.float32):
-    return params_lib.map_with_path(
-        lambda p, s: rng.normal(size=s.shape).astype(dtype), lora_tree.adapter_specs(specs, config)
-    )
+from tests.adapters import random_adapter
 
 
 def fill(slots, slot, adapter, config) -> int:
@@ -57,7 +52,7 @@ def test_stacks_may_be_stored_in_half_the_bytes(rng, tiny_base):
     slots = DeviceSlots(specs, {2: 2}, config.targets, jnp.bfloat16)
     assert slots.slot_bytes(2) == lora_tree.adapter_nbytes(specs, config) // 2
     for dtype in (np.float32, jnp.bfloat16, np.float16):
-        adapter = random_adapter(rng, specs, config, dtype)
+        adapter = jax.tree.map(lambda x: x.astype(dtype), random_adapter(rng, specs, config))  # noqa: B023
         fill(slots, Slot(2, 1), adapter, config)
         found = lora_tree.read_slot(slots.stacks[2], 1)
         jax.tree.map(

@@ -16,7 +16,6 @@ import jax
 import numpy as np
 import pytest
 
-from mint_jax import params as params_lib
 from mint_jax.compiling import compilations
 from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import AdapterConfig
@@ -26,6 +25,7 @@ from mint_jax.models.paged import PAGE
 from mint_jax.rollout import device
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Request
+from tests.adapters import random_adapter
 from tests.laws.shardings_equal_test import save_checkpoint
 from tests.rollout.invariants import check_schedule, is_idle, pieces
 
@@ -66,11 +66,8 @@ def random_stacks(rng, cfg):
     specs = transformer.abstract(cfg)
 
     def adapter(name: str, config: AdapterConfig):
-        def draw(_, spec):
-            leaf = (rng.normal(size=spec.shape) * 0.7 * spec.shape[-1] ** -0.5).astype(np.float32)
-            return np.full_like(leaf, np.nan) if name.startswith("nan") else leaf
-
-        return config, params_lib.map_with_path(draw, lora_tree.adapter_specs(specs, config))
+        factors = random_adapter(rng, specs, config, np.nan if name.startswith("nan") else 0.7)
+        return config, factors
 
     return lora_tree.stack_adapters(
         specs, {name: adapter(name, config) for name, config in CONFIGS.items()}

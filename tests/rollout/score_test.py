@@ -17,6 +17,7 @@ from mint_jax.lora.tree import AdapterConfig
 from mint_jax.models import hf, transformer
 from mint_jax.rollout.score import Scorer
 from tests import oracles
+from tests.adapters import random_adapter
 
 torch.set_num_threads(1)  # matrices this small lose by threads
 
@@ -31,15 +32,8 @@ def random_adapters(rng, cfg, configs=CONFIGS, size=0.7) -> dict:
     """Name -> (config, factors); both factors random and large enough to change most greedy
     tokens.
     """
-
-    def draw(_, spec):
-        return (rng.normal(size=spec.shape) * size * spec.shape[-1] ** -0.5).astype(np.float32)
-
     specs = transformer.abstract(cfg)
-    return {
-        name: (c, params_lib.map_with_path(draw, lora_tree.adapter_specs(specs, c)))
-        for name, c in configs.items()
-    }
+    return {name: (c, random_adapter(rng, specs, c, size)) for name, c in configs.items()}
 
 
 def dtype_of(cfg):

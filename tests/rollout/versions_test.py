@@ -13,7 +13,8 @@ from mint_jax.models.paged import PAGE
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Request
 from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
-from tests.train.trainer_test import random_adapter, random_group
+from tests.adapters import random_adapter
+from tests.train.trainer_test import random_group
 
 NAMES = ("a", "b")
 WHOLE = 2 * PAGE  # tokens of a prompt's whole blocks

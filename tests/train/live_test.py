@@ -17,7 +17,6 @@ from mint_jax.lora import tree
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.mesh import make_mesh
 from mint_jax.models import base as base_lib
-from mint_jax.models import transformer
 from mint_jax.train import host_state
 from mint_jax.train import slots as slots_lib
 from mint_jax.train.blocks import BlockShape, Datum, TrainRequest
@@ -27,6 +26,7 @@ from mint_jax.train.programs import warm
 from mint_jax.train.state import OptimizerConfig
 from mint_jax.train.trainer import Trainer
 from tests import oracles
+from tests.adapters import random_adapter
 from tests.train.torch_lora import TorchPolicy
 
 SHAPES = (BlockShape(1, 1, 12), BlockShape(3, 2, 12), BlockShape(1, 1, 24), BlockShape(2, 1, 12, 4))
@@ -161,11 +161,7 @@ def random_optimizer(rng):
 
 
 def random_state(rng, base, config):
-    specs = tree.adapter_specs(transformer.abstract(base.cfg), config)
-    factors = {
-        p: rng.normal(0, 0.5 * s.shape[-1] ** -0.5, s.shape).astype(np.float32)
-        for p, s in params_lib.leaves_with_path(specs)
-    }
+    factors = dict(params_lib.leaves_with_path(random_adapter(rng, base, config)))
     return HostState(config, {"factors": factors})
 
 

@@ -21,6 +21,7 @@ from mint_jax.train.state import OptimizerConfig
 from mint_jax.train.step import scheduled_rate
 from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
 from tests import oracles
+from tests.adapters import random_adapter
 from tests.train.torch_lora import TorchPolicy
 
 # prompt, rollouts: fixed, so that few programs are compiled
@@ -84,11 +85,6 @@ class Reference(TorchPolicy):
         )
         self.adamw.step()
         return float(total.detach()), float(norm), grads, nearest
-
-
-def random_adapter(rng, specs, config):
-    draw = lambda spec: rng.normal(0, 0.5 * spec.shape[-1] ** -0.5, spec.shape).astype(np.float32)  # noqa: E731
-    return jax.tree.map(draw, tree.adapter_specs(specs, config))
 
 
 def random_groups(rng, reference, normalisation):

@@ -8,22 +8,20 @@ oracle differentiates sum p(y) r(y) in torch, float64.
 
 import itertools
 
-import jax
 import numpy as np
 import pytest
 import torch
 
 from mint_jax import params as params_lib
 from mint_jax.harness.options import GrpoSampling
-from mint_jax.lora import tree
 from mint_jax.lora.tree import AdapterConfig
-from mint_jax.models import transformer
 from mint_jax.recipes.grpo import rollout_groups
 from mint_jax.recipes.rollouts import Rollout
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Completion, Request
 from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
 from tests import oracles
+from tests.adapters import random_adapter
 from tests.train.torch_lora import TorchPolicy
 
 VOCAB, END, LENGTH = 6, 2, 3
@@ -61,8 +59,7 @@ def logprobs(oracle, rows, temperature):
 def case(names, rng, tiny_base, hf_dirs):
     """A trainer with a random adapter, and the oracle of the same."""
     base = tiny_base(names)
-    draw = lambda spec: rng.normal(0, 0.7 * spec.shape[-1] ** -0.5, spec.shape).astype(np.float32)  # noqa: E731
-    adapter = jax.tree.map(draw, tree.adapter_specs(transformer.abstract(base.cfg), ADAPTER))
+    adapter = random_adapter(rng, base, ADAPTER, 0.7)
     model = oracles.torch_model(hf_dirs(names), torch.float64).requires_grad_(False)
     return base, adapter, TorchPolicy(model, params_lib.leaves_with_path(adapter), ADAPTER.scale)
 

@@ -11,26 +11,20 @@ import pytest
 import torch
 
 from mint_jax.errors import UserError
-from mint_jax.lora import tree
 from mint_jax.lora.tree import AdapterConfig
-from mint_jax.models import transformer
 from mint_jax.train import host_state
 from mint_jax.train import step as step_lib
 from mint_jax.train.batch import Group, TrainSequence
 from mint_jax.train.state import OptimizerConfig
 from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
 from tests import oracles
+from tests.adapters import random_adapter
 from tests.rollout.score_test import merged, torch_logprobs
 
 torch.set_num_threads(1)  # tiny matrices: more threads only wait for each other
 
 A = PolicyConfig("a", AdapterConfig(3, 6.0, ("q", "down")), loss=LossConfig("ppo"))
 B = PolicyConfig("b", AdapterConfig(2, 2.0, ("q",)), loss=LossConfig("cross_entropy"))
-
-
-def random_adapter(rng, base, config):
-    draw = lambda spec: rng.normal(0, spec.shape[-1] ** -0.5, spec.shape).astype(np.float32)  # noqa: E731
-    return jax.tree.map(draw, tree.adapter_specs(transformer.abstract(base.cfg), config))
 
 
 def random_group(rng, prompt, lengths, **fields):
@@ -70,7 +64,7 @@ def test_several_small_passes_add_up_to_one_large_one(rng, tiny_base, passes):
     """``a`` has twice the groups of the others. Two policies a pass, one, and parts of one."""
     base = tiny_base()
     policies = [A, B, dataclasses.replace(A, name="c")]
-    adapters = {p.name: random_adapter(rng, base, p.adapter) for p in policies}
+    adapters = {p.name: random_adapter(rng, base, p.adapter, 1.0) for p in policies}
     groups = {
         name: [random_group(rng, 5, (6, 6)) for _ in range(n)]
         for name, n in {"a": 4, "b": 2, "c": 2}.items()
@@ -136,7 +130,7 @@ def test_dpo_and_kl_compare_with_the_adapter_that_their_reference_names(
             for i, (n, loss) in enumerate(losses.items())
         ],
     )
-    started = {name: random_adapter(rng, base, only_q) for name in losses}
+    started = {name: random_adapter(rng, base, only_q, 1.0) for name in losses}
     for name, adapter in started.items():
         trainer.load_adapter(name, adapter)
     named = {
@@ -144,7 +138,8 @@ def test_dpo_and_kl_compare_with_the_adapter_that_their_reference_names(
         "kl": (AdapterConfig(9, 4.0, ("q",)), None),
     }
     named = {
-        name: (config, random_adapter(rng, base, config)) for name, (config, _) in named.items()
+        name: (config, random_adapter(rng, base, config, 1.0))
+        for name, (config, _) in named.items()
     }
     if reference == "start":
         named = {name: (only_q, started[name]) for name in named}
