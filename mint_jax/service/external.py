@@ -13,6 +13,8 @@ from mint_jax.models.base import Base, public_name
 from mint_jax.models.outline import peft_tables
 from mint_jax.train.host_state import HostState
 
+pyrage: Any = importlib.import_module("pyrage")  # without types
+
 
 def files_of(state: HostState, base: Base, recipients: Sequence[str] = ()) -> dict[str, bytes]:
     """Returns an adapter's files in PEFT's format by name, encrypted to age public keys if any."""
@@ -24,14 +26,6 @@ def files_of(state: HostState, base: Base, recipients: Sequence[str] = ()) -> di
         contents = {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
     if not recipients:
         return contents
-    return {f"{name}.age": _encrypted(data, recipients) for name, data in contents.items()}
-
-
-def _encrypted(data: bytes, recipients: Sequence[str]) -> bytes:
-    try:
-        pyrage: Any = importlib.import_module("pyrage")
-    except ImportError:
-        raise UserError("encryption needs the package pyrage: install mint-jax[serve]") from None
     try:
         keys = [pyrage.x25519.Recipient.from_str(text) for text in recipients]
     except pyrage.RecipientError as reason:
@@ -39,4 +33,4 @@ def _encrypted(data: bytes, recipients: Sequence[str]) -> bytes:
             f"age_encryption_recipients has no age public key ({reason}): give keys that"
             " begin with age1"
         ) from None
-    return pyrage.encrypt(data, keys)
+    return {f"{name}.age": pyrage.encrypt(data, keys) for name, data in contents.items()}
