@@ -36,7 +36,6 @@ from mint_jax.service.validation import off_loop
 log = logging.getLogger("mint_jax.service")
 
 Headers = list[tuple[bytes, bytes]]
-_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 _KEY_LIKE = re.compile(r"[A-Za-z0-9_-]{43,}")
 _OPENAI = ("/v1/", "/oai/")
 _POLLS = ("/retrieve_future", "/retrieve_futures")  # not counted: they use a connection alone
@@ -156,8 +155,7 @@ class Gate:
             await send({"type": "websocket.close", "code": 1008})
             return
         started, client, path = time.perf_counter(), Client(), path_of(scope)
-        reply = Reply(send, _request_id(scope["headers"]), path.startswith(_OPENAI))
-        source = Source(receive)
+        reply, source = Reply(send, uuid.uuid4().hex, path.startswith(_OPENAI)), Source(receive)
         endpoint = TABLE.find(scope["method"], path)
         try:
             # an absolute URI, whose host would count in place of the header's, or `*`
@@ -313,14 +311,6 @@ class Gate:
             known = {bodies.TooLarge: 413, bodies.UnknownCoding: 415}
             raise Refusal(known.get(type(error), 400), str(error)) from error
         return body
-
-
-def _request_id(headers: Headers) -> str:
-    """Returns the client's id of a request if it is a plain one; else a new one."""
-    for given in values(headers, b"x-request-id"):
-        if _ID.fullmatch(given) and _masked(given) == given:
-            return given
-    return uuid.uuid4().hex
 
 
 def _masked(text: str) -> str:

@@ -38,8 +38,7 @@ from tests.service.sites import sites as sites
 
 pytestmark = pytest.mark.long
 
-BODY_S = 1.0
-LIMITS = Limits(body_bytes=4 << 20, held_bytes=256 << 20, body_s=BODY_S)
+LIMITS = Limits(body_bytes=4 << 20, held_bytes=256 << 20)
 
 
 @pytest.fixture(scope="module")
@@ -50,11 +49,11 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def tenants(sites, tiny_base, folder):
     secrets = [keys_.add(folder / "keys", tenant, SCOPES)[1] for tenant in ("ann", "bob")]
-    with pytest.MonkeyPatch.context() as patch, httpx.Client(timeout=60) as web:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tinker_sampling, "POLL_S", 20.0)
         keys = keys_.Keys(folder / "keys")
         site = sites(tiny_base(), folder / "server", keys=keys, limits=LIMITS)
-        yield [Tenant(site, secret, web).settle() for secret in secrets]
+        yield [Tenant(site, secret).settle() for secret in secrets]
 
 
 @pytest.fixture(scope="module")
@@ -81,17 +80,12 @@ def results_of(bob: Tenant, number: int) -> list:
     new = {"session_id": bob.ids["session"], "model_seq_id": number, "optimizer": True}
     model = bob.done("load_weights", new | {"path": bob.ids["weights"]})["model_id"]
     data = batch((9, 8, 7, 6, 5))
-    calls = [
-        ("forward_backward", {"forward_backward_input": data}),
-        ("optim_step", {"adam_params": {"learning_rate": 1e-2}}),
-        ("forward_backward", {"forward_input": data}),
+    return [
+        bob.train("forward_backward", model, forward_backward_input=data),
+        bob.train("optim_step", model, adam_params={"learning_rate": 1e-2}),
+        bob.train("forward_backward", model, forward_input=data),
+        bob.sample(max_tokens=8, temperature=0),
     ]
-    results = [
-        bob.done(path, one | {"model_id": model, "seq_id": i})
-        for i, (path, one) in enumerate(calls, 1)
-    ]
-    results.append(bob.sample(max_tokens=8, temperature=0))
-    return [{k: v for k, v in result.items() if k != "request_id"} for result in results]
 
 
 @pytest.fixture(scope="module")
@@ -106,8 +100,8 @@ def before(tenants, bob):
 def goes_on(before, ann):
     """After each test the model of bad requests trains on: its order is not stuck."""
     yield
-    ann.train("forward_backward", {"forward_backward_input": batch()})
-    ann.train("optim_step", {"adam_params": {"learning_rate": 1e-3}})
+    ann.step("forward_backward", {"forward_backward_input": batch()})
+    ann.step("optim_step", {"adam_params": {"learning_rate": 1e-3}})
 
 
 class Battery:
@@ -234,6 +228,8 @@ def test_paths_methods_queries_and_keys(ann, battery):
 NAMES = ["a/b", "../x", "..", "", " ", "a\\b", "a@b", "\0", "a\nb", "x" * 201, ".hidden", "\u202ex"]
 PATHS = """x tinker:// tinker://a tinker://a/weights tinker://a/weights/b/c tinker://../weights/x
 tinker://a/nonsense/b file:///etc/passwd /etc/passwd tinker:///weights/x"""
+PLACES = {"load_weights": "path", "weights_info": "tinker_path", "copy_weights": "source_path"}
+PLACES |= {"create_sampling_session": "model_path", "asample": "model_path"}
 
 
 def test_names_paths_and_bases(ann, battery):
@@ -242,36 +238,33 @@ def test_names_paths_and_bases(ann, battery):
             battery.refuse(route, body_of(route, ann) | {"path": name}, "name")
         for ttl in (0, 3599, 10 * 366 * 86400 + 1, 2**62):
             battery.refuse(route, body_of(route, ann) | {"ttl_seconds": ttl}, "ttl_seconds")
-    kept = body_of("save_weights", ann) | {"path": "kept"}
-    battery.refuse("save_weights", kept, "exists already")
-    external = body_of("save_weights_external", ann)
-    for keys in (["x"], ["age1nobody"], ["age1" + "q" * 58]):
-        here = {"seq_id": ann.place, "age_encryption_recipients": keys}
-        battery.refuse("save_weights_external", external | here, "age")
-    for path in (*PATHS.split(), "tinker://" + "x" * 100_000):
-        words = "path|checkpoint|sampled"
-        names = {"load_weights": "path", "weights_info": "tinker_path"}
-        names |= {"create_sampling_session": "model_path", "copy_weights": "source_path"}
-        for route, name in names.items():
-            battery.refuse(route, body_of(route, ann) | {name: path}, words, 400, 404)
-        battery.refuse("asample", {"model_path": path, "prompt": CHUNKS}, words, 400, 404)
-    for route in ("create_model", "load_weights", "create_sampling_session"):
-        battery.refuse(route, body_of(route, ann) | {"base_model": "nonsense"}, "base_model")
-    battery.refuse("asample", {"base_model": "nonsense", "prompt": CHUNKS}, "base_model")
+    battery.refuse(
+        "save_weights", body_of("save_weights", ann) | {"path": "kept"}, "exists already"
+    )
+    for key in ("x", "age1nobody", "age1" + "q" * 58):
+        external = body_of("save_weights_external", ann) | {"age_encryption_recipients": [key]}
+        battery.refuse("save_weights_external", external, "age")
+    for route, field in PLACES.items():
+        body = {"prompt": CHUNKS} if route == "asample" else body_of(route, ann)
+        for path in (*PATHS.split(), "tinker://" + "x" * 100_000):
+            words = "path|checkpoint|sampled"
+            battery.refuse(route, body | {"seq_id": ann.place, field: path}, words, 400, 404)
+        if route not in ("weights_info", "copy_weights"):
+            wrong = {"seq_id": ann.place, "base_model": "nonsense"}
+            battery.refuse(route, body | wrong, "base_model")
 
 
 def test_models_that_cannot_be_made(ann, battery):
     """Whatever is requested of such a model fails too."""
     nothing = {"rank": 8, "train_attn": False, "train_mlp": False, "train_unembed": False}
-    large = {"note": "x" * (1 << 16)}
     wrong = [({"lora_config": {"rank": rank}}, "rank") for rank in (0, -1, 9, 2**31, 2**70)]
-    wrong += [({"lora_config": nothing}, "train"), ({"user_metadata": large}, "user_metadata")]
-    wrong += [({"optimizer_config": {"type": "dimuon"}}, "dimuon")]
+    wrong += [({"lora_config": nothing}, "train"), ({"optimizer_config": {"type": "x"}}, "adamw")]
+    wrong += [({"user_metadata": {"note": "x" * (1 << 16)}}, "user_metadata")]
+    wrong += [({"base_model": "nonsense"}, "base_model")]
     for i, (options, words) in enumerate(wrong):
         battery.refuse("create_model", ann.new_model(800 + i, **options), words)
-    for field in ("tags", "display_name"):
-        long = "x" * (1 << 19)
-        battery.refuse("create_session", {field: [long] if field == "tags" else long}, field)
+    for field, value in {"tags": ["x" * (1 << 19)], "display_name": "x" * (1 << 19)}.items():
+        battery.refuse("create_session", {field: value}, field)
     here = {"model_id": f"{ann.ids['session']}:train:800"}
     asked = {"forward_backward": {"forward_backward_input": batch()}, "save_weights": {"path": "x"}}
     for place, (route, body) in enumerate(asked.items(), 1):
@@ -282,22 +275,23 @@ def test_models_that_cannot_be_made(ann, battery):
 def test_prompts_and_settings_of_samples(ann, site, battery):
     context = site.server.base.cfg.context
 
-    def prompt(tokens):
-        return {"prompt": {"chunks": [{"tokens": tokens}]}, "target_prompt_logprobs": None}
+    def prompt(*chunks):
+        return {"prompt": {"chunks": list(chunks)}, "target_prompt_logprobs": None}
 
-    def targets(data, shape):
+    def targets(data, *shape):
         return {"target_prompt_logprobs": {"data": data, "dtype": "int64", "shape": shape}}
 
     cases = [
-        (prompt([5] * context), "context"),
-        (prompt([2**31 - 1]), str(2**31 - 1)),
-        ({"prompt": {"chunks": []}, "target_prompt_logprobs": None}, "prompt"),
-        ({"prompt": {"chunks": [{"type": "image", "data": "eA=="}]}}, "image"),
+        (prompt({"tokens": [5] * context}), "context"),
+        (prompt({"tokens": [2**31 - 1]}), str(2**31 - 1)),
+        (prompt(), "prompt"),
+        (prompt({"type": "image", "data": "eA=="}), "image"),
         *(({"num_samples": n}, "num_samples") for n in (0, -1, 4097, 2**40)),
         *(({name: 21}, name) for name in ("topk_prompt_logprobs", "prompt_alt_tokens_k")),
-        (targets([5], [1, 1]), "target_prompt"),
-        (targets([5, 97], [2, 1]), "97"),
-        (targets([], [2, 2**61]), "target_prompt"),
+        (targets([5], 1, 1), "target_prompt"),
+        (targets([5, 97], 2, 1), "97"),
+        (targets([], 2, 2**61), "target_prompt"),
+        (targets([], 2**50, 0), "target_prompt"),
     ]
     params = {
         "max_tokens": [0, -1, context, 2**31 - 1],
@@ -336,7 +330,7 @@ def test_updates_beyond_float32_are_skipped(ann):
 def test_numbers_of_requests(ann, battery):
     """A used number gets 409. A request far ahead waits, and delays no other."""
     here: dict[str, Any] = {"model_id": ann.ids["model"]}
-    ann.train("optim_step", {"adam_params": {"learning_rate": 0.5}})
+    ann.step("optim_step", {"adam_params": {"learning_rate": 0.5}})
     used = here | {"seq_id": ann.place - 1}
     words = f"request {ann.place} of"
     battery.refuse("optim_step", used | {"adam_params": {"learning_rate": 0.6}}, words, 409)
@@ -361,35 +355,21 @@ def test_numbers_of_requests(ann, battery):
         battery.refuse("create_sampling_session", new, "sampling_session_seq_id")
 
 
-def raw(site, data: bytes, wait: bool = True) -> bytes:
-    """Returns the bytes of a socket's answer; without ``wait`` it is closed at once."""
-    with socket.create_connection(("127.0.0.1", site.port), timeout=20) as connection:
-        connection.sendall(data)
-        return b"".join(iter(lambda: connection.recv(1 << 16), b"")) if wait else b""
+def test_clients_that_disconnect_leave_nothing(ann, site):
+    """While they wait for a result, and within a body."""
 
+    def leave(path: str, body: bytes, length: int) -> None:
+        head = f"POST /api/v1/{path} HTTP/1.1\r\nHost: x\r\nX-API-Key: {ann.key}\r\n"
+        with socket.create_connection(("127.0.0.1", site.port), timeout=20) as connection:
+            connection.sendall(f"{head}Content-Length: {length}\r\n\r\n".encode() + body)
 
-def head(ann: Tenant, path: str, length: Any, *more: str) -> bytes:
-    lines = [f"POST /api/v1/{path} HTTP/1.1", "Host: x", f"X-API-Key: {ann.key}"]
-    return "\r\n".join([*lines, f"Content-Length: {length}", *more, "", ""]).encode()
-
-
-def test_connections_that_break_off(ann, site):
-    """Slow bodies, no HTTP, and clients that disconnect while they wait; nothing is kept."""
-    slow = raw(site, head(ann, "get_info", 100) + b'{"model')
-    assert b" 408 " in slow.split(b"\r\n")[0]
-    for junk in (b"\x16\x03\x01\x02\x00\x01", b"GET\r\n\r\n", b"\0" * 100):
-        assert raw(site, junk).startswith((b"HTTP/1.1 400", b""))
-    for length in ("-1", "9" * 25, "1e3"):
-        assert b" 400 " in raw(site, head(ann, "get_info", length))[:40]
-    smuggled = head(ann, "get_info", 3, "Transfer-Encoding: chunked") + b"zz\r\n{}"
-    assert b" 400 " in raw(site, smuggled)[:40]
     ahead = {"model_id": ann.ids["model"], "seq_id": ann.place + 9_000, "adam_params": {}}
     waiting = ann.post("optim_step", ahead).json()["request_id"]
     poll = json.dumps({"request_id": waiting}).encode()
     threads = len(threading.enumerate())
     for _ in range(30):
-        raw(site, head(ann, "retrieve_future", len(poll)) + poll, wait=False)
-        raw(site, head(ann, "asample", 1 << 20) + b'{"prompt', wait=False)
+        leave("retrieve_future", poll, len(poll))
+        leave("asample", b'{"prompt', 1 << 20)
     assert ann.outcome(ann.ids["future"])
     assert len(threading.enumerate()) <= threads + 8  # at most a few more of asyncio's own
 

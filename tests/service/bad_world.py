@@ -1,64 +1,32 @@
 """Tenants of one server, a valid body of each Tinker route, and wrong values for its fields."""
 
 import copy
-import dataclasses
-import json
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 
+from tests.service.old_wire import RawClient
 from tests.service.sites import Site
 
-JSON = {"content-type": "application/json"}
 LONGEST_ANSWER = 4096  # bytes of an error
 NOBODY = "0" * 32
 CHUNKS = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}
 
 
-@dataclasses.dataclass
-class Tenant:
+class Tenant(RawClient):
     """A tenant with one of everything.
 
     Attributes:
-        place: number of the model's next request.
         ids: of its session, model, sampler, future, answer, and paths of checkpoints by kind.
     """
 
-    site: Site
-    key: str
-    web: httpx.Client
-    place: int = 1
-    samples: int = 0
-    ids: dict[str, str] = dataclasses.field(default_factory=dict)
+    def __init__(self, site: Site, key: str):
+        super().__init__(site, key)
+        self.samples, self.place = 0, 1  # the latter is the number of the model's next request
+        self.ids: dict[str, str] = {}
 
-    def send(self, method: str, path: str, content: Any = b"", **headers: str) -> httpx.Response:
-        """Sends one request; anything but bytes as JSON."""
-        body = content if isinstance(content, bytes) else json.dumps(content).encode()
-        headers = {"x-api-key": self.key} | JSON | headers
-        url = f"{self.site.url}/api/v1/{path}"
-        return self.web.request(method, url, content=body, headers=headers)
-
-    def post(self, path: str, content: Any) -> httpx.Response:
-        return self.send("POST", path, content)
-
-    def outcome(self, id: str) -> dict[str, Any]:
-        """Returns the result of a future."""
-        answer = self.post("retrieve_future", {"request_id": id})
-        assert answer.status_code == 200, f"{answer.status_code} {answer.text[:300]}"
-        return answer.json()
-
-    def done(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Returns the result of a valid request."""
-        answer = self.post(path, body)
-        assert answer.status_code == 200, f"{path}: {answer.status_code} {answer.text[:300]}"
-        if "request_id" not in answer.json():
-            return answer.json()
-        result = self.outcome(answer.json()["request_id"])
-        assert "error" not in result, f"{path}: {result}"
-        return result | {"request_id": answer.json()["request_id"]}
-
-    def train(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    def step(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """Returns the result of the model's next request."""
         self.place += 1
         return self.done(path, body | {"model_id": self.ids["model"], "seq_id": self.place - 1})
@@ -70,19 +38,20 @@ class Tenant:
 
     def settle(self) -> "Tenant":
         """Makes one of everything."""
-        self.ids["session"] = self.done("create_session", {})["session_id"]
+        self.ids["session"] = self.open()
         self.ids["model"] = self.done("create_model", self.new_model(0))["model_id"]
-        first = self.train("forward_backward", {"forward_backward_input": batch()})
-        self.ids["future"] = first["request_id"]
-        self.train("optim_step", {"adam_params": {"learning_rate": 1e-2}})
+        self.step("forward_backward", {"forward_backward_input": batch()})
+        self.ids["future"] = self.last
+        self.step("optim_step", {"adam_params": {"learning_rate": 1e-2}})
         for kind in SAVES:
-            path = self.train(kind, {"path": "kept"})["path"]
+            path = self.step(kind, {"path": "kept"})["path"]
             self.ids[path.split("/")[-2]] = path
         new = {"session_id": self.ids["session"], "sampling_session_seq_id": 0}
         new["model_path"] = self.ids["sampler_weights"]
         made = self.done("create_sampling_session", new)
         self.ids["sampler"] = made["sampling_session_id"]
-        self.ids["answer"] = self.sample(max_tokens=3, temperature=0)["request_id"]
+        self.sample(max_tokens=3, temperature=0)
+        self.ids["answer"] = self.last
         return self
 
     def new_model(self, number: int, **options: Any) -> dict[str, Any]:

@@ -133,6 +133,12 @@ def test_slow_heads_and_bodies_are_cut_while_others_are_served(port):
     assert served > 0
 
 
+def test_a_slow_body_gets_408(port):
+    with connected(port) as connection:
+        connection.sendall(HEAD + b"Content-Length: 100\r\n\r\n{")
+        assert all_of(connection).startswith(b"HTTP/1.1 408 ")
+
+
 def test_a_client_that_does_not_read_is_cut(port, ended):
     with connected(port) as connection:
         connection.sendall(b"GET /endless HTTP/1.1\r\nHost: localhost\r\n\r\n")

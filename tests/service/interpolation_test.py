@@ -14,8 +14,7 @@ from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.models import transformer
 from mint_jax.service.interpolation import weighted_sum
-from tests.service.old_sdks_test import N, batch, trained
-from tests.service.old_wire import adam
+from tests.service.old_wire import N, adam, batch, trained
 from tests.service.old_wire import old as old
 from tests.service.sites import sites as sites
 
@@ -124,7 +123,7 @@ def test_a_sum_is_a_checkpoint_of_the_first_source_and_is_sampled(old, saved, rn
     found, a, b = (delta(old, path) for path in (made["path"], first, second))
     for name, one in found.items():
         np.testing.assert_allclose(one, 0.75 * a[name] + 0.5 * b[name], rtol=1e-4, atol=1e-6)
-    rows = old.get(f"training_runs/{model}/checkpoints").json()["checkpoints"]
+    rows = old.send("GET", f"training_runs/{model}/checkpoints").json()["checkpoints"]
     row = next(one for one in rows if one["tinker_path"] == made["path"])
     assert row["user_metadata"] == {"source_paths": [first, second], "coefficients": [0.75, 0.5]}
     again = (body_of([first, second], [0.75, c], "sum") for c in (0.5, 0.25))
@@ -152,7 +151,7 @@ def test_a_sum_is_a_checkpoint_of_the_first_source_and_is_sampled(old, saved, rn
 )
 def test_wrong_requests_are_refused_at_once(old, saved, change, status, reason):
     paths = [path for _, path in saved]
-    refused = old.send(PATH, body_of(paths, [0.5, 0.5]) | change)
+    refused = old.post(PATH, body_of(paths, [0.5, 0.5]) | change)
     assert refused.status_code == status
     assert reason in refused.json()["detail"]
 
@@ -164,7 +163,7 @@ def test_the_first_source_must_belong_to_the_tenant(old, saved):
     row = book.checkpoint("default", model, "sampler_weights", "own")
     book.add_checkpoint(dataclasses.replace(row, tenant="another", public=True))
     try:
-        assert old.send(PATH, body_of([second, first], [0.5, 0.5])).status_code == 404
+        assert old.post(PATH, body_of([second, first], [0.5, 0.5])).status_code == 404
         assert "path" in old.result(PATH, body_of([first, second], [0.5, 0.5], "public"))
     finally:
         book.add_checkpoint(row)
@@ -172,10 +171,10 @@ def test_the_first_source_must_belong_to_the_tenant(old, saved):
 
 @pytest.mark.long
 def test_the_reverse_kl_fails_and_uses_up_its_number(old, rng):
-    assert old.send(REVERSE_KL, {"model_id": "none", "seq_id": 1}).status_code == 404
+    assert old.post(REVERSE_KL, {"model_id": "none", "seq_id": 1}).status_code == 404
     model = old.create()
     told = {"reference_model_path": "tinker://a:train:0/sampler_weights/b"}
-    unnumbered = old.send(REVERSE_KL, told | {"model_id": model, "data": [], "seq_id": None})
+    unnumbered = old.post(REVERSE_KL, told | {"model_id": model, "data": [], "seq_id": None})
     assert (unnumbered.status_code, "seq_id" in unnumbered.text) == (400, True)
     failed = old.train(REVERSE_KL, model, data=[], **told)
     assert (failed["category"], "importance_sampling" in failed["error"]) == ("user", True)

@@ -1,43 +1,13 @@
-"""Requests of SDKs before protobuf: JSON alone, ``forward`` on a route of its own, resuming in two
-steps.
-"""
+"""Requests of SDKs before protobuf: JSON alone, ``forward`` on a route of its own."""
 
 import numpy as np
 import pytest
 
-from tests.service.old_wire import adam, datum
+from tests.service.old_wire import N, datum, trained
 from tests.service.old_wire import old as old
 from tests.service.sites import sites as sites
 
 pytestmark = pytest.mark.long
-
-N = 12
-
-
-def batch(rng, old, count: int = 2) -> dict:
-    """A request's input, for cross-entropy."""
-    vocab = old.server.base.cfg.vocab_size
-    rows = [rng.integers(0, vocab, N + 1) for _ in range(count)]
-    data = [
-        datum(row, target_tokens=row[1:], weights=rng.normal(size=N).astype(np.float32))
-        for row in rows
-    ]
-    return {"data": data, "loss_fn": "cross_entropy", "loss_fn_config": None}
-
-
-def logprobs(result: dict) -> np.ndarray:
-    for output in result["loss_fn_outputs"]:
-        assert output["logprobs"]["dtype"] == "float32"
-        assert output["logprobs"]["shape"] == [N]
-    return np.array([output["logprobs"]["data"] for output in result["loss_fn_outputs"]])
-
-
-def trained(rng, old, rank: int = 4) -> str:
-    """A model after an update."""
-    model = old.create(rank)
-    old.train("forward_backward", model, forward_backward_input=batch(rng, old))
-    old.train("optim_step", model, **adam(0.05))
-    return model
 
 
 def test_samples_are_told_in_json(old, rng):
@@ -57,27 +27,26 @@ def test_samples_are_told_in_json(old, rng):
     told |= {"prompt_logprobs": True, "topk_prompt_logprobs": 2, "type": "sample"}
     opened = {"session_id": old.session, "sampling_session_seq_id": 0}
     opened |= {"base_model": None, "model_path": path}
-    sampler = old.post("create_sampling_session", opened)["sampling_session_id"]
+    sampler = old.done("create_sampling_session", opened)["sampling_session_id"]
     named = {"sampling_session_id": sampler, "seq_id": 0, "base_model": None, "model_path": None}
-    answers = [
-        old.result("asample", told | where)
+    by_path, found = (
+        old.done("asample", told | where)
         for where in ({"model_path": path, "base_model": None}, named)
-    ]
-    assert answers[0] == answers[1], "a path and a session of it are the same weights"
-    found = answers[0]
+    )
+    assert by_path == found, "a path and a session of it are the same weights"
     assert found["type"] == "sample"
     for sequence in found["sequences"]:
         lengths = len(sequence["tokens"]), len(sequence["logprobs"])
         assert (sequence["stop_reason"], *lengths) == ("length", 4, 4)
-    scored = {
-        "data": [datum(row, target_tokens=row[1:], weights=np.ones(N, np.float32))],
-        "loss_fn": "cross_entropy",
-    }
-    passed = logprobs(old.train("forward", model, forward_input=scored))[0]
+    data = [datum(row, target_tokens=row[1:], weights=np.ones(N, np.float32))]
+    scored = {"data": data, "loss_fn": "cross_entropy"}
+    [output] = old.train("forward", model, forward_input=scored)["loss_fn_outputs"]
+    assert (output["logprobs"]["dtype"], output["logprobs"]["shape"]) == ("float32", [N])
+    passed = output["logprobs"]["data"]
     assert found["prompt_logprobs"][0] is None
     # other programs, other orders of float32 sums
     np.testing.assert_allclose(found["prompt_logprobs"][1:], passed, atol=2e-4)
     assert found["topk_prompt_logprobs"][0] is None
     assert [len(place) for place in found["topk_prompt_logprobs"][1:]] == [2] * N
-    base = old.result("asample", told | {"base_model": old.server.name, "model_path": None})
+    base = old.done("asample", told | {"base_model": old.server.name, "model_path": None})
     assert not np.allclose(base["prompt_logprobs"][1:], passed, atol=2e-4)

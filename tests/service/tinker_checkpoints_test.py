@@ -18,7 +18,7 @@ from tinker import types
 from mint_jax.service import keys as keys_
 from mint_jax.service.keys import SCOPES
 from tests import oracles
-from tests.service.sites import SIZES, adam, datum_of, logprobs_of
+from tests.service.sites import adam, datum_of, logprobs_of
 from tests.service.sites import site as site
 from tests.service.sites import sites as sites
 from tests.service.tinker_training_test import same_parts
@@ -69,22 +69,6 @@ def test_what_was_saved_goes_on_bit_for_bit(how, optimizer, rng, site):
         for name, leaf in leaves.items():
             np.testing.assert_array_equal(leaf, saved.parts[part][name])
     assert loaded.steps == (2 if optimizer else 0)
-
-
-def test_a_run_that_was_interrupted_equals_one_that_was_not(rng, sites, tiny_base):
-    """Steps of one shape alone: then the same requests are the same programs."""
-    site = sites(
-        tiny_base(), sizes=SIZES.__class__(**SIZES.__dict__ | {"shapes": SIZES.shapes[:1]})
-    )
-    whole = site.trainer(seed=3)
-    cut = site.trainer(seed=3)
-    batches, numbers = [batch(rng) for _ in range(4)], [random_optimizer(rng) for _ in range(4)]
-    train(whole, batches, numbers)
-    train(cut, batches[:2], numbers[:2])
-    path = cut.save_state("s").result().path
-    later = site.client().create_training_client_from_state_with_optimizer(path).result()
-    train(later, batches[2:], numbers[2:])
-    same_parts(site.held(whole), site.held(later))
 
 
 def test_a_checkpoint_ends_with_its_time(site, monkeypatch):

@@ -56,28 +56,28 @@ def page(made, **asked) -> types.SessionSearchResponse:
 
 def test_sessions_are_searched(made):
     one, two, three = made["ids"]
-    assert found(made) == [three, two, one]  # the newest first
-    assert found(made, session_id=two) == [two]
-    assert found(made, session_id="nothing") == []
-    assert found(made, display_name="RUN") == [two, one]
-    assert found(made, display_name="run first") == [one]
-    assert found(made, display_name="another", session_id=one) == [three, one]  # either
-    assert found(made, user_metadata={"by": "x"}) == [two, one]
-    assert found(made, user_metadata={"by": "x", "run": "a"}) == [one]
-    assert found(made, project_ids=["p", "q"]) == [two]
-    assert found(made, owner={"type": "accessible"}) == [three, two, one]
-    assert found(made, owner={"type": "user", "owner_urns": ["default"]}) == [three, two, one]
-    assert found(made, owner={"type": "user", "owner_urns": ["somebody"]}) == []
-    assert found(made, statuses=[queries.ActiveSessionStatusQuery()]) == [three, one]
-    assert found(made, statuses=[queries.ClientFinishedSessionStatusQuery()]) == [two]
-    assert (
-        found(made, statuses=[queries.ClientFinishedSessionStatusQuery(reasons=["success"])]) == []
-    )
-    both = [
-        queries.FailedSessionStatusQuery(),
-        queries.ClientFinishedSessionStatusQuery(reasons=["errored", "success"]),
+    finished = queries.ClientFinishedSessionStatusQuery
+    both = [queries.FailedSessionStatusQuery(), finished(reasons=["errored", "success"])]
+    cases: list[tuple[dict[str, Any], list[str]]] = [
+        ({}, [three, two, one]),  # the newest first
+        ({"session_id": two}, [two]),
+        ({"session_id": "nothing"}, []),
+        ({"display_name": "RUN"}, [two, one]),
+        ({"display_name": "run first"}, [one]),
+        ({"display_name": "another", "session_id": one}, [three, one]),  # either
+        ({"user_metadata": {"by": "x"}}, [two, one]),
+        ({"user_metadata": {"by": "x", "run": "a"}}, [one]),
+        ({"project_ids": ["p", "q"]}, [two]),
+        ({"owner": {"type": "accessible"}}, [three, two, one]),
+        ({"owner": {"type": "user", "owner_urns": ["default"]}}, [three, two, one]),
+        ({"owner": {"type": "user", "owner_urns": ["somebody"]}}, []),
+        ({"statuses": [queries.ActiveSessionStatusQuery()]}, [three, one]),
+        ({"statuses": [finished()]}, [two]),
+        ({"statuses": [finished(reasons=["success"])]}, []),
+        ({"statuses": both}, [two]),
     ]
-    assert found(made, statuses=both) == [two]
+    for query, expected in cases:
+        assert found(made, **query) == expected, query
 
 
 def test_pages_follow_a_cursor(made, site):  # noqa: F811

@@ -21,7 +21,7 @@ from tinker.types._pydantic_types.forward_backward_input import ForwardBackwardI
 
 from mint_jax.errors import UserError
 from mint_jax.rollout.request import Completion
-from mint_jax.service.wire import forward_backward, losses, messages, samples, tensors
+from mint_jax.service.wire import forward_backward, messages, samples, tensors
 from mint_jax.train.losses import KINDS
 from tests.memory import assert_takes_at_most
 
@@ -126,7 +126,7 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("loss", losses.LOSSES)
+@pytest.mark.parametrize("loss", forward_backward.LOSSES)
 @pytest.mark.parametrize("content_type", [PROTO, JSON])
 def test_what_the_sdk_encodes_is_read_back_the_same(loss, content_type, rng):
     lengths = [1, 7, 12]
@@ -182,18 +182,6 @@ def test_numbers_of_other_types_are_taken_where_they_lose_nothing(rng):
     np.testing.assert_array_equal(datum.weights, halves.float().numpy())
 
 
-def test_spans_are_kept_as_they_were_sent(rng):
-    datum = sdk_datum(rng.integers(0, V, 6), sampled_inputs(rng, 6, "ppo")).with_provenance(
-        [
-            types.PromptProvenanceSpan(sequence_id="a", length=2),
-            types.SampledProvenanceSpan(sequence_id="b", offset=3, length=4),
-        ],
-        [types.SampledProvenanceSpan(sequence_id="b", offset=1, length=6)],
-    )
-    _, (spans,) = forward_backward.read(proto_body(sdk_request([datum], "ppo")), PROTO).batch()
-    assert spans == (("prompt", "a", 0, 2), ("sampled", "b", 3, 4))
-
-
 def soft_inputs(rng, n, k, listed):
     """Targets and weights ``[n, k]`` with some cells that are not 0, among them token 0 with a
     weight.
@@ -230,9 +218,9 @@ def test_soft_targets_come_back_in_the_shape_they_were_sent_in(content_type, k, 
 
 def test_options_have_the_defaults_of_the_contract():
     clips = {"ppo": (0.8, 1.2), "cispo": (0.0, 4.0), "gspo": (0.8, 1.2)}
-    for loss in losses.LOSSES:
+    for loss in forward_backward.LOSSES:
         given = {"beta": 0.1} if loss == "dro" else {}
-        assert losses.coefs(loss, given)[1:3] == clips.get(loss, (0.0, math.inf))
+        assert forward_backward.loss_of(loss, given)[1:3] == clips.get(loss, (0.0, math.inf))
 
 
 # -- forward and backward, written
@@ -412,30 +400,6 @@ def test_a_body_without_a_place_is_refused(body, content_type, match):
     refused(lambda: forward_backward.read(body, content_type), match)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "weights", "match"),
-    [
-        ([1, 2.5], {}, "expected a list of whole numbers"),
-        ([1, 2**70], {}, "whole numbers of 64 bits"),
-        ([1, 2], {"dtype": "float8"}, "dtype is 'float8'; expected 'float32'"),
-        ([1, 2], {"data": [1, None]}, "expected a list of numbers"),
-        ([1, 2], {"data": [1, 1e39]}, r"weights has 1e\+39 at 1"),
-        ([1, 2], {"sparse_crow_indices": [0, 1]}, "is sparse"),
-    ],
-)
-def test_bad_json_is_refused(tokens, weights, match):
-    datum = {
-        "model_input": {"chunks": [{"tokens": tokens}]},
-        "loss_fn_inputs": {
-            "target_tokens": {"data": [2, 3], "dtype": "int64", "shape": [2]},
-            "weights": {"data": [1, 0.5], "dtype": "float32"} | weights,
-        },
-    }
-    batch = {"data": [datum], "loss_fn": "cross_entropy"}
-    body = json.dumps({"forward_backward_input": batch, "model_id": "m", "seq_id": 1}).encode()
-    refused(forward_backward.read(body, JSON).batch, match)
-
-
 def test_damaged_bytes_are_read_or_refused_and_nothing_else(rng):
     body = good().SerializeToString()
     for change in range(400):
@@ -483,98 +447,61 @@ def test_a_sample_with_every_setting():
     assert (plain.n, plain.max_tokens, plain.seed, plain.stop_ids) == (1, 97, 11, (7, 8))
 
 
-@pytest.mark.parametrize(
-    ("change", "match"),
-    [
-        ({"prompt": None}, "prompt is null"),
-        ({"sampling_params": {"stop": ["a", 1]}}, r"stop\[[01]\] is"),
-        (
-            {"target_prompt_logprobs": {"data": [], "dtype": "int64", "shape": [2**50, 0]}},
-            r"expected \[2, K\]",
-        ),
-    ],
-)
-def test_a_bad_sample_is_refused(change, match):
-    body = json.dumps(json.loads(sample_body()) | change).encode()
-    refused(lambda: spec_of(body), match)
-
-
-def completions_of(rng, request, named):
-    """Random answers to a request, as the engine gives them."""
-    P, last = len(request.prompt), request.prompt_logprobs_last_n
-    first = 0 if last is None else max(0, P - 1 - last)
-
+@pytest.mark.parametrize("last", [None, 2])
+@pytest.mark.parametrize("sparse", [True, False])
+def test_everything_about_a_prompt_is_decoded_by_the_sdk(last, sparse, rng):
     def numbers(n):
         return (-rng.random(n)).astype(np.float32).tolist()
 
     def pairs(n, k):
         return [list(zip(rng.integers(1, V, k).tolist(), numbers(k))) for _ in range(n)]
 
-    def places(n, k):
-        return [[] if i < first else one for i, one in enumerate(pairs(n, k))]
-
-    shared = {"reused": 2}
-    if request.prompt_logprobs:
-        shared["prompt_logprobs"] = [math.nan] * first + numbers(P - 1 - first)
-    if k := request.top_prompt_logprobs:
-        shared["top_prompt_logprobs"] = places(P - 1, k)
-    if named:
-        shared["target_prompt_logprobs"] = [
-            [] if i < first else numbers(len(ids))
-            for i, ids in enumerate(request.target_prompt_logprobs)
-        ]
-    if k := request.prompt_alternatives:
-        shared["prompt_alternatives"] = places(P - 1, k)
-    out = []
-    for i in range(request.n):
-        T = i + 1
-        top = pairs(T, request.top_logprobs) if request.top_logprobs else None
-        tokens, finish = rng.integers(0, V, T).tolist(), ("stop", "length")[i % 2]
-        out.append(
-            Completion(tokens, numbers(T), numbers(T), finish, None, top_logprobs=top, **shared)
-        )
-    return out
-
-
-@pytest.mark.parametrize("last", [None, 2])
-@pytest.mark.parametrize("sparse", [True, False])
-def test_everything_about_a_prompt_is_decoded_by_the_sdk(last, sparse, rng):
     prompt = rng.integers(0, V, 6).tolist()
-    ids = torch.full((5, 12), -1, dtype=torch.int64)
-    ids[torch.arange(5), torch.tensor(rng.integers(0, 11, 5))] = torch.tensor(rng.integers(0, V, 5))
+    ids = np.full((5, 12), -1)
+    ids[np.arange(5), rng.integers(0, 11, 5)] = rng.integers(0, V, 5)
     ids[3, 11] = 0
-    make = types.TensorData.from_torch
-    sent = json_of(types.TensorData.from_torch_sparse(ids, pad_value=-1) if sparse else make(ids))
+    make = types.TensorData.from_torch_sparse if sparse else types.TensorData.from_torch
+    sent = json_of(make(torch.tensor(ids), **({"pad_value": -1} if sparse else {})))
     assert ("sparse_crow_indices" in sent) == sparse
     more = {"topk_prompt_logprobs": 3, "topk_sample_logprobs": 2, "prompt_alt_tokens_k": 4}
     more |= {"target_prompt_logprobs": sent, "prompt_logprobs_last_n": last, "num_samples": 2}
     spec = spec_of(sample_body(prompt, prompt_logprobs=True, **more))
-    assert [len(row) for row in spec.request.target_prompt_logprobs] == [1, 1, 1, 2, 1]
-    completions = completions_of(rng, spec.request, spec.named)
-    first = completions[0]
+    wanted = spec.request.target_prompt_logprobs
+    assert [len(row) for row in wanted] == [1, 1, 1, 2, 1]
+    first = 0 if last is None else 3  # the first position that is scored
+    shared = {
+        "reused": 2,
+        "prompt_logprobs": [math.nan] * first + numbers(5 - first),
+        "top_prompt_logprobs": [[]] * first + pairs(5 - first, 3),
+        "prompt_alternatives": [[]] * first + pairs(5 - first, 4),
+        "target_prompt_logprobs": [[]] * first + [numbers(len(row)) for row in wanted[first:]],
+    }
+    completions = [
+        Completion(
+            [5] * T, numbers(T), numbers(T), "stop", None, top_logprobs=pairs(T, 2), **shared
+        )
+        for T in (1, 2)
+    ]
     answer = deserialize_sample_response(samples.encode(completions, spec, True))
     raw = json.loads(samples.encode(completions, spec, False))
-    scored = [None, *(None if math.isnan(p) else p for p in first.prompt_logprobs)]
+    scored = [None, *(None if math.isnan(p) else p for p in shared["prompt_logprobs"])]
     assert answer.prompt_logprobs == raw["prompt_logprobs"] == scored
-    top = [None, *(place or None for place in first.top_prompt_logprobs)]
+    top = [None, *(place or None for place in shared["top_prompt_logprobs"])]
     assert answer.topk_prompt_logprobs == top
     assert raw["topk_prompt_logprobs"] == json.loads(json.dumps(top))
     likeliest = [one.top_logprobs for one in completions]
     assert [one.topk_logprobs for one in answer.sequences] == likeliest
-    # The named cells in the layout of the request; 0 where it named nothing, NaN if not scored.
+    # the scored cells in the layout of the request: 0 for -1, NaN if not scored
     expected = np.zeros((5, 12), np.float32)
-    for i, row in enumerate(ids.numpy()):
-        expected[i, row != -1] = first.target_prompt_logprobs[i] or np.nan
+    for row, found, named in zip(expected, shared["target_prompt_logprobs"], ids):
+        row[named != -1] = found or np.nan
     targets = types.TensorData(**raw["target_prompt_logprobs"])
     for tensor in (answer.target_prompt_logprobs, targets):
         assert tensor.sparse_crow_indices == sent.get("sparse_crow_indices")
         assert tensor.sparse_col_indices == sent.get("sparse_col_indices")
         np.testing.assert_array_equal(tensor.to_numpy(), expected)
-    both = answer.prompt_alt_tokens.tokens, answer.prompt_alt_tokens.logprobs
-    json_both = [
-        types.TensorData(**raw["prompt_alt_tokens"][name]) for name in ("tokens", "logprobs")
-    ]
-    for tokens, logprobs in (both, json_both):
-        assert (tokens.dtype, tokens.shape, logprobs.shape) == ("int64", [5, 4], [5, 4])
-        drawn = [list(zip(*row)) for row in zip(tokens.tolist(), logprobs.tolist())]
-        assert drawn == [place or [(0, -99999.0)] * 4 for place in first.prompt_alternatives]
+    in_json = {name: types.TensorData(**t) for name, t in raw["prompt_alt_tokens"].items()}
+    for drawn in (vars(answer.prompt_alt_tokens), in_json):
+        rows = zip(drawn["tokens"].tolist(), drawn["logprobs"].tolist())
+        found = [list(zip(*row)) for row in rows]
+        assert found == [place or [(0, -99999.0)] * 4 for place in shared["prompt_alternatives"]]
