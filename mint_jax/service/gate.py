@@ -122,7 +122,7 @@ class Budget:
 
 
 class Gate:
-    """The middleware, for one event loop.
+    """The middleware, for HTTP requests of one event loop.
 
     Args:
         app: an ASGI app; an exception that leaves it is logged and answered with 500.
@@ -148,12 +148,6 @@ class Gate:
         self.budget = Budget(self.limits.held_bytes)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "lifespan":
-            await self.app(scope, receive, send)
-            return
-        if scope["type"] != "http":
-            await send({"type": "websocket.close", "code": 1008})
-            return
         started, client, path = time.perf_counter(), Client(), path_of(scope)
         reply, source = Reply(send, uuid.uuid4().hex, path.startswith(_OPENAI)), Source(receive)
         endpoint = TABLE.find(scope["method"], path)
@@ -232,10 +226,8 @@ class Gate:
             raise Refusal(503, message, {"retry-after": "5"}) from error
         # The SDK fetches another token when it reads this, also where the server's clock was moved
         # past the old one's end.
-        message = (
-            "the API key is unknown, revoked or expired: ask the server's operator for another"
-        )
-        raise _unknown(message, ' error="invalid_token"')
+        found = "the API key is unknown, revoked or expired"
+        raise _unknown(f"{found}: ask the server's operator for another", ' error="invalid_token"')
 
     def _check_local(self, headers: Headers) -> None:
         """Refuses browsers' requests from pages of other sites, whatever name these give to this

@@ -19,15 +19,7 @@ from mint_jax.service import checkpoints, tokens
 from mint_jax.service import tinker_types as types
 from mint_jax.service.book import Checkpoint, Model, NotFound, Session, iso
 from mint_jax.service.server import Server
-from mint_jax.service.validation import (
-    MAX_LISTED,
-    PageQuery,
-    RunsQuery,
-    body_of,
-    query_of,
-    tenant_of,
-    wrong,
-)
+from mint_jax.service.validation import PageQuery, RunsQuery, body_of, query_of, tenant_of, wrong
 
 TRACE = "trace.json"  # a link's file name; the trace is made when the link is followed
 
@@ -52,7 +44,7 @@ class Rest:
 
     async def training_runs(self, request: Request) -> Response:
         query, tenant = query_of(RunsQuery, request), tenant_of(request)
-        models = self.book.models(tenant, *_page(query), query.project_id)
+        models = self.book.models(tenant, query.limit, query.offset, query.project_id)
         count = self.book.count_models(tenant, query.project_id)
         return _listed("training_runs", map(self._run, models), query, count)
 
@@ -76,7 +68,8 @@ class Rest:
         }
 
     async def sessions(self, request: Request) -> Response:
-        found = self.book.sessions(tenant_of(request), *_page(query_of(PageQuery, request)))
+        query = query_of(PageQuery, request)
+        found = self.book.sessions(tenant_of(request), query.limit, query.offset)
         return JSONResponse({"sessions": [session.id for session in found]})
 
     async def session(self, request: Request) -> Response:
@@ -137,8 +130,7 @@ class Rest:
 
     async def checkpoints(self, request: Request) -> Response:
         query, tenant = query_of(PageQuery, request), tenant_of(request)
-        limit, offset = _page(query)
-        found = self.book.checkpoints(tenant, limit=limit, offset=offset)
+        found = self.book.checkpoints(tenant, limit=query.limit, offset=query.offset)
         count = self.book.checkpoint_totals(tenant)[0]
         return _listed("checkpoints", map(_shown, found), query, count)
 
@@ -234,14 +226,8 @@ def _shown(row: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _page(query: PageQuery) -> tuple[int, int]:
-    """Returns limit and offset."""
-    return min(query.limit, MAX_LISTED), query.offset
-
-
 def _listed(name: str, rows: Iterable[dict[str, Any]], query: PageQuery, count: int) -> Response:
-    limit, offset = _page(query)
-    cursor = {"offset": offset, "limit": limit, "total_count": count}
+    cursor = {"offset": query.offset, "limit": query.limit, "total_count": count}
     return JSONResponse({name: list(rows), "cursor": cursor})
 
 

@@ -64,7 +64,7 @@ Limit = Annotated[int, Field(ge=1, le=MAX_LISTED)]
 
 
 class PageQuery(Body):
-    limit: Natural = 20  # more than MAX_LISTED are cut
+    limit: Annotated[Natural, pydantic.AfterValidator(lambda limit: min(limit, MAX_LISTED))] = 20
     offset: Natural = 0
 
 
