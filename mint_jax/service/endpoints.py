@@ -106,7 +106,7 @@ def tinker_endpoints() -> Iterator[Endpoint]:
     interpolate, reverse_kl = "mint/checkpoints/interpolate", "mint/forward_backward_reverse_kl"
     yield post(interpolate, train, "Sums adapters.", tinker.Interpolate, data=True)
     unsupported = "Not supported: its future fails."
-    yield post(reverse_kl, train, unsupported, place, "reverse_kl", data=True)
+    yield post(reverse_kl, train, unsupported, tinker.ReverseKl, "reverse_kl", data=True)
     yield post("copy_weights", train, "Copies a checkpoint.", tinker.CopyWeights)
     yield post("get_info", read, "Returns a policy's base and rank.", tinker.ModelRef)
     yield post("weights_info", read, "Returns a checkpoint's base and rank.", tinker.WeightsInfo)

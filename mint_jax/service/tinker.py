@@ -100,14 +100,13 @@ class Tinker:
     # -- models
 
     async def create_model(self, request: Request) -> Response:
-        place = parse(types.ModelPlace, await request.body())
-
         def make(body: types.CreateModel) -> Call:
             self.server.need_base(body.base_model)
             lora = body.lora_config or types.LoraConfig()
             train = {name: getattr(lora, name, True) for name in self.server.families}
-            # the default seed is the model's name, so that a repeated request is the same
-            seed = zlib.crc32(place.id.encode()) if lora.seed is None else lora.seed
+            # the default seed is the model's id, so that a repeated request is the same
+            id = f"{body.session_id}:train:{body.model_seq_id}"
+            seed = zlib.crc32(id.encode()) if lora.seed is None else lora.seed
             return Create(self.server.adapter_config(lora.rank, train), seed)
 
         return await self._begin(request, types.CreateModel, make)
@@ -214,9 +213,12 @@ class Tinker:
         return await self._train(request, types.OptimStep, make)
 
     async def reverse_kl(self, request: Request) -> Response:
-        """Fails a request of MinT's client; its number is used up."""
-        refused = Refused(NO_REVERSE_KL)
-        return await self._train(request, types.RequestPlace, lambda body, model: refused)
+        """Refuses a request of MinT's client, which may have no number; a number is used up."""
+        body = await body_of(types.ReverseKl, request)
+        model = await self._model(request, body.model_id)
+        if body.seq_id is None:
+            raise UserError(NO_REVERSE_KL)
+        return await self._submit(model, body.seq_id, Refused(NO_REVERSE_KL))
 
     async def save_weights(self, request: Request) -> Response:
         return await self._train(request, types.SaveWeights, lambda body, _: _save("weights", body))

@@ -54,11 +54,6 @@ class ModelPlace(SessionRef):
     model_seq_id: Place
     user_metadata: Metadata | None = None
 
-    @property
-    def id(self) -> str:
-        """The model's id."""
-        return f"{self.session_id}:train:{self.model_seq_id}"
-
 
 class RequestPlace(ModelRef):
     """The place of a training request."""
@@ -219,6 +214,10 @@ class Interpolate(Body):
     coefficients: Annotated[list[Number], Field(min_length=1)]
     output_checkpoint_type: Literal["sampler"] = "sampler"
     output_path: str | None = None
+
+
+class ReverseKl(ModelRef):
+    seq_id: SeqId | None = None
 
 
 class SampleRequest(Body):

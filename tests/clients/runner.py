@@ -27,7 +27,7 @@ def report(checks: Mapping[str, Callable[[], str]]) -> int:
     for name, check in checks.items():
         started = time.monotonic()
         try:
-            text, ok = check(), True
+            text, ok = " ".join(check().split()), True
         except (Failed, OSError, LookupError, ValueError, subprocess.TimeoutExpired) as failure:
             text, ok = f"{type(failure).__name__}: {failure}", False
         wall_s = round(time.monotonic() - started, 1)
@@ -81,5 +81,6 @@ def whole(
         code = process.wait(limit_s)
     finally:
         process.kill()
-    need(code == 0, f"it ended with {code}: see {log}")
-    return log.read_text(errors="replace")
+    text = log.read_text(errors="replace")
+    need(code == 0, f"it ended with {code}: see {log}: {text[-500:]}")
+    return text

@@ -175,7 +175,7 @@ def test_the_reverse_kl_fails_and_uses_up_its_number(old, rng):
     model = old.create()
     told = {"reference_model_path": "tinker://a:train:0/sampler_weights/b"}
     unnumbered = old.post(REVERSE_KL, told | {"model_id": model, "data": [], "seq_id": None})
-    assert (unnumbered.status_code, "seq_id" in unnumbered.text) == (400, True)
+    assert (unnumbered.status_code, "importance_sampling" in unnumbered.text) == (400, True)
     failed = old.train(REVERSE_KL, model, data=[], **told)
     assert (failed["category"], "importance_sampling" in failed["error"]) == ("user", True)
     old.train("forward_backward", model, forward_backward_input=batch(rng, old))

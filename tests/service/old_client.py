@@ -113,7 +113,7 @@ def extras(service, client, path: str) -> None:
     told = ""
     try:
         mintx.forward_backward_reverse_kl(client, reference_model_path=path, data=[datum])
-    except tinker.RequestFailedError as refused:
+    except (tinker.RequestFailedError, tinker.BadRequestError) as refused:
         told = str(refused)
     assert "importance_sampling" in told, "the reverse KL was not refused"
     print("mindlab-toolkit", mintx.MINT_VERSION, "as it should be")

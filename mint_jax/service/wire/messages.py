@@ -78,20 +78,17 @@ def _fill(message: Any, text: str) -> None:
             field.oneof_index = oneofs.index(label)
 
 
-def _pool() -> descriptor_pool.DescriptorPool:
-    file = descriptor_pb2.FileDescriptorProto(name=FILE, package=PACKAGE, syntax="proto3")
-    for text in PROTO.split("message ")[1:]:
-        _fill(file.message_type.add(name=text.split()[0]), text)
-    pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)
-    return pool
+_file = descriptor_pb2.FileDescriptorProto(name=FILE, package=PACKAGE, syntax="proto3")
+for _text in PROTO.split("message ")[1:]:
+    _fill(_file.message_type.add(name=_text.split()[0]), _text)
+POOL = descriptor_pool.DescriptorPool()
+POOL.Add(_file)
 
 
 def _class(name: str) -> Any:
     return message_factory.GetMessageClass(POOL.FindMessageTypeByName(f"{PACKAGE}.{name}"))
 
 
-POOL = _pool()
 ForwardBackwardRequest = _class("ForwardBackwardRequest")
 ForwardBackwardOutput = _class("ForwardBackwardOutput")
 SampleResponse = _class("SampleResponse")
