@@ -156,25 +156,25 @@ class Futures:
         refuses, and the request may be sent again. By the future: ``Conflict``; ``Gone``: the
         request ran long ago.
         """
-        new, digest = uuid.uuid4().hex, blake3_of(body)
-        accepted: Future[str] = Future()
+        new, accepted = uuid.uuid4().hex, Future[str]()
         accepted.set_running_or_notify_cancel()  # a caller that leaves cancels nothing
 
         def apply(connection: Connection) -> tuple[str, int]:
-            query = "SELECT id, call, digest, kept FROM requests WHERE model = ? AND seq_id = ?"
+            query = """SELECT id, call, kept, seal FROM requests LEFT JOIN payloads USING (place)
+                WHERE model = ? AND seq_id = ?"""
             found = connection.execute(query, (model, seq_id)).fetchone()
             if found is None and seq_id >= _first_unsettled(connection, model):
                 place = _insert_payload(connection, body, new, model, seq_id, call)
-                query = "INSERT INTO requests (place, id, model, seq_id, call, digest)"
-                values = (place, new, model, seq_id, call, digest)
-                connection.execute(f"{query} VALUES (?, ?, ?, ?, ?, ?)", values)
+                query = "INSERT INTO requests (place, id, model, seq_id, call)"
+                values = (place, new, model, seq_id, call)
+                connection.execute(f"{query} VALUES (?, ?, ?, ?, ?)", values)
                 return new, place
             if found is None or found["kept"] == SETTLED:
                 raise Gone(
                     f"request {seq_id} of {model!r} has run, and its result was delivered: give a"
                     " new request a new seq_id"
                 )
-            if (found["call"], found["digest"]) != (call, digest):
+            if found["seal"] != _seal(body, found["id"], model, seq_id, call):
                 raise Conflict(
                     f"request {seq_id} of {model!r} was {found['call']!r} with another body: give a"
                     " new request a new seq_id"

@@ -10,8 +10,8 @@ CREATE TABLE payloads (
     place INTEGER PRIMARY KEY AUTOINCREMENT, seal TEXT NOT NULL, data BLOB NOT NULL) STRICT;
 CREATE TABLE requests (
     place INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, model TEXT NOT NULL,
-    seq_id INTEGER NOT NULL, call TEXT NOT NULL, digest TEXT NOT NULL, ended INTEGER,
-    category TEXT, kept INTEGER NOT NULL DEFAULT 0, UNIQUE (model, seq_id)) STRICT;
+    seq_id INTEGER NOT NULL, call TEXT NOT NULL, ended INTEGER, category TEXT,
+    kept INTEGER NOT NULL DEFAULT 0, UNIQUE (model, seq_id)) STRICT;
 CREATE TABLE progress (
     model TEXT PRIMARY KEY, first_unsettled INTEGER NOT NULL, place INTEGER NOT NULL) STRICT;
 
