@@ -119,13 +119,16 @@ class Plan:
         shared, own = pages_for(shape.prompt_tokens - 1, PAGE), pages_for(shape.new_tokens, PAGE)
         total_pages = shape.prompts * shared + rows * own
         dtype, lanes = jnp.dtype(self.dtype), device.lanes(self.mesh)
-        specs = device.pool_specs(self.cfg, total_pages, dtype, False, lanes)
+        has_states = self.cfg.delta is not None
+        slots = plans.state_slots(rows // parts) * parts if has_states else 0
+        specs = device.pool_specs(self.cfg, total_pages, dtype, False, lanes, slots)
         where = device.pool_shardings(self.cfg, specs, self.mesh)
         pool = jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), specs, where
         )
-        reading = self._plan(plans.blocks_plan([[]] * parts, blocks, table, stacks))
-        drawn = plans.rows_plan([], rows, parts, table, self.cfg.vocab_size, stacks)[0]
+        of_blocks = plans.blocks_plan([[]] * parts, blocks, table, stacks, has_states=has_states)
+        reading, sizes = self._plan(of_blocks), (rows, parts, table, self.cfg.vocab_size)
+        drawn = plans.rows_plan([], *sizes, stacks, has_states)[0]
         drawing = self._plan(drawn), self._whole((), jnp.int32)
         fill = functools.partial(device.prefill, cfg=self.cfg)
         draw = functools.partial(device.decode, cfg=self.cfg)

@@ -9,7 +9,6 @@ Axes: B rows or blocks, T tokens, Q chunks, C tokens of a chunk, N heads, K key 
 taps of the short convolution, W its channels.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -261,13 +260,21 @@ def mixer(
         x, pool = short_convolution(x, taps, previous(of, d.taps)), None
         o = delta_rule(*_heads(x, d), decay, beta, of)
     else:
-        # Slots count within a part of the mesh. The devices of a tensor group repeat each other.
-        rows, _ = sharding.cache_axes(cfg.num_kv_heads)
-        local = functools.partial(_cached, d=d)
-        args = x, decay, beta, taps, cache.pool, cache.layer, cache.view.states
-        in_pool, row = dict.fromkeys(cache.pool, (None, rows)), (rows, None, None)
-        specs = row, row, row, (None, None), in_pool, (), (rows,)
-        o, pool = sharding.over_devices(local, args, specs, ((*row, None), in_pool))
+        # Slots count within a part of the mesh. In a tensor group the devices split the heads; each
+        # convolves all channels, which is little.
+        rows, heads = sharding.cache_axes(cfg.num_kv_heads)
+        of_head = (rows, None, *sharding.fitting((d.heads,), heads))
+        of_tail, of_state = (None, rows), (None, rows, of_head[2])
+        row, where = (rows, None, None), (cache.layer, cache.view.states)
+        args, specs = (
+            (x, taps, cache.pool["tail"], *where),
+            (row, (None, None), of_tail, (), (rows,)),
+        )
+        x, tail = sharding.over_devices(_convolved, args, specs, (row, of_tail))
+        args, specs = (*_heads(x, d), decay, beta, cache.pool["state"]), (of_head,) * 5
+        specs = (*specs, of_state, (), (rows,))
+        o, state = sharding.over_devices(_ruled, (*args, *where), specs, (of_head, of_state))
+        pool = {"tail": tail, "state": state}
     o = rms_norm(o, p["out_norm"], cfg.norm_eps)
     o = o * jax.nn.silu(z.astype(jnp.float32)).reshape(o.shape)
     return project(o.reshape(B, T, -1).astype(h_BTD.dtype), p, lora, "out"), pool
@@ -300,33 +307,38 @@ def _heads(x: jax.Array, d: Delta) -> tuple[jax.Array, jax.Array, jax.Array]:
     return unit(q) * d.key**-0.5, unit(k), v.reshape(B, T, d.heads, d.value)
 
 
-def _cached(x_BTW, decay, beta, w_MW, pool, layer, slots: StateSlots, d: Delta):
-    """Returns ``o [B, T, N, V]`` and the pool with the states after the rows."""
-    T, at = x_BTW.shape[1], jnp.maximum(slots.load, 0)
+def _convolved(x_BTW, w_MW, pool, layer, slots: StateSlots):
+    """Returns the convolution of the rows, float32, and the pool with their last tokens."""
+    T, M, at = x_BTW.shape[1], len(w_MW), jnp.maximum(slots.load, 0)
     empty, follows = slots.load == EMPTY, slots.load == FOLLOW
-    tail = jnp.where(empty[:, None, None], 0, pool["tail"][layer, at]).astype(x_BTW.dtype)
+    tail = jnp.where(empty[:, None, None], 0, pool[layer, at]).astype(x_BTW.dtype)
     if T > 1:  # a block that follows another has that one's last tokens before it
-        before = jnp.roll(x_BTW[:, T - d.taps + 1 :], 1, axis=0)
+        before = jnp.roll(x_BTW[:, T - M + 1 :], 1, axis=0)
         tail = jnp.where(follows[:, None, None], before, tail)
     whole = jnp.concatenate([tail, x_BTW], axis=1)
     w = w_MW.astype(jnp.float32)[:, None, None]
     x = jnp.zeros(x_BTW.shape, jnp.float32)
-    for m in range(d.taps):
+    for m in range(M):
         x += whole[:, m : m + T].astype(jnp.float32) * w[m]
-    ends = slots.count[:, None] + jnp.arange(d.taps - 1)[None]
-    tail = jnp.take_along_axis(whole, ends[..., None], axis=1).astype(pool["tail"].dtype)
+    ends = slots.count[:, None] + jnp.arange(M - 1)[None]
+    tail = jnp.take_along_axis(whole, ends[..., None], axis=1).astype(pool.dtype)
+    pool = pool.at[layer, slots.save].set(tail, mode="drop")
+    return x, pool.at[layer, slots.keep].set(tail, mode="drop")
+
+
+def _ruled(q_BTNK, k_BTNK, v_BTNV, decay_BTN, beta_BTN, pool, layer, slots: StateSlots):
+    """Returns ``o [B, T, N, V]`` and the pool with the states after the rows."""
+    T = q_BTNK.shape[1]
     # A token that is not in use leaves the state as it is.
     used = (jnp.arange(T)[None] < slots.count[:, None])[..., None]
-    decay, beta = jnp.where(used, decay, 0.0), jnp.where(used, beta, 0.0)
-    rows, state = (*_heads(x, d), decay, beta), pool["state"]
-    if T == 1:
-        start = jnp.where(empty[:, None, None, None], 0.0, state[layer, at])
-        o, after = _step(*(y[:, 0] for y in rows), start)
-        o, state = o[:, None], state.at[layer, slots.save].set(after, mode="drop")
-    else:
-        o, state = _blocks(rows, slots, state, layer)
-    tails = pool["tail"].at[layer, slots.save].set(tail, mode="drop")
-    return o, {"tail": tails.at[layer, slots.keep].set(tail, mode="drop"), "state": state}
+    decay, beta = jnp.where(used, decay_BTN, 0.0), jnp.where(used, beta_BTN, 0.0)
+    if T > 1:
+        return _blocks((q_BTNK, k_BTNK, v_BTNV, decay, beta), slots, pool, layer)
+    start = pool[layer, jnp.maximum(slots.load, 0)]
+    start = jnp.where((slots.load == EMPTY)[:, None, None, None], 0.0, start)
+    of_row = q_BTNK[:, 0], k_BTNK[:, 0], v_BTNV[:, 0], decay[:, 0], beta[:, 0]
+    o, after = _step(*of_row, start)
+    return o[:, None], pool.at[layer, slots.save].set(after, mode="drop")
 
 
 def _step(q_BNK, k_BNK, v_BNV, decay_BN, beta_BN, state_BNKV):

@@ -21,7 +21,7 @@ from mint_jax.errors import UserError
 from mint_jax.lora.tree import Stacks
 from mint_jax.models.base import Base
 from mint_jax.models.paged import PAGE, StateSlots, Teams
-from mint_jax.rollout import device
+from mint_jax.rollout import device, plans
 from mint_jax.rollout.device import DecodePlan, Drawn, PageMoves, PrefillPlan, PromptScoring
 from mint_jax.rollout.pages import pages_for
 from mint_jax.rollout.plans import NOWHERE
@@ -86,8 +86,8 @@ class DeviceCalls:
         self._swapped: dict[int, list[Any]] = {}
         self._visited: dict[int, np.ndarray] = {}  # expert ids of this call, if followers answer
         self._open, self._answered = False, False
-        # Own states of rows, those of prompts that run or are prefilled ahead, and snapshots.
-        self.states = 0 if base.cfg.delta is None else 4 * -(-rows // self.parts)
+        has_states = base.cfg.delta is not None
+        self.states = plans.state_slots(-(-rows // self.parts)) if has_states else 0
         self.pages = 0
         self.most = multihost.agree("pages of the cache", lambda: self._count(nbytes))
 

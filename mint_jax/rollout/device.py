@@ -203,16 +203,16 @@ def page_bytes(cfg: ModelConfig, dtype: Any, routes: bool, lanes: int = 1) -> in
 
 
 def pool_shardings(cfg: ModelConfig, specs: Any, mesh: Mesh) -> Any:
-    """Returns a pool's shardings: pages split as rows are, key heads as the projections are."""
+    """Returns a pool's shardings: pages split as rows are, heads of keys and states as those of the
+    projections.
+    """
+
+    def of(axes: tuple[str | None, ...]) -> NamedSharding:
+        return NamedSharding(mesh, sharding.partition(axes, mesh))
+
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        rows, heads = sharding.cache_axes(cache_heads(cfg))
-
-    def of(leaf: Any) -> NamedSharding:
-        return NamedSharding(mesh, sharding.partition(_axes(leaf, rows, heads), mesh))
-
-    with_pages = paged(specs, cfg)
-    whole = NamedSharding(mesh, sharding.partition((None, rows), mesh))
-    return jax.tree.map(lambda _: whole, specs) | jax.tree.map(of, with_pages)
+        _, axes = _split(specs, cfg)
+    return jax.tree.map(of, axes, is_leaf=lambda x: isinstance(x, tuple))
 
 
 def empty_pool(
@@ -528,4 +528,6 @@ def _split(pool: Pool, cfg: ModelConfig) -> tuple[str, Any]:
 
 
 def _axes(leaf: jax.Array, rows: str, heads: str | None) -> tuple[str | None, ...]:
-    return None, rows, *((heads,) if leaf.ndim == 5 else ()), None, None
+    # Of keys all heads divide, of states they may not.
+    divides = sharding.fitting(leaf.shape[2:3], heads) if leaf.ndim == 5 else ()
+    return None, rows, *divides, None, None

@@ -19,6 +19,13 @@ from mint_jax.rollout.samples import CachedPrompt, SampleState
 NOWHERE = 2**30  # a page number that is out of range everywhere
 
 
+def state_slots(rows: int) -> int:
+    """Returns the slots of states of one part: own states of its rows, those of prompts that run or
+    are prefilled ahead, and snapshots.
+    """
+    return 4 * rows
+
+
 def blocks_plan(
     todo: Sequence[Sequence[tuple[CachedPrompt, int]]],
     count: int,

@@ -76,9 +76,15 @@ STATES = DENSE | {
     "linear_num_value_heads": 4,
     "rms_norm_eps": 1e-2,  # see ``oracles.TINY``
 }
+HYBRID = STATES | {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "num_hidden_layers": 4,
+    **{"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
+    "shared_expert_intermediate_size": 20,
+}
 FAMILIES = {
     **{"dense": DENSE, "experts": SPARSE, "latent": LATENT, "indexed": INDEXED},
-    "states": STATES,
+    **{"states": STATES, "hybrid": HYBRID},
 }
 MESHES = {
     "data8": {"data": 8},
@@ -93,7 +99,7 @@ SPARSE_MESHES = [(family, "expert4_tensor2") for family in ("experts", "indexed"
 STATE_MESHES = [("states", name) for name in ("data8", "tensor2_fsdp2_data2")]
 CASES = [
     pytest.param(*case, marks=pytest.mark.long)
-    for case in DENSE_MESHES + SPARSE_MESHES + STATE_MESHES
+    for case in [*DENSE_MESHES, *SPARSE_MESHES, *STATE_MESHES, ("hybrid", "expert4_tensor2")]
 ]
 # all that it has, indexed has too
 CASES.append(pytest.param("latent", "expert4_tensor2", marks=pytest.mark.slow))
