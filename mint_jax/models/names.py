@@ -36,8 +36,22 @@ _QWEN3_MOE |= {"intermediate_size": 6144, "num_hidden_layers": 48, "num_key_valu
 _QWEN3_MOE |= {"tie_word_embeddings": False, "num_experts": 128, "num_experts_per_tok": 8}
 _QWEN3_MOE |= {"moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1}
 _QWEN3_MOE |= {"mlp_only_layers": []}
+_ROPE = {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25}
+_QWEN3_5 = {"architectures": ["Qwen3_5MoeForCausalLM"], "vocab_size": 248320, "hidden_size": 2048}
+_QWEN3_5 |= {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
+_QWEN3_5 |= {"num_experts": 256, "num_experts_per_tok": 8, "num_hidden_layers": 40}
+_QWEN3_5 |= {"full_attention_interval": 4, "num_attention_heads": 16, "num_key_value_heads": 2}
+_QWEN3_5 |= {"head_dim": 256, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128}
+_QWEN3_5 |= {"linear_value_head_dim": 128, "linear_num_key_heads": 16}
+_QWEN3_5 |= {"linear_num_value_heads": 32, "rope_parameters": _ROPE, "hidden_act": "silu"}
+_QWEN3_5 |= {"max_position_embeddings": 262144, "tie_word_embeddings": False}
+_QWEN3_5 |= {"rms_norm_eps": 1e-06, "attention_bias": False}
+_LARGE = {"hidden_size": 4096, "num_hidden_layers": 60, "num_attention_heads": 32}
+_LARGE |= {"moe_intermediate_size": 1024, "shared_expert_intermediate_size": 1024}
+_LARGE |= {"num_experts": 512, "num_experts_per_tok": 10, "linear_num_value_heads": 64}
 # Name -> fields of these models' config.json.
 SHAPES: dict[str, dict[str, Any]] = {"qwen3-4b": _QWEN3, "qwen3-30b-a3b": _QWEN3_MOE}
+SHAPES |= {"qwen3.5-35b-a3b": _QWEN3_5, "qwen3.5-397b-a17b": _QWEN3_5 | _LARGE}
 
 
 def _known() -> list[str]:

@@ -3,6 +3,7 @@ files that are wrong.
 """
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -187,7 +188,7 @@ def test_random_weights_are_made_on_any_mesh(small_shape, fresh_cache, mesh, mes
 
 def test_shapes_are_those_of_the_pods_configs():
     for name, fields in names.SHAPES.items():
-        config = launch.read_config(CONFIGS / (name.replace("-", "_") + ".py"), None)
+        config = launch.read_config(CONFIGS / (re.sub(r"\W", "_", name) + ".py"), None)
         assert {
             k: list(v) if isinstance(v, tuple) else v for k, v in config.model.to_dict().items()
         } == fields
