@@ -87,6 +87,33 @@ def test_evaluation_is_the_mean_over_prompts_with_its_standard_error(model):
     policy.remove()
 
 
+@pytest.mark.long
+def test_grpo_by_hand_raises_the_reward(hf_dirs, mesh):
+    base = mint.load(str(hf_dirs("llama")), mesh=mesh)  # no tokenizer: token ids in, token ids out
+    policy = base.policy(
+        "low", 4, targets=["q", "v", "unembed"], loss=mint.LossConfig("ppo"), learning_rate=3e-2
+    )
+
+    def score(completion):
+        return float(np.mean([token < 48 for token in completion.tokens]))  # of 97
+
+    rewards = []
+    for _ in range(10):
+        completions = policy.completions(
+            [[5, 9, 33], [70, 12]], n=16, temperature=1.0, max_tokens=4
+        )
+        scores = [[score(c) for c in some] for some in completions]
+        groups = mint.groups(completions, scores)
+        metrics = policy.train_step(groups)
+        assert metrics["max_gap"] < 1e-3, "the sampler's log-probabilities are the trainer's"
+        rewards.append(np.mean(scores))
+    assert np.mean(rewards[-2:]) > np.mean(rewards[:2]) + 0.2, rewards
+    expected = np.array(scores) - np.mean(scores, axis=1, keepdims=True)
+    expected /= np.std(scores, axis=1, keepdims=True) + 1e-4
+    found = [[s.advantages[0] for s in group.sequences] for group in groups]
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_turns_of_an_episode_learn_what_the_policy_wrote_and_read_what_the_environment_wrote(model):
     policy = model.policy("turns", 2, targets=["q"], loss="ppo")
     drawn = {"temperature": 0.7, "max_tokens": 3, "stop_ids": ()}

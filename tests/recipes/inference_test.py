@@ -98,6 +98,22 @@ def torch_logprobs(directory, adapter, tokens):
     return logprobs.gather(1, torch.tensor(tokens)[1:, None])[:, 0].numpy()
 
 
+def test_score_equals_torch_for_mixed_adapters_and_lengths(job, hf_dirs, adapters, rng):
+    lengths = [1, 9, 3, 40, 2, 17, 9]
+    owners = [None, adapters[0], adapters[1], None, adapters[1], adapters[0], None]
+    rows = [
+        {"id": f"r{i}", "tokens": rng.integers(0, 97, n).tolist(), "adapter": a}
+        for i, (n, a) in enumerate(zip(lengths, owners))
+    ]
+    out = job("score", rows, max_tokens=64)
+    assert [o["id"] for o in out] == [r["id"] for r in rows]
+    for row, owner, o in zip(rows, owners, out):
+        assert o["tokens"] == row["tokens"]
+        assert o["logprobs"][0] is None
+        wanted = torch_logprobs(hf_dirs("llama"), owner, row["tokens"])
+        np.testing.assert_allclose(o["logprobs"][1:], wanted, atol=ATOL)
+
+
 def test_sample_is_greedy_as_torch_and_reports_logprobs_and_revisions(
     job, hf_dirs, adapters, rng, tmp_path
 ):
