@@ -9,6 +9,7 @@ import threading
 import numpy as np
 import pytest
 
+from mint_jax.errors import UserError
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Request
 from mint_jax.service.durable import Durable
@@ -153,3 +154,26 @@ def test_a_tenant_is_sampled_for_beside_one_who_floods(rng, loop_of):
             stream.result(120)
     # The eight rows may have been the other's once, and those that followed them: never more.
     assert max(i for i, tenant in enumerate(order) if tenant == "small") < 24, order
+
+
+def test_a_failure_of_training_ends_samples_too(rng, loop_of, monkeypatch):
+    loop = loop_of()
+    loop.training.live.join("a", random_state(rng, loop.engine.base, CONFIGS["a"]))
+
+    def broken(*args):
+        raise RuntimeError("the device is lost")
+
+    monkeypatch.setattr(loop.training.live, "step", broken)
+    released = threading.Event()
+    with loop.running():
+        # both are there before either is looked at
+        loop.training.do("", lambda live: released.wait(60))
+        stream = loop.engine.submit(Request((1, 2, 3), max_tokens=200, stop_ids=()))
+        id = loop.training.submit("a", 1, update(rng)[0]).result()
+        released.set()
+        with pytest.raises(RuntimeError, match="the device is lost"):
+            stream.result(60)
+        assert result_of(loop.training, id) is None, "a restart runs it"
+        assert str(loop.training.failed) == "the device is lost"
+        with pytest.raises(UserError, match="the engine is stopping"):
+            loop.engine.submit(Request((1, 2, 3)))
