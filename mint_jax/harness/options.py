@@ -165,6 +165,7 @@ class EnvSettings(Open):
     """An environment; further settings are its own options."""
 
     name: str = setting("a name in envs.env.REGISTRY, or module:factory")
+    chat_template_kwargs: Open = setting("the template's variables, as enable_thinking", Open())
 
     def make(self) -> env_lib.Environment:
         return env_lib.make(self.name, **self.extra)

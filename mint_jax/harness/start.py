@@ -5,7 +5,7 @@ import hashlib
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -64,14 +64,20 @@ def open_base(config: BaseSettings) -> Base:
     return base
 
 
-def encode(base: Base, prompt: Any) -> list[int]:
-    """Returns the token ids of a prompt: text as it is, messages through the chat template, opening
-    the reply.
+def encode(base: Base, prompt: Any, variables: Mapping[str, Any] | None = None) -> list[int]:
+    """Returns the token ids of a prompt: text as it is, messages through the chat template with its
+    variables, opening the reply. Raises ``UserError``: text has no template.
     """
     tokenizer = base.need_tokenizer()
-    if isinstance(prompt, str):
-        return tokenizer.encode(prompt)
-    return tokenizer.encode_chat(chat.messages_of(prompt, "prompt of an example"))
+    if not isinstance(prompt, str):
+        row = {"messages": prompt, "chat_template_kwargs": dict(variables or {})}
+        return chat.prompt_tokens(tokenizer, row, "prompt of an example")
+    if variables:
+        raise UserError(
+            f"chat_template_kwargs sets {', '.join(variables)}, but a prompt is plain text, which"
+            f" no chat template renders ({prompt[:40]!r}): leave it out, or give messages"
+        )
+    return tokenizer.encode(prompt)
 
 
 def policy_seed(seed: int, name: str) -> int:

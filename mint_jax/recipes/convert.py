@@ -20,7 +20,15 @@ def run(config: ConvertSettings, folder: Path) -> dict[str, Any]:
     source, output = base_lib.resolve(config.base), Path(config.output or folder / "base")
     began, report = time.monotonic(), bytes_progress("converting base")
     how = base_lib.DTYPES[config.dtype], config.quantise, report
-    nbytes = layout.write(source, output, hf.read_model(source), config.sizes, *how)
+    guard = output.with_name(f"{output.name}.lock")  # beside it, since the directory is the base
+    guard.parent.mkdir(parents=True, exist_ok=True)
+    with open(guard, "w") as held:
+        workdir.lock(
+            held.fileno(),
+            lambda: f"another process converts a base to {output}: wait, or choose another output",
+        )
+        nbytes = layout.write(source, output, hf.read_model(source), config.sizes, *how)
+        guard.unlink()
     return {
         "job": "convert",
         "base": config.base,

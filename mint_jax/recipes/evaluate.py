@@ -43,10 +43,11 @@ def run(config: EvaluateSettings, folder: Path) -> dict[str, Any]:
     examples = environment.held_out[: config.examples]
     base = start.open_base(config)
     tokenizer = base.need_tokenizer()
-    prompts = [tuple(start.encode(base, example.messages)) for example in examples]
+    variables = config.env.chat_template_kwargs.extra
+    prompts = [tuple(start.encode(base, example.messages, variables)) for example in examples]
     multihost.require_same("the prompts", lambda: prompts)
     about = {
-        "renderer": _digest(tokenizer.sources),
+        "renderer": _digest([*tokenizer.sources, variables]),
         "scorer": f"{config.env.name} {_digest([config.env.name, config.env.extra])}",
         "dataset": _digest([[e.messages, e.answer] for e in examples]),
         "seed": config.seed,

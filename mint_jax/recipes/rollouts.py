@@ -58,8 +58,12 @@ def members_of(config: GrpoSettings, base: Base) -> dict[str, Member]:
     members = {}
     for name, policy in config.policies.items():
         env, sampling = policy.env.make(), policy.sampling
-        train = [start.encode(base, e.messages) for e in env.train]
-        held_out = [start.encode(base, e.messages) for e in env.held_out[: config.eval.examples]]
+        held_out = env.held_out[: config.eval.examples]
+        variables = policy.env.chat_template_kwargs.extra
+        train, held_out = (
+            [start.encode(base, example.messages, variables) for example in examples]
+            for examples in (env.train, held_out)
+        )
         longest = max(map(len, train + held_out))
         if longest + sampling.max_tokens > base.cfg.context:
             raise UserError(

@@ -1,6 +1,8 @@
 """The conversion job: a base that other jobs, adapters and the dry run take as their checkpoint."""
 
+import fcntl
 import json
+from pathlib import Path
 
 import pytest
 from ml_collections import ConfigDict
@@ -18,7 +20,13 @@ def test_other_jobs_take_a_conversion_as_their_base(hf_dirs, tmp_path, capsys):
     settings = {"job": "convert", "base": source, "output": output, "dtype": "float32"}
     convert = ConfigDict(settings | {"mesh": {"fsdp": 2, "tensor": 2}})
     convert.mesh.tensor = 1
+    with open(tmp_path / "base.lock", "w") as held:  # as another process's
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match=f"another process converts a base to {output}"):
+            configs.run_config(convert, tmp_path / "convert")
+    assert not Path(output).exists()
     result = configs.run_config(convert, tmp_path / "convert")
+    assert not (tmp_path / "base.lock").exists()
     assert result["bytes"] > 0
     assert "converting base" in capsys.readouterr().err
     assert outline(output).fingerprint == outline(source).fingerprint

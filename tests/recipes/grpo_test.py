@@ -21,7 +21,7 @@ LENGTHS = {"b": [28, 22], "a": [24, 30], "z": [26, 24]}
 def own_rewards(monkeypatch):
     """Prompts of these lengths, as an environment; a prompt is its length, spelled out."""
 
-    def encode(base, prompt):
+    def encode(base, prompt, variables):
         return np.random.default_rng(int(prompt)).integers(3, 200, int(prompt)).tolist()
 
     def make(policy):

@@ -1,0 +1,62 @@
+"""Prompts of environments are encoded as the checkpoint's chat template says."""
+
+import types
+
+import pytest
+from transformers import AutoTokenizer
+
+from mint_jax.data.tokenizer import Tokenizer
+from mint_jax.envs.env import Example, ListEnvironment
+from mint_jax.errors import UserError
+from mint_jax.recipes import rollouts
+from tests.configs import read, tiny
+from tests.data.tiny_tokenizers import byte_level, save
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is false %}<think></think>{% endif %}{% endif %}"
+)
+CHAT = ({"role": "user", "content": "two plus two"},)
+
+
+def chats():
+    return ListEnvironment([Example(CHAT, "4")] * 2, [Example(CHAT, "4")], lambda *_: 0.0)
+
+
+def texts():
+    return ListEnvironment([Example("two", "4")], [Example("two", "4")], lambda *_: 0.0)
+
+
+def members(tmp_path, factory, **env):
+    save(tmp_path, byte_level(), chat_template=TEMPLATE)
+    tokenizer, cfg = Tokenizer(tmp_path), types.SimpleNamespace(context=512)
+    base = types.SimpleNamespace(need_tokenizer=lambda: tokenizer, cfg=cfg)
+    config = tiny("grpo")
+    policy = config.policies.ppo.to_dict()
+    policy["env"] = {"name": f"tests.recipes.prompts_test:{factory}"} | env
+    with config.unlocked():
+        config.policies = {"one": policy}
+    return rollouts.members_of(read(config), base)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("variables", [{}, {"enable_thinking": False}, {"enable_thinking": True}])
+def test_variables_of_the_config_reach_the_chat_template(tmp_path, variables):
+    member = members(tmp_path, "chats", chat_template_kwargs=variables)["one"]
+    wanted = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
+        list(CHAT), add_generation_prompt=True, return_dict=True, **variables
+    )["input_ids"]
+    assert member.train == [wanted] * 2
+    assert member.held_out == [wanted]
+
+
+@pytest.mark.parametrize(
+    ("factory", "variables", "message"),
+    [
+        ("chats", {"messages": []}, "chat_template_kwargs has 'messages', which has a place of"),
+        ("texts", {"enable_thinking": False}, "sets enable_thinking, but a prompt is plain text"),
+    ],
+)
+def test_variables_without_a_place_are_refused(tmp_path, factory, variables, message):
+    with pytest.raises(UserError, match=message):
+        members(tmp_path, factory, chat_template_kwargs=variables)
