@@ -274,7 +274,7 @@ def mixer(
         args, specs = (*_heads(x, d), decay, beta, cache.pool["state"]), (of_head,) * 5
         specs = (*specs, of_state, (), (rows,))
         o, state = sharding.over_devices(_ruled, (*args, *where), specs, (of_head, of_state))
-        pool = {"tail": tail, "state": state}
+        pool = cache.pool | {"tail": tail, "state": state}
     o = rms_norm(o, p["out_norm"], cfg.norm_eps)
     o = o * jax.nn.silu(z.astype(jnp.float32)).reshape(o.shape)
     return project(o.reshape(B, T, -1).astype(h_BTD.dtype), p, lora, "out"), pool

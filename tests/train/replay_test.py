@@ -15,7 +15,7 @@ from mint_jax.errors import UserError
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.models import transformer
 from mint_jax.models.base import Base
-from mint_jax.models.config import Experts, ModelConfig
+from mint_jax.models.config import Delta, Experts, ModelConfig
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Request
 from mint_jax.train.batch import Group, TrainSequence, data_of
@@ -34,25 +34,28 @@ CFG = ModelConfig(
     # the sigmoid router's bias moves the choice and nothing else: replay can undo it exactly
     experts=Experts(count=8, per_token=2, width=24, scores="sigmoid", scale=1.5),
 )
+# Experts in three stacks, whose layers are not in the stacks' order.
+HYBRID = CFG.replace(
+    num_layers=6, delta=Delta(2, 4, 8, 6, 4, full=(True, False, True, False, True, True))
+)
 POLICY = PolicyConfig("p", AdapterConfig(4), loss=LossConfig("reinforce"))
 
 
-@pytest.fixture
-def base(rng, tmp_path, mesh):
-    params = params_lib.init(transformer.abstract(CFG), jax.random.key(int(rng.integers(1 << 30))))
-    return Base("random", tmp_path, CFG, params, mesh, None, "0" * 64)
+@pytest.fixture(params=[CFG])
+def base(request, rng, tmp_path, mesh):
+    cfg, key = request.param, jax.random.key(int(rng.integers(1 << 30)))
+    params = params_lib.init(transformer.abstract(cfg), key)
+    return Base("random", tmp_path, cfg, params, mesh, None, "0" * 64)
 
 
 def perturbed(base, rng):
     """The same base, whose router prefers other experts."""
-    moe = base.params["moe"]["moe"]
-    router = moe["router"] | {
-        "choice_bias": jnp.asarray(
-            rng.normal(0, 0.3, moe["router"]["choice_bias"].shape), jnp.float32
-        )
-    }
-    params = base.params | {"moe": base.params["moe"] | {"moe": moe | {"router": router}}}
-    return dataclasses.replace(base, params=params)
+
+    def other(path, x):
+        is_bias = path.endswith("/choice_bias")
+        return jnp.asarray(rng.normal(0, 0.3, x.shape), jnp.float32) if is_bias else x
+
+    return dataclasses.replace(base, params=params_lib.map_with_path(other, base.params))
 
 
 def rollout(base, rng, n=3):
@@ -82,6 +85,7 @@ def update(base, groups, replay=True):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("base", [CFG, HYBRID], indirect=True, ids=["one_stack", "three_stacks"])
 def test_a_perturbed_router_changes_the_loss_without_replay_and_not_with_it(base, rng):
     groups = rollout(base, rng)
     same = update(base, groups, replay=False)
