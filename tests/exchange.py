@@ -114,7 +114,11 @@ def peft_gradients(
                 # gate has the first half of the rank and of the rows, up the second
                 if last != "down_proj":
                     half = slice(0, rank) if last == "gate_proj" else slice(rank, None)
-                    a, b = a[half], b[:F, half] if last == "gate_proj" else b[F:, half]
+                    first = last == "gate_proj"
+                    rows = slice(F) if first else slice(F, None)
+                    if names.alternate:
+                        rows = slice(1 - first, None, 2)
+                    a, b = a[half], b[rows, half]
             pairs.append((a, b.T))
         if pairs:
             out |= {

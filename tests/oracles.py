@@ -166,6 +166,41 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3NextConfig",
         _STATES | _SHARED | {"linear_num_value_heads": 6, "num_hidden_layers": 4},
     ),
+    "gpt_oss": (
+        "GptOssConfig",
+        {
+            # multiples of 32, as MXFP4 needs
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "sliding_window": 37,
+            "tie_word_embeddings": False,
+            "rope_parameters": _YARN | {"truncate": False},
+        },
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": [
+                f"{kind}_attention" for kind in ("sliding", "sliding", "full", "sliding")
+            ],
+            "query_pre_attn_scalar": 11,
+            "sliding_window": 19,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "ministral3": (
+        "Ministral3Config",
+        {
+            "rope_parameters": _MSCALE | {"llama_4_scaling_beta": 0.1},
+            "tie_word_embeddings": False,
+        },
+    ),
     # windows shorter and longer than a page of the cache, a run of pages and a block of queries
     "mistral": ("MistralConfig", {"sliding_window": 45, "tie_word_embeddings": False}),
     "moonlight_dense": ("DeepseekV3Config", _LATENT | {"q_lora_rank": None}),

@@ -1,15 +1,15 @@
-"""Reader of routed experts' adapters in PEFT's fused layout (also vLLM's 3-D layout).
+"""Routed experts' adapters in PEFT's fused layout (also vLLM's 3-D layout).
 
 transformers stores the experts of a layer as two 3-D parameters, ``gate_up_proj [E, 2F, D]`` (gate
 rows first) and ``down_proj [E, D, F]``; PEFT wraps their module once for each, with one pair of
-matrices for all experts. GPT-OSS interleaves the rows of gate and up, which is not this layout.
+matrices for all experts. In gpt-oss, which has no other layout, rows of gate and up alternate.
 
 Axes: L layers, E experts, R rank, D in, F out.
 """
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -74,6 +74,13 @@ class Fused(NamedTuple):
     count: int  # E
     d_in: int  # this and d_out: D, and F of all its projections together
     d_out: int
+    alternate: bool = False  # rows of its projections alternate, instead of one after the other
+
+    def rows(self, i: int) -> slice:
+        """Returns the rows of its i-th projection."""
+        n = len(self.paths)
+        size = self.d_out // n
+        return slice(i, None, n) if self.alternate else slice(i * size, (i + 1) * size)
 
     def fits(self, a: np.ndarray, b: np.ndarray) -> bool:
         return a.ndim == b.ndim == 2 and (a.shape[1], b.shape[0]) == (self.d_in, self.d_out)
@@ -87,9 +94,11 @@ class Fused(NamedTuple):
 
 
 def fused_parameters(
-    names: Mapping[str, Sequence[str]], projections: Mapping[str, Projection]
+    names: Mapping[str, Sequence[str]], projections: Mapping[str, Projection], alternate: bool
 ) -> dict[str, dict[str, Fused]]:
-    """Returns the fused parameters of a base, by module name and then by ``PARAMETERS``."""
+    """Returns the fused parameters of a base, by module name and then by ``PARAMETERS``.
+    ``alternate`` is as in ``Fused``.
+    """
     found: dict[str, dict[str, Fused]] = {}
     packed = (path for path, projection in projections.items() if len(projection.stack) == 2)
     parents = dict.fromkeys(path.rsplit("/", 1)[0] for path in packed)
@@ -104,7 +113,7 @@ def fused_parameters(
                 # Strip the expert's number and the projection.
                 experts = names[paths[0]][layer * count].rsplit(".", 2)[0]
                 name = f"{experts}.{parameter}"
-                fused = Fused(name, paths, layer * count, count, d_in, d_out)
+                fused = Fused(name, paths, layer * count, count, d_in, d_out, alternate)
                 found.setdefault(experts, {})[parameter] = fused
     return found
 
@@ -133,7 +142,8 @@ def read_fused(
         if inner is None and outer is None:
             continue
         numbers = tuple(map(int, re.findall(r"\d+", str(version))[:3]))
-        if numbers < PLAIN_SINCE:
+        # gpt-oss stores the transpose, whose ends no version has swapped.
+        if numbers < PLAIN_SINCE and not any(one.alternate for one in parameters.values()):
             raise UserError(
                 f"{where}: {experts} is adapted as a whole, and peft_version is {version!r}: PEFT"
                 " before 0.19.1 swapped A and B of experts. If 0.19.1 or later trained it, set"
@@ -182,7 +192,7 @@ def _split(
     b_EFR = b.reshape(-1, rank, E).transpose(2, 0, 1)
     scale = patterns.scale(fused.name, rank)
     parts = len(fused.paths)
-    b_parts = np.split(b_EFR, parts, axis=1)  # rows of gate, then of up
+    b_parts = [b_EFR[:, fused.rows(i)] for i in range(parts)]
     a_parts = [a_ERD] * parts
     if parts > 1 and rank == parts * patterns.rank_default and _is_block_diagonal(b_parts):
         a_parts = np.split(a_ERD, parts, axis=1)
@@ -199,6 +209,25 @@ def _is_block_diagonal(b_parts: Sequence[np.ndarray]) -> bool:
     return not any(
         share.any() for i, row in enumerate(shares) for j, share in enumerate(row) if i != j
     )
+
+
+def fused_factors(
+    experts: str, parameters: Mapping[str, Fused], flat: Mapping[str, np.ndarray]
+) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+    """Yields the fused pairs of one module in the block form of ``_split``, with their names.
+    ``flat`` has factors of layers, ``[L, E, R, D]`` and ``[L, E, R, F]``.
+    """
+    for parameter, one in parameters.items():
+        layer = one.first // one.count
+        a, b = ([flat[f"{path}/{f}"][layer] for path in one.paths] for f in "ab")
+        R = a[0].shape[1]
+        b_FRE = np.zeros((one.d_out, len(a) * R, one.count), np.float32)
+        for i, own_ERF in enumerate(b):
+            b_FRE[one.rows(i), i * R : (i + 1) * R] = own_ERF.transpose(2, 1, 0)
+        is_inner = parameter == "gate_up_proj" and len(parameters) > 1
+        name = f"{experts}.base_layer" if is_inner else experts
+        whole = np.concatenate(a, axis=1)
+        yield name, whole.reshape(-1, one.d_in), b_FRE.reshape(one.d_out, -1)
 
 
 def target_fields(

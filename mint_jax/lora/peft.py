@@ -26,6 +26,7 @@ from mint_jax.lora.fused import (
     Fused,
     Pair,
     Patterns,
+    fused_factors,
     fused_parameters,
     is_targeted,
     read_fused,
@@ -68,11 +69,17 @@ Names = Mapping[str, Sequence[str]]
 
 
 class BaseNames(dict[str, list[str]]):
-    """``Names`` of a base that can also compare base weights, which some adapter files contain."""
+    """``Names`` of a base that can also compare base weights, which some adapter files contain.
+    ``alternate``: its experts have the layout of ``fused.Fused.alternate``, and no other.
+    """
 
-    def __init__(self, holds: Callable[[str, np.ndarray], bool | None]):
+    def __init__(self, holds: Callable[[str, np.ndarray], bool | None], alternate: bool = False):
         super().__init__()
-        self.holds = holds
+        self.holds, self.alternate = holds, alternate
+
+
+def _alternate(names: Names) -> bool:
+    return isinstance(names, BaseNames) and names.alternate
 
 
 def _tensor_names(path: str, module: str) -> tuple[str, str]:
@@ -97,7 +104,8 @@ def write_peft(
     """Writes an adapter so that PEFT loads it with the same outputs; the directory is created
     atomically.
 
-    PEFT cannot load an adapter of only gate or only up of routed experts, and raises.
+    PEFT cannot load an adapter of only gate or only up of routed experts, and raises. For gpt-oss
+    the other one is written as zeros.
 
     Args:
         base_name: name by which other programs open the base.
@@ -111,7 +119,12 @@ def write_peft(
         raise UserError(f"output {directory} is not empty: choose a new directory, or remove it")
     flat = dict(params_lib.leaves_with_path(adapter))
     tensors: dict[str, np.ndarray] = {}
-    for path in sorted({leaf.rsplit("/", 1)[0] for leaf in flat}):
+    fused = _add_lacking(flat) if _alternate(names) else {}
+    of_fused = {path: names[path] for path in fused}
+    for experts, parameters in fused_parameters(of_fused, fused, alternate=True).items():
+        for module, a, b in fused_factors(experts, parameters, flat):
+            tensors |= dict(zip(_tensor_names("", module), (a, b)))
+    for path in sorted({leaf.rsplit("/", 1)[0] for leaf in flat} - fused.keys()):
         a, b = (_per_module(flat[f"{path}/{factor}"]) for factor in ("a", "b"))
         for i, module in enumerate(names[path]):
             name_a, name_b = _tensor_names(path, module)
@@ -149,11 +162,7 @@ def _targets(
     # adapts one as a parameter, whose name it derives for some types of models only.
     paths = sorted({leaf.rsplit("/", 1)[0] for leaf in flat})
     modules = {path: {module.rsplit(".", 1)[-1] for module in names[path]} for path in paths}
-    stacks = {
-        path: Projection(np.shape(flat[f"{path}/a"])[:2], 0, 0, ())
-        for path in paths
-        if np.ndim(flat[f"{path}/a"]) == 4
-    }
+    stacks = _stacks(flat)
     of_experts = set().union(*(modules[path] for path in stacks), _MLP if moe_type else ())
     routers = {path for path in paths if path.endswith("/router")}
     colliding = [
@@ -161,9 +170,9 @@ def _targets(
         for path in paths
         if path not in stacks and (modules[path] & of_experts or path in routers)
     ]
-    if not colliding and not (stacks and config.rslora):
+    if not colliding and not (stacks and (config.rslora or _alternate(names))):
         return {"target_modules": sorted(set().union(*modules.values()))}
-    by_module = fused_parameters({path: names[path] for path in stacks}, stacks)
+    by_module = fused_parameters({path: names[path] for path in stacks}, stacks, False)
     fused = [parameter for of_layer in by_module.values() for parameter in of_layer.values()]
     parameters = [one.name for one in fused]
     parameters += [f"{module}.weight" for path in colliding for module in names[path]]
@@ -173,6 +182,26 @@ def _targets(
         "target_parameters": sorted(parameters),
         **target_fields(fused, config.rank, config.alpha, config.rslora),
     }
+
+
+def _stacks(flat: Mapping[str, Any]) -> dict[str, Projection]:
+    """Returns the projections of routed experts among an adapter's factors."""
+    out = {}
+    for path in sorted({leaf.rsplit("/", 1)[0] for leaf in flat}):
+        (*stack, _, d_in), (*_, d_out) = (np.shape(flat[f"{path}/{f}"]) for f in "ab")
+        if len(stack) == 2:
+            out[path] = Projection(tuple(stack), d_in, d_out, ())
+    return out
+
+
+def _add_lacking(flat: dict[str, Any]) -> dict[str, Projection]:
+    """Adds zeros for gate where only up is adapted, and the reverse; returns all experts'."""
+    for path in _stacks(flat):
+        owner, _, last = path.rpartition("/")
+        other = {"gate": "up", "up": "gate"}.get(last)
+        if other and f"{owner}/{other}/a" not in flat:
+            flat |= {f"{owner}/{other}/{f}": np.zeros_like(flat[f"{path}/{f}"]) for f in "ab"}
+    return _stacks(flat)
 
 
 def _per_module(factor: Any) -> np.ndarray:
@@ -304,7 +333,7 @@ def _find(
     """Removes the factors of all known modules from a file's tensors and returns them."""
     targets = config.get("target_parameters") or ()
     patterns = Patterns(config)
-    fused = fused_parameters(names, projections)
+    fused = fused_parameters(names, projections, _alternate(names))
     _check_target_parameters(targets, names, fused, directory)
     found = read_fused(take, fused, patterns, config.get("peft_version"), str(directory))
     for path, modules in names.items():

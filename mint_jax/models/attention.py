@@ -49,11 +49,17 @@ class Context(NamedTuple):
     # keys of packed rows within the window, see `pack_keys`; of one layer: those it attends to
     keys: jax.Array | None = None
     window: Any = None  # positions that a token attends to, of models with a window
+    near: tuple[jax.Array, jax.Array] | None = None  # other rotary tables of layers with one
+    growth: jax.Array | None = None  # `[B, T]` factor on queries
 
     def of_layer(self, near: jax.Array) -> "Context":
         """Returns the context of a layer that has the window if ``near``."""
         keys = None if self.keys is None else jnp.where(near, self.keys, jnp.uint8(255))
-        return self._replace(keys=keys, window=jnp.where(near, self.window, EVERYTHING))
+        own = self._replace(keys=keys, window=jnp.where(near, self.window, EVERYTHING), near=None)
+        if self.near is None:
+            return own
+        cos, sin = self.near
+        return own._replace(cos=jnp.where(near, cos, self.cos), sin=jnp.where(near, sin, self.sin))
 
 
 def keys_within(window: int, positions_BT: jax.Array) -> jax.Array:

@@ -39,6 +39,7 @@ class RopeScaling:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    growth: float | None = None  # of queries with their position, see ``layers.query_growth``
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +58,7 @@ class Experts:
     scale: float = 1.0
     groups: int = 1  # experts come from the best ``groups_chosen`` of equal groups
     groups_chosen: int = 1
+    bias: bool = False  # of the router and of each expert's projections
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,6 +142,11 @@ class ModelConfig:
     gated_attention: bool = False  # queries come with a gate of attention's output
     rotary: float = 1.0  # share of a head's dimensions with rotary position
     norm_offset: float = 0.0  # added to the scales of norms
+    sinks: bool = False  # heads have a score that only adds to the sum of their weights
+    post_norms: bool = False  # norms after attention and after the MLP, too
+    embed_scale: float = 1.0
+    score_scale: float | None = None  # of attention; None: head_dim ** -0.5
+    activation: str = "silu"  # of gate and up in MLPs and experts, see ``layers.ACTIVATIONS``
     kernels: Kernels = Kernels()
     directory: str | None = dataclasses.field(default=None, compare=False, repr=False)
 
@@ -289,6 +296,21 @@ _SHARED |= {"num_key_value_heads": 2}
 _QWEN3_NEXT = _QWEN3_5 | _SHARED | {"vocab_size": 151936, "intermediate_size": 5632}
 _QWEN3_NEXT |= {"num_hidden_layers": 48, "num_experts": 512, "num_experts_per_tok": 10}
 _QWEN3_NEXT |= {"norm_topk_prob": True}
+_MINISTRAL = _MISTRAL | {"vocab_size": 131072, "num_hidden_layers": 34, "head_dim": 128}
+_MINISTRAL |= {"max_position_embeddings": 262144, "rms_norm_eps": 1e-5, "sliding_window": None}
+_MINISTRAL_ROPE = {"rope_type": "yarn", "factor": 16.0, "llama_4_scaling_beta": 0.1, "mscale": 1.0}
+_MINISTRAL_ROPE |= {"original_max_position_embeddings": 16384, "mscale_all_dim": 1.0}
+_GEMMA3 = {"vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "head_dim": 256}
+_GEMMA3 |= {"num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4}
+_GEMMA3 |= {"max_position_embeddings": 131072, "tie_word_embeddings": True, "layer_types": None}
+_GEMMA3 |= {"query_pre_attn_scalar": 256, "sliding_window": 4096, "attention_bias": False}
+_GPT_OSS = {"vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "head_dim": 64}
+_GPT_OSS |= {"num_hidden_layers": 36, "num_attention_heads": 64, "num_key_value_heads": 8}
+_GPT_OSS |= {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "attention_bias": True}
+_GPT_OSS |= {"num_local_experts": 128, "num_experts_per_tok": 4, "sliding_window": 128}
+_GPT_OSS |= {"layer_types": None}
+_GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False}
+_GPT_OSS_ROPE |= {"original_max_position_embeddings": 4096}
 _OFF, _ONE = (None, False), (None, 1)
 # Fields that change the forward pass, in the transformers class or in the model's original code ->
 # supported values. Other values are rejected. Fields in no table have no effect in the class.
@@ -328,6 +350,14 @@ class Family:
     norm_offset: float = 0.0
     full_every: int = 0  # with windows: every n-th layer has none; 0: all have one
     joint_delta: bool = False  # see ``Delta.joint``
+    theta: float = 10000.0  # this and rope: rotary base, and scaling of a file without fields of it
+    rope: dict[str, Any] = dataclasses.field(default_factory=dict)
+    near_theta: float = 0.0  # rotary base of layers with a window; 0: that of the others
+    post_norms: bool = False
+    scaled_embedding: bool = False  # by the root of the width
+    expert_bias: bool = False
+    sinks: bool = False
+    activation: str = "silu"
 
 
 _HYBRID: dict[str, Any] = {"qk_norm": True, "gated_attention": True, "rotary": 0.25}
@@ -345,6 +375,33 @@ FAMILIES = {  # `architectures` entry ->
         qk_norm=True,
     ),
     "MistralForCausalLM": Family("mistral", _GROUPED | _MISTRAL),
+    "Ministral3ForCausalLM": Family(
+        "ministral3", _GROUPED | _MINISTRAL, theta=1000000.0, rope=_MINISTRAL_ROPE
+    ),
+    "Gemma3ForCausalLM": Family(
+        "gemma3_text",
+        _GROUPED | _GEMMA3,
+        {"hidden_activation": ("gelu_pytorch_tanh",)},
+        qk_norm=True,
+        norm_offset=1.0,
+        post_norms=True,
+        scaled_embedding=True,
+        activation="gelu_tanh",
+        full_every=6,
+        theta=1000000.0,
+        near_theta=10000.0,
+    ),
+    "GptOssForCausalLM": Family(
+        "gpt_oss",
+        _GROUPED | _GPT_OSS,
+        {"swiglu_alpha": (None, 1.702), "swiglu_limit": (None, 7.0)},
+        full_every=2,
+        theta=150000.0,
+        rope=_GPT_OSS_ROPE,
+        expert_bias=True,
+        sinks=True,
+        activation="clamped",
+    ),
     "DeepseekV3ForCausalLM": Family(  # also Kimi-K2 and Moonlight
         "deepseek_v3", _LATENT, _LATENT_ONLY | {"rope_interleave": (True,)}, any_head_dim=False
     ),
@@ -389,6 +446,8 @@ WRAPPERS = {
     "KimiK25ForConditionalGeneration": "DeepseekV3ForCausalLM",
     "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
     "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
+    "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
+    "Mistral3ForConditionalGeneration": "",  # as its model_type says
 }
 _ROPE_NEEDS = {  # rope_type -> keys that its formula needs
     "default": (),
@@ -423,7 +482,7 @@ class _Fields(dict[str, Any]):
             raise UserError(
                 f"config.json gives one number under several names, and they differ: {found}"
             )
-        return self.number(next(iter(found), names[0]))
+        return self.number(next(iter(found or [name for name in names if name in self])))
 
 
 def _require(holds: bool, message: str) -> None:
@@ -431,18 +490,18 @@ def _require(holds: bool, message: str) -> None:
         raise UserError(f"{message}: config.json is damaged or of another model")
 
 
-def _rope(fields: _Fields) -> tuple[float, RopeScaling | None]:
+def _rope(fields: _Fields, family: Family) -> tuple[float, RopeScaling | None]:
     """Returns base and scaling of the rotary embedding, in any spelling that transformers reads."""
     # ``rope_scaling`` (old) overrides ``rope_parameters`` (new). A ``rope_theta`` inside overrides
     # the top-level one; a top-level ``original_max_position_embeddings`` overrides the one inside.
-    raw = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
+    raw = fields.get("rope_scaling") or fields.get("rope_parameters") or family.rope
     if not isinstance(raw, dict) or any(isinstance(value, dict) for value in raw.values()):
         raise UserError(
             f"config.json: the rope parameters are {raw!r}; expected one object of numbers for all"
             " layers: rotary embeddings that differ by layer are not supported"
         )
     context, length = fields.number("max_position_embeddings"), "original_max_position_embeddings"
-    rope = _Fields({"rope_theta": fields.get("rope_theta", 10000.0), length: context} | raw)
+    rope = _Fields({"rope_theta": fields.get("rope_theta", family.theta), length: context} | raw)
     theta, kind = rope.number("rope_theta", float), raw.get("rope_type", raw.get("type", "default"))
     if kind not in _ROPE_NEEDS:
         raise UserError(
@@ -453,6 +512,11 @@ def _rope(fields: _Fields) -> tuple[float, RopeScaling | None]:
         raise UserError(
             f"config.json: rope scaling {kind!r} has no {lacking[0]}: fetch the file again"
         )
+    growth = "llama_4_scaling_beta"  # without effect in other classes
+    _require(
+        growth not in family.rope or (kind != "default" and raw.get(growth) is not None),
+        f"rope scaling {kind!r} has no {growth}",
+    )
     if kind == "default":
         return theta, None
     if length in fields:
@@ -464,7 +528,25 @@ def _rope(fields: _Fields) -> tuple[float, RopeScaling | None]:
     whole = kind == "yarn" and raw["factor"] is None  # then the context lengths define it
     factor = context / original if whole else rope.number("factor", float)
     truncate = bool(raw.get("truncate", True))
-    return theta, RopeScaling(kind, factor, original, truncate=truncate, **numbers)
+    beta = rope.number(growth, float) if growth in family.rope else None
+    return theta, RopeScaling(kind, factor, original, truncate=truncate, growth=beta, **numbers)
+
+
+def _ropes(fields: _Fields, family: Family) -> tuple[_Fields, float | None]:
+    """Returns the fields for the rotary embedding of layers without a window, and the rotary base
+    of the others if it is another.
+    """
+    if not family.near_theta:
+        return fields, None
+    nested = fields["rope_parameters"] or {}
+    near = {"rope_theta": fields.get("rope_local_base_freq", family.near_theta)}
+    near |= nested.get("sliding_attention") or {}
+    full = (nested.get("full_attention") or {}) | (fields.get("rope_scaling") or {})
+    theta, scaling = _rope(
+        _Fields(fields | {"rope_scaling": None, "rope_parameters": near}), family
+    )
+    _require(scaling is None, f"layers with a window have rope scaling {near!r}; expected none")
+    return _Fields(fields | {"rope_scaling": None, "rope_parameters": full}), theta
 
 
 def _rotary(given: dict[str, Any], family: Family) -> float:
@@ -493,15 +575,18 @@ def _full_layers(types: Any, layers: int, other: str, every: int) -> tuple[bool,
     return tuple(one == "full_attention" for one in types)
 
 
-def _windows(fields: _Fields, layers: int, family: Family) -> Windows | None:
+def _windows(fields: _Fields, layers: int, family: Family, theta: float | None) -> Windows | None:
     """Returns the layers with a window; None if there are none."""
     types = fields["layer_types"] if family.full_every else None  # Mistral's class has no types
-    full = _full_layers(types, layers, "sliding_attention", family.full_every)
+    every = family.full_every
+    if family.near_theta:  # in older files of Gemma
+        every = _Fields({"sliding_window_pattern": every} | fields).number("sliding_window_pattern")
+    full = _full_layers(types, layers, "sliding_attention", every)
     if all(full) or (fields["sliding_window"] is None and not family.full_every):
         return None
     size = fields.number("sliding_window")
     _require(size > 0, f"sliding_window is {size}")
-    return Windows(size, tuple(not one for one in full))
+    return Windows(size, tuple(not one for one in full), theta)
 
 
 def _delta(given: dict[str, Any], fields: _Fields, layers: int, joint: bool) -> Delta:
@@ -533,7 +618,7 @@ def _experts(given: dict[str, Any], fields: _Fields, shared_gate: bool) -> Exper
     experts = Experts(
         fields.one_of(given, *names),
         number("num_experts_per_tok"),
-        number("moe_intermediate_size"),
+        number(next(n for n in ("moe_intermediate_size", "intermediate_size") if n in fields)),
         normalise=bool(fields.get("norm_topk_prob", True)),
     )
     if shared_gate:
@@ -614,6 +699,7 @@ def from_hf(given: dict[str, Any]) -> ModelConfig:
     )
     if "num_experts_per_tok" in known:
         experts = _experts(given, fields, "shared_expert_intermediate_size" in known)
+        experts = dataclasses.replace(experts, bias=family.expert_bias)
     if known.keys() & {"first_k_dense_replace", "mlp_layer_types"}:
         dense = _dense_layers(fields, known, layers)
     if "kv_lora_rank" in known:
@@ -631,8 +717,12 @@ def from_hf(given: dict[str, Any]) -> ModelConfig:
         indexer = _indexer(given, fields, layers, family.shared_indexers)
     if "linear_num_value_heads" in known:
         delta = _delta(given, fields, layers, family.joint_delta)
-    theta, scaling = _rope(fields)
-    bias = bool(known.get("attention_bias") is False and fields["attention_bias"])
+    of_rope, near = _ropes(fields, family)
+    theta, scaling = _rope(of_rope, family)
+    score_scale = None
+    if "query_pre_attn_scalar" in known:
+        score_scale = fields.number("query_pre_attn_scalar", float) ** -0.5
+    bias = "attention_bias" in known and bool(fields["attention_bias"])
     cfg = ModelConfig(
         family.model_type,
         fields.number("vocab_size"),
@@ -656,10 +746,15 @@ def from_hf(given: dict[str, Any]) -> ModelConfig:
         latent=latent,
         indexer=indexer,
         delta=delta,
-        windows=_windows(fields, layers, family) if "sliding_window" in known else None,
+        windows=_windows(fields, layers, family, near) if "sliding_window" in known else None,
         gated_attention=family.gated_attention,
         rotary=_rotary(given, family),
         norm_offset=family.norm_offset,
+        sinks=family.sinks,
+        post_norms=family.post_norms,
+        embed_scale=fields.number("hidden_size") ** 0.5 if family.scaled_embedding else 1.0,
+        score_scale=score_scale,
+        activation=family.activation,
     )
     if cfg.rope_dim % 2:
         raise UserError(
@@ -676,11 +771,14 @@ def _text_of(given: dict[str, Any]) -> dict[str, Any]:
     text = given.get("text_config")
     if not isinstance(text, dict):
         raise UserError(f"config.json: {name} has no text_config: fetch the file again")
-    family = FAMILIES[WRAPPERS[name]]
+    kind = str(text.get("model_type"))
+    types = {family.model_type: name for name, family in FAMILIES.items()}
+    inner = WRAPPERS[name] or types.get(kind, kind)
     outer = {
         key: given[key] for key in ("tie_word_embeddings", "quantization_config") if key in given
     }
-    own = {"architectures": [WRAPPERS[name]], "model_type": family.model_type}
+    own = {"architectures": [inner]}
+    own |= {"model_type": FAMILIES[inner].model_type} if inner in FAMILIES else {}
     return text | outer | own
 
 
@@ -702,7 +800,8 @@ def _checked_family(given: dict[str, Any]) -> Family:
         )
     published.scheme_of(given)
     for field, values in (ONLY | family.only).items():
-        if field in given and not any(given[field] == value for value in values):
+        allowed = field in family.defaults or any(given.get(field) == value for value in values)
+        if field in given and not allowed:
             raise UserError(
                 f"config.json: {field} is {given[field]!r}; only {' or '.join(map(repr, values))}"
                 f" is supported in {names[0]}: take another checkpoint, or remove the field if the"

@@ -11,6 +11,7 @@ pairs, W devices of an exchange, C capacity of a block between two, K keys: (dev
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -21,9 +22,9 @@ from jax.sharding import PartitionSpec
 
 from mint_jax import sharding
 from mint_jax.lora.view import AdapterView
-from mint_jax.models.config import Kernels
 from mint_jax.models.experts import expert_mlp
 
+Mlp = Callable[..., jax.Array]  # ``expert_mlp``, or a partial call of it
 GATHER_TOKENS = 4096  # largest number of tokens of an exchange that are gathered
 SLACK = 1.5  # capacity of a round relative to what equally loaded experts need
 
@@ -43,7 +44,7 @@ def routed(
     weights_BTX: jax.Array,
     p: Any,
     lora: AdapterView | None,
-    kernels: Kernels = Kernels(),
+    mlp: Mlp = expert_mlp,
 ) -> jax.Array:
     """Returns the weighted sum of each token's experts, ``[B, T, D]``.
 
@@ -70,19 +71,19 @@ def routed(
     x, ids, weights = flat(x_BTD), flat(ids_BTX, -1), flat(weights_BTX)
     block, X = flat(jnp.broadcast_to(block_B[:, None], (B, T))), ids.shape[1]
     if mesh.empty or mesh.size == 1:
-        y_MD = expert_mlp(x, X, ids.reshape(-1), jnp.repeat(block, X), p, lora, kernels)
+        y_MD = mlp(x, X, ids.reshape(-1), jnp.repeat(block, X), p, lora)
         y_NXD = y_MD.reshape(*ids.shape, D)
         y = jnp.einsum("NXD,NX->ND", y_NXD, weights, preferred_element_type=jnp.float32)
         y = y.astype(x.dtype)
     else:
-        y: Any = _sharded(x, weights, lora, ids, block, p, of_block, kernels)
+        y: Any = _sharded(x, weights, lora, ids, block, p, of_block, mlp)
     return y.reshape(B + pad, T, D)[:B]
 
 
 # The backward pass is written out: JAX cannot reverse a loop of as many rounds as data says.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
-def _sharded(x, weights, lora, ids, block, p, of_block, kernels):
-    return _forward(x, weights, lora, ids, block, p, of_block, kernels)[0]
+def _sharded(x, weights, lora, ids, block, p, of_block, mlp):
+    return _forward(x, weights, lora, ids, block, p, of_block, mlp)[0]
 
 
 def _specs(mesh: Any, lora: AdapterView | None, p: Any) -> tuple[PartitionSpec, Any, Any]:
@@ -116,21 +117,21 @@ def _locally(fn: Any, of_block: int | None, args: Any, *more: Any) -> Any:
     return over(*args, *more)
 
 
-def _forward(x, weights, lora, ids, block, p, of_block, kernels):
+def _forward(x, weights, lora, ids, block, p, of_block, mlp):
     def run(exchange, v, p, lora):
-        return exchange.run(v, p, lora, kernels)
+        return exchange.run(v, p, lora, mlp)
 
     args = x, weights, lora, ids, block, p
     return _locally(run, of_block, args), args
 
 
-def _backward(of_block, kernels, residuals, g):
+def _backward(of_block, mlp, residuals, g):
     mesh = jax.sharding.get_abstract_mesh()
     experts = sharding.mesh_axes("experts", mesh)
     replicas = tuple(a for a in sharding.mesh_axes("batch", mesh) if a not in experts)
 
     def back(exchange, v, p, lora, g):
-        dx, dw, dlora = exchange.back(v, p, lora, g, kernels)
+        dx, dw, dlora = exchange.back(v, p, lora, g, mlp)
         # An expert's adapters are replicated over the axes that split rows but not experts. The
         # replicas' gradients are of different rows, and replicas stay equal only with the sum.
         return dx, dw, jax.lax.psum(dlora, replicas) if replicas else dlora
@@ -207,9 +208,9 @@ class Plan(NamedTuple):
         return pair, real, jnp.where(real, self.expert[pair], -1)
 
 
-def _weighted(x_MD, expert_M, block_M, weight_M, p, lora, kernels):
+def _weighted(x_MD, expert_M, block_M, weight_M, p, lora, mlp):
     """Returns the experts' results of rows times their weights, float32 ``[M, D]``."""
-    y_MD = expert_mlp(x_MD, 1, expert_M, block_M, p, lora, kernels)
+    y_MD = mlp(x_MD, 1, expert_M, block_M, p, lora)
     return y_MD.astype(jnp.float32) * weight_M[:, None]
 
 
@@ -292,14 +293,14 @@ class Exchange:
         weight = jnp.where(real, v.weights.reshape(-1)[pair], 0.0)
         return pair, token, real, self.swap((v.x[token], expert, v.block[token], weight))
 
-    def run(self, v: Visits, p: Any, lora: AdapterView | None, kernels: Kernels) -> jax.Array:
+    def run(self, v: Visits, p: Any, lora: AdapterView | None, mlp: Mlp) -> jax.Array:
         tokens, dtype = v.x.shape[0], v.x.dtype
         v = self._enter_all(v)
         plan = self.plan(v)
 
         def body(r, y):
             _, token, real, (x, expert, block, weight) = self._send(v, plan, r)
-            own = _weighted(x, expert, block, weight, p, lora, kernels)
+            own = _weighted(x, expert, block, weight, p, lora, mlp)
             own = self.swap(own.astype(dtype)) if self.blocks else own
             # A token's experts may be in different rounds, which add to the same row. The sum is
             # float32 in the order of the pairs, so it does not depend on other tokens.
@@ -309,7 +310,7 @@ class Exchange:
         return self.leave(y.astype(dtype), tokens)
 
     def back(
-        self, v: Visits, p: Any, lora: AdapterView | None, g: jax.Array, kernels: Kernels
+        self, v: Visits, p: Any, lora: AdapterView | None, g: jax.Array, mlp: Mlp
     ) -> tuple[jax.Array, jax.Array, Any]:
         tokens, dtype = v.x.shape[0], v.x.dtype
         v, g = self._enter_all(v), self.enter(g)
@@ -319,7 +320,7 @@ class Exchange:
             pair, token, real, (x, expert, block, weight) = self._send(v, plan, r)
             g_row = self.swap(jnp.where(real[:, None], g[token], 0))
             _, vjp = jax.vjp(
-                lambda x, w, lora: _weighted(x, expert, block, w, p, lora, kernels), x, weight, lora
+                lambda x, w, lora: _weighted(x, expert, block, w, p, lora, mlp), x, weight, lora
             )
             dx, dw, dlora = vjp(g_row.astype(jnp.float32))
             dx, dw = self.swap((dx, dw))

@@ -19,18 +19,21 @@ from jax.ad_checkpoint import checkpoint_name
 from mint_jax.lora.view import AdapterView
 from mint_jax.models import packed_lora
 from mint_jax.models.config import Kernels
-from mint_jax.models.layers import swiglu
+from mint_jax.models.layers import Activation, swiglu
 from mint_jax.models.packed_lora import Adapters, Groups
 from mint_jax.params import ParamSpec
 
 NAMES = ("gate", "up", "down")
 
 
-def specs(L: int, E: int, D: int, F: int, dtype: Any) -> dict[str, Any]:
+def specs(L: int, E: int, D: int, F: int, dtype: Any, bias: bool = False) -> dict[str, Any]:
     """Returns the specs of the matrices of ``L`` layers of ``E`` experts."""
 
     def packed(d_in: int, d_out: int, axes: tuple[str, str]) -> dict[str, ParamSpec]:
-        return {"w": ParamSpec((L, E, d_in, d_out), ("layers", "experts", *axes), dtype)}
+        leaf = {"w": ParamSpec((L, E, d_in, d_out), ("layers", "experts", *axes), dtype)}
+        if bias:
+            leaf["b"] = ParamSpec((L, E, d_out), ("layers", "experts", axes[1]), dtype, "zeros")
+        return leaf
 
     inward, outward = ("expert_embed", "expert_ffw"), ("expert_ffw", "expert_embed")
     return {"gate": packed(D, F, inward), "up": packed(D, F, inward), "down": packed(F, D, outward)}
@@ -38,6 +41,7 @@ def specs(L: int, E: int, D: int, F: int, dtype: Any) -> dict[str, Any]:
 
 def _of_layer(leaf: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Returns a projection's matrices as ``packed_lora.project`` takes them."""
+    leaf = {name: x for name, x in leaf.items() if name != "b"}
     if "layer" not in leaf:
         return leaf
     w = leaf["w"]
@@ -81,6 +85,7 @@ def expert_mlp(
     p: Any,
     lora: AdapterView | None,
     kernels: Kernels = Kernels(),
+    activation: Activation = swiglu,
 ) -> jax.Array:
     """Computes ``down(silu(gate x) * up x)`` of each row's expert with its block's adapter, ``[M,
     D]``; zeros for rows without an expert.
@@ -89,8 +94,8 @@ def expert_mlp(
         x_ND: tokens, each with ``each`` consecutive rows.
         expert_M: expert of each row, 0 to E - 1; other values are no expert.
         block_M: block of each row, see ``block_of_rows``.
-        p: ``{"gate": {"w": [E, D, F]}, "up": ..., "down": {"w": [E, F, D]}}``; with ``"layer"`` in
-            each, ``w`` is of all layers, ``[L, E, D, F]``.
+        p: ``{"gate": {"w": [E, D, F]}, "up": ..., "down": {"w": [E, F, D]}}``, with an optional
+            ``"b": [E, F]``; with ``"layer"`` in each, ``w`` is of all layers, ``[L, E, D, F]``.
     """
     chex.assert_rank([x_ND, expert_M], [2, 1])
     chex.assert_equal_shape([expert_M, block_M])
@@ -99,7 +104,7 @@ def expert_mlp(
     x: Any = _rows_of(x_ND, order.order, order.inverse, each)
     gate, up = _project(x, p, lora, ("gate", "up"), order, kernels)
     gate, up = checkpoint_name(gate, "expert_gate"), checkpoint_name(up, "expert_up")
-    (y,) = _project(swiglu(gate, up), p, lora, ("down",), order, kernels)
+    (y,) = _project(activation(gate, up), p, lora, ("down",), order, kernels)
     return _put_back(y, order.order, order.inverse)
 
 
@@ -150,7 +155,16 @@ def _project(x_MD, p, lora, names, order, kernels):
         first += blocks
     with jax.named_scope("_".join(names)):
         bases, sizes = [_of_layer(p[name]) for name in names], jnp.sum(order.counts, axis=1)
-        return packed_lora.project(x_MD, bases, sizes, adapters, kernels)
+        out = packed_lora.project(x_MD, bases, sizes, adapters, kernels)
+        return [_with_bias(y, p[name].get("b"), order) for name, y in zip(names, out)]
+
+
+def _with_bias(y_MF: jax.Array, b_EF: jax.Array | None, order: Order) -> jax.Array:
+    if b_EF is None:
+        return y_MF
+    last = b_EF.shape[0] - 1  # rows without an expert stay zero
+    own = b_EF[jnp.minimum(order.expert, last)].astype(y_MF.dtype)
+    return y_MF + jnp.where((order.expert <= last)[:, None], own, jnp.zeros((), y_MF.dtype))
 
 
 def groups_of(order: Order, first: int, place_P: jax.Array) -> Groups:

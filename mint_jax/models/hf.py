@@ -7,6 +7,7 @@ tensors are defined here only: an entry of ``LAYER_NAMES`` per family.
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import logging
 import math
@@ -80,6 +81,20 @@ _MOE = {  # {e} is the expert
     **_matrices("moe/experts", "mlp.experts.{e}", *_MLP),
     **_matrices("moe/shared", "mlp.shared_experts", *_MLP),
 }
+_GEMMA3 = _DECODER | {
+    "attn/post_norm": "post_attention_layernorm.weight",
+    "mlp/norm": "pre_feedforward_layernorm.weight",
+    "mlp/post_norm": "post_feedforward_layernorm.weight",
+}
+_GPT_OSS = (
+    _DECODER
+    | _MOE
+    | {
+        "attn/sinks": "self_attn.sinks",
+        "moe/router/w": "mlp.router.weight",
+        "moe/router/b": "mlp.router.bias",
+    }
+)
 _DELTA = _DECODER | {
     "delta/norm": "input_layernorm.weight",
     **{
@@ -98,8 +113,10 @@ _SHARED = {name: theirs.replace("shared_experts", "shared_expert") for name, the
 _SHARED |= {"moe/shared_gate/w": "mlp.shared_expert_gate.weight"}
 _JOINT = {f"delta/{name}/w": f"linear_attn.in_proj_{name}.weight" for name in ("qkvz", "ba")}
 LAYER_NAMES: dict[str, dict[str, str]] = {
-    **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral"), _DECODER),
+    **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral", "ministral3"), _DECODER),
     "qwen3_moe": _DECODER | _MOE,
+    "gpt_oss": _GPT_OSS,
+    "gemma3_text": _GEMMA3,
     "qwen3_5_text": _DELTA,
     "qwen3_5_moe_text": _DELTA | _SHARED,
     "qwen3_next": _DELTA | _SHARED | _JOINT,
@@ -108,10 +125,13 @@ LAYER_NAMES: dict[str, dict[str, str]] = {
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), _SPARSE | _MOE),
 }
 # Prefixes of tensors of other media and of multi-token prediction, which text does not pass through
+_PICTURES = "vision_tower.", "multi_modal_projector."
+_PICTURES += tuple(f"model.{prefix}" for prefix in _PICTURES)
 OTHER_PARTS = {
     **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), ("mtp.", "model.visual.")),
     "qwen3_next": ("mtp.",),
     "deepseek_v3": ("vision_tower.", "mm_projector."),
+    **dict.fromkeys(("gemma3_text", "mistral", "ministral3"), _PICTURES),
 }
 # A layer's experts in one tensor ``[E, F, D]`` -> the projections whose rows it stacks
 FUSED = {".experts.gate_up_proj": ("gate_proj", "up_proj"), ".experts.down_proj": ("down_proj",)}
@@ -162,7 +182,8 @@ def is_moe_type(cfg: ModelConfig) -> bool:
 def module_names(cfg: ModelConfig, paths: Iterable[str]) -> BaseNames:
     """Returns PEFT's module names of each projection path, per layer, or per layer and expert."""
     specs = dict(params_lib.leaves_with_path(transformer.abstract(cfg)))
-    out = BaseNames(functools.partial(_holds, cfg))
+    alternate = cfg.experts is not None and cfg.experts.bias
+    out = BaseNames(functools.partial(_holds, cfg), alternate)
     for path in paths:
         leaf = f"{path}/w"
         # A tied head has no tensor.
@@ -222,34 +243,46 @@ class Checkpoint:
         self._quantised: dict[str, tuple[str, ...]] = {}  # weight -> its stored parts
         if self._scheme is not None:
             for module in published.quantised_modules(self._scheme, self._names):
-                parts = [self._names.pop(f"{module}.{part}") for part in self._scheme.parts]
-                self._names[f"{module}.weight"] = parts[0]
-                self._quantised[f"{module}.weight"] = tuple(parts)
+                parts = [self._names.pop(f"{module}{part}") for part in self._scheme.parts]
+                self._names[f"{module}{self._scheme.whole}"] = parts[0]
+                self._quantised[f"{module}{self._scheme.whole}"] = tuple(parts)
         self._experts = self._fused_experts()
         if tied and EMBED not in self._names and HEAD in self._names:
             self._names[EMBED] = self._names.pop(HEAD)
         self.files = {name: self.stored[stored] for name, stored in self._names.items()}
 
-    def _fused_experts(self) -> dict[str, tuple[int, slice]]:
-        """Replaces the names of fused tensors by one for each expert's matrix; returns which expert
-        and which rows that is.
+    def _fused_experts(self) -> dict[str, tuple[Any, int, slice]]:
+        """Replaces the names of fused tensors by one for each expert's matrix and bias; returns the
+        fused tensor, which expert and which rows that is.
         """
         found = {}
-        for name in [name for name in self._names if name.endswith(tuple(FUSED))]:
-            stored = self._names.pop(name)
-            owner, projection = name.rsplit(".", 1)
-            parts = FUSED[f".experts.{projection}"]
-            shape = self._slice(stored).get_shape()
-            if len(shape) != 3 or shape[1] % len(parts):
+        biases = {f"{suffix}_bias" for suffix in FUSED}
+        fused = [name for name in self._names if name.endswith((*FUSED, *biases))]
+        # gpt-oss alone has biases. It stores the transpose, and rows of gate and up alternate.
+        alternate = {name for name in fused if name.endswith(tuple(biases))}
+        alternate |= {name.removesuffix("_bias") for name in alternate}
+        for name in fused:
+            whole, stored = self._whole(name), self._names.pop(name)
+            if name in alternate and not name.endswith("_bias") and name not in self._quantised:
+                whole = published.Transposed(whole)
+            leaf = "bias" if name.endswith("_bias") else "weight"
+            owner, projection = name.removesuffix("_bias").rsplit(".", 1)
+            parts, shape = FUSED[f".experts.{projection}"], whole.get_shape()
+            if len(shape) != {"weight": 3, "bias": 2}[leaf] or shape[1] % len(parts):
                 raise UserError(
                     f"tensor {name!r} has shape {tuple(shape)}; expected experts, rows of"
                     f" {' and '.join(parts)}, and columns: the checkpoint is of another model"
                 )
-            F = shape[1] // len(parts)
-            for e in range(shape[0]):
-                for i, part in enumerate(parts):
-                    self._names[one := f"{owner}.{e}.{part}.weight"] = stored
-                    found[one] = e, slice(i * F, (i + 1) * F)
+            n, F = len(parts), shape[1] // len(parts)
+            for e, (i, part) in itertools.product(range(shape[0]), enumerate(parts)):
+                if (one := f"{owner}.{e}.{part}.{leaf}") in self._names:
+                    raise UserError(
+                        f"{self.directory} has both {name!r} and {one!r}: remove the one that is"
+                        " not part of the checkpoint"
+                    )
+                self._names[one] = stored
+                rows = slice(i, None, n) if name in alternate else slice(i * F, (i + 1) * F)
+                found[one] = whole, e, rows
         return found
 
     def _open(self, file: str) -> Any:
@@ -275,11 +308,14 @@ class Checkpoint:
                 " match"
             )
         if name in self._experts:
-            return _Expert(self._slice(self._names[name]), *self._experts[name])
+            return _Expert(*self._experts[name])
+        return self._whole(name)
+
+    def _whole(self, name: str) -> Any:
         if self._scheme is None or name not in self._quantised:
             return self._slice(self._names[name])
         parts = [self._slice(part) for part in self._quantised[name]]
-        return published.Dequantised(name, self._scheme, parts)
+        return published.dequantised(name, self._scheme, parts)
 
     def _slice(self, stored_name: str) -> Any:
         file = self.stored[stored_name]
@@ -293,19 +329,21 @@ class _Expert:
     """One expert's matrix ``[out, in]`` of a fused tensor, as lazily read as that."""
 
     def __init__(self, fused: Any, expert: int, rows: slice):
-        self._fused, self._expert, self._rows = fused, expert, rows
+        self._fused, self._expert = fused, expert
+        self._rows = range(*rows.indices(fused.get_shape()[1]))
 
     def get_shape(self) -> list[int]:
-        return [self._rows.stop - self._rows.start, self._fused.get_shape()[2]]
+        return [len(self._rows), *self._fused.get_shape()[2:]]
 
     def get_dtype(self) -> str:
         return self._fused.get_dtype()
 
     def __getitem__(self, index: Any) -> np.ndarray:
         rows, *columns = index if isinstance(index, tuple) else (index,)
-        start, stop, _ = rows.indices(self.get_shape()[0])
-        first, own = self._rows.start, slice(self._expert, self._expert + 1)
-        return np.asarray(self._fused[(own, slice(first + start, first + stop), *columns)])[0]
+        picked, own = self._rows[rows], slice(self._expert, self._expert + 1)
+        span = slice(picked.start, picked[-1] + 1) if picked else slice(0, 0)
+        # Files are read without steps.
+        return np.asarray(self._fused[(own, span, *columns)])[0, :: picked.step]
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -573,11 +611,29 @@ def resident_specs(
 
 def tensors(params: Any, cfg: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
     """Yields a tree's tensors with Hugging Face names and orientation, one layer at a time."""
-    for path, array in params_lib.leaves_with_path(params):
+    flat = dict(params_lib.leaves_with_path(params))
+    for path, array in flat.items():
         source = source_of(path, ParamSpec(array.shape, (None,) * array.ndim), cfg)
+        if cfg.experts is not None and cfg.experts.bias and "/experts/" in path:
+            if "/experts/up/" not in path:
+                yield from _fused(path, flat, source.names)
+            continue
         for i, name in enumerate(source.names):
             value = np.asarray(array[np.unravel_index(i, source.stack)] if source.stack else array)
             yield name, np.ascontiguousarray(value.T) if source.transposed else value
+
+
+def _fused(
+    path: str, flat: dict[str, Any], names: tuple[str, ...]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields a projection of all experts as gpt-oss stores it, one tensor a layer."""
+    leaf, of = ("", "_bias")[path.endswith("/b")], "down_proj"
+    stack = np.asarray(flat[path])
+    if "/gate/" in path:
+        of, parts = "gate_up_proj", [stack, np.asarray(flat[path.replace("/gate/", "/up/")])]
+        stack = np.stack(parts, axis=-1).reshape(*stack.shape[:-1], -1)
+    for name, value in zip(names[:: stack.shape[1]], stack, strict=True):
+        yield f"{name.split('.experts.')[0]}.experts.{of}{leaf}", value
 
 
 def _holds(cfg: ModelConfig, name: str, value: np.ndarray) -> bool | None:

@@ -35,7 +35,8 @@ class Kernels:
         "slot_lora", "adapters of other projections in sampling, where each row names a slot"
     )
     packed_attention: str = _kernel(
-        "packed_attention", "attention in training and scoring (xla for models with an indexer)"
+        "packed_attention",
+        "attention in training and scoring (xla for models with an indexer or windows)",
     )
     paged_attention: str = _kernel(
         "paged_attention", "grouped-query attention over the sampler's cache"

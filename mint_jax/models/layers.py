@@ -5,6 +5,7 @@ head dim.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,10 +16,11 @@ from jax.ad_checkpoint import checkpoint_name
 from mint_jax.lora.slot_kernel import Ends
 from mint_jax.lora.view import AdapterView, add_deltas
 from mint_jax.models import quantised, stored
-from mint_jax.models.config import ModelConfig, rope_frequencies
+from mint_jax.models.config import ModelConfig, RopeScaling, rope_frequencies
 from mint_jax.models.stacked import LayerOf, products
 from mint_jax.params import ParamSpec
 
+Activation = Callable[[jax.Array, jax.Array], jax.Array]  # of gate and up
 AXES: dict[str, Ends] = {  # logical axes of every projection's in and out dimensions
     "q": ("embed", "q_heads"),
     "k": ("embed", "kv_heads"),
@@ -134,16 +136,29 @@ def _norm_backward(eps, offset, residuals, g):
 _rms_norm.defvjp(_norm_forward, _norm_backward)
 
 
-def rope_tables(positions_BT: jax.Array, cfg: ModelConfig) -> tuple[jax.Array, jax.Array]:
-    """Returns cos and sin ``[B, T, rope_dim / 2]`` float32, times the attention factor.
+def rope_tables(
+    positions_BT: jax.Array, cfg: ModelConfig, near_theta: float | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Returns cos and sin ``[B, T, rope_dim / 2]`` float32, times the attention factor; unscaled
+    ones if given the base of layers with a window.
 
     Rotary embedding (Su et al. 2021, arXiv 2104.09864): dimension i pairs with i + H/2.
     """
-    inv, factor = rope_frequencies(cfg.rope_dim, cfg.rope_theta, cfg.rope_scaling)
+    how = (cfg.rope_theta, cfg.rope_scaling) if near_theta is None else (near_theta, None)
+    inv, factor = rope_frequencies(cfg.rope_dim, *how)
     angle = positions_BT[..., None].astype(jnp.float32) * np.asarray(inv, np.float32)[None, None]
     tables = jnp.cos(angle) * factor, jnp.sin(angle) * factor
     # Otherwise XLA recomputes them inside every layer's fusion.
     return jax.lax.optimization_barrier(tables)
+
+
+def query_growth(positions_BT: jax.Array, scaling: RopeScaling) -> jax.Array:
+    """Returns the factor on queries, ``1 + beta ln(1 + floor(position / context))``, ``[B, T]``
+    float32, which sharpens attention over long contexts (Llama 4, Ministral 3).
+    """
+    assert scaling.growth is not None
+    ago = jnp.floor(positions_BT.astype(jnp.float32) / scaling.original_context)
+    return 1 + scaling.growth * jnp.log1p(ago)
 
 
 def rotate(x_BTNH: jax.Array, cos_BTH: jax.Array, sin_BTH: jax.Array) -> jax.Array:
@@ -193,8 +208,30 @@ def _swiglu_backward(residuals, g):
 swiglu.defvjp(lambda gate, up: (swiglu(gate, up), (gate, up)), _swiglu_backward)
 
 
-def mlp(h_BTD: jax.Array, p: Any, lora: AdapterView | None) -> jax.Array:
+@jax.checkpoint
+def clamped_swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """Returns ``(up + 1) * gate * sigmoid(1.702 gate)`` of clamped arguments (gpt-oss)."""
+    gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
+    return (up + 1) * gate * jax.nn.sigmoid(1.702 * gate)
+
+
+@jax.checkpoint
+def geglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """Returns ``gelu(gate) * up`` with the approximation by tanh (arXiv 2002.05202)."""
+    return jax.nn.gelu(gate, approximate=True) * up
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": swiglu,
+    "clamped": clamped_swiglu,
+    "gelu_tanh": geglu,
+}
+
+
+def mlp(
+    h_BTD: jax.Array, p: Any, lora: AdapterView | None, activation: Activation = swiglu
+) -> jax.Array:
     """Computes ``down(silu(gate h) * up h)`` (Shazeer 2020, arXiv 2002.05202)."""
     gate, up = project_each(h_BTD, p, lora, ("gate", "up"))
     gate, up = checkpoint_name(gate, "mlp_gate"), checkpoint_name(up, "mlp_up")
-    return project(swiglu(gate, up), p, lora, "down")
+    return project(activation(gate, up), p, lora, "down")

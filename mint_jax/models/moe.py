@@ -3,6 +3,7 @@
 Axes: B rows, T tokens, D model width, E experts, X experts of a token.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +14,7 @@ from mint_jax.lora.view import AdapterView
 from mint_jax.models import experts
 from mint_jax.models.config import Experts, ModelConfig
 from mint_jax.models.expert_parallel import routed
-from mint_jax.models.layers import AXES, matrix, mlp, mlp_matrices, norm, project
+from mint_jax.models.layers import ACTIVATIONS, AXES, matrix, mlp, mlp_matrices, norm, project
 from mint_jax.params import ParamSpec
 
 
@@ -24,7 +25,7 @@ def specs(cfg: ModelConfig, L: int, dtype: Any) -> dict[str, Any]:
     out = {
         "norm": norm(L, D, dtype),
         "router": router_specs(L, D, e, dtype),
-        "experts": experts.specs(L, e.count, D, e.width, dtype),
+        "experts": experts.specs(L, e.count, D, e.width, dtype, e.bias),
     }
     if e.shared:
         out["shared"] = mlp_matrices(L, D, e.shared, dtype)
@@ -38,6 +39,8 @@ def router_specs(L: int, D: int, experts: Experts, dtype: Any) -> dict[str, Para
     leaf = {"w": ParamSpec((L, D, experts.count), ("layers", *AXES["router"]), dtype)}
     if experts.scores == "sigmoid":
         leaf["choice_bias"] = ParamSpec((L, experts.count), ("layers", None), jnp.float32, "zeros")
+    if experts.bias:
+        leaf["b"] = ParamSpec((L, experts.count), ("layers", None), dtype, "zeros")
     return leaf
 
 
@@ -62,7 +65,9 @@ def moe(
     taken = route(h_BTD, p, lora, cfg.experts, replay)
     with jax.named_scope("experts"):
         adapters = None if lora is None else lora.at("experts")
-        out = routed(h_BTD, taken.ids, taken.weights, p["experts"], adapters, cfg.kernels)
+        act = ACTIVATIONS[cfg.activation]
+        mlp_of = functools.partial(experts.expert_mlp, kernels=cfg.kernels, activation=act)
+        out = routed(h_BTD, taken.ids, taken.weights, p["experts"], adapters, mlp_of)
     if cfg.experts.shared:
         with jax.named_scope("shared"):
             shared = mlp(h_BTD, p["shared"], None if lora is None else lora.at("shared"))

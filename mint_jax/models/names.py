@@ -36,6 +36,14 @@ _QWEN3_MOE |= {"intermediate_size": 6144, "num_hidden_layers": 48, "num_key_valu
 _QWEN3_MOE |= {"tie_word_embeddings": False, "num_experts": 128, "num_experts_per_tok": 8}
 _QWEN3_MOE |= {"moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1}
 _QWEN3_MOE |= {"mlp_only_layers": []}
+_GPT_OSS = {"architectures": ["GptOssForCausalLM"], "vocab_size": 201088, "hidden_size": 2880}
+_GPT_OSS |= {"intermediate_size": 2880, "num_hidden_layers": 24, "num_attention_heads": 64}
+_GPT_OSS |= {"num_key_value_heads": 8, "head_dim": 64, "attention_bias": True}
+_GPT_OSS |= {"num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128}
+_GPT_OSS |= {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 150000}
+_GPT_OSS |= {"tie_word_embeddings": False}
+_GPT_OSS |= {"rope_scaling": {"rope_type": "yarn", "factor": 32.0, "truncate": False}}
+_GPT_OSS["rope_scaling"] |= {"original_max_position_embeddings": 4096}
 _ROPE = {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25}
 _QWEN3_5 = {"architectures": ["Qwen3_5MoeForCausalLM"], "vocab_size": 248320, "hidden_size": 2048}
 _QWEN3_5 |= {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
@@ -52,6 +60,7 @@ _LARGE |= {"num_experts": 512, "num_experts_per_tok": 10, "linear_num_value_head
 # Name -> fields of these models' config.json.
 SHAPES: dict[str, dict[str, Any]] = {"qwen3-4b": _QWEN3, "qwen3-30b-a3b": _QWEN3_MOE}
 SHAPES |= {"qwen3.5-35b-a3b": _QWEN3_5, "qwen3.5-397b-a17b": _QWEN3_5 | _LARGE}
+SHAPES["gpt-oss-20b"] = _GPT_OSS
 
 
 def _known() -> list[str]:

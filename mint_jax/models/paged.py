@@ -188,25 +188,25 @@ class Edge(NamedTuple):
     visible: jax.Array  # `[B, n, T, S]` bool
 
 
-def within(view: View, window: jax.Array, at_BT: jax.Array) -> tuple[View, Edge]:
-    """Splits the cached positions that tokens at positions ``at_BT`` see through a window: the runs
+def within(view: View, window: jax.Array, position: jax.Array, T: int) -> tuple[View, Edge]:
+    """Splits the cached positions that T tokens from ``position`` on see through a window: the runs
     that all of them see in full, which any kernel reads, and the others.
 
     Without a window (EVERYTHING) the view stays as it is, and nothing of an edge is visible.
     """
     is_near, runs_of_prefix = window < EVERYTHING, -(-view.prefix // RUN)
-    oldest_BT = at_BT - window + 1
+    oldest_BT = position[:, None] + jnp.arange(T)[None] - window + 1
     oldest = jnp.maximum(oldest_BT[:, 0], 0)
     begin = jnp.where(
         oldest < view.prefix, oldest // RUN, runs_of_prefix + (oldest - view.prefix) // RUN
     )
     # T consecutive positions, at most a page, are in two runs at most.
-    run = jnp.where(is_near, begin[:, None], 0) + jnp.arange(min(at_BT.shape[1], 2))[None]
+    run = jnp.where(is_near, begin[:, None], 0) + jnp.arange(min(T, 2))[None]
     of_own = run - runs_of_prefix[:, None]
     begins = jnp.where(of_own < 0, run * RUN, view.prefix[:, None] + of_own * RUN)
-    position = begins[..., None] + jnp.arange(RUN)[None, None]
+    cached = begins[..., None] + jnp.arange(RUN)[None, None]
     there = jax.vmap(lambda one: seen_in_run(view.prefix, view.own, one), 1, 1)(run)
-    visible = there[:, :, None] & (position[:, :, None] >= oldest_BT[:, None, :, None]) & is_near
+    visible = there[:, :, None] & (cached[:, :, None] >= oldest_BT[:, None, :, None]) & is_near
     rest = jnp.minimum(run[:, -1] + 1, last_run(view.prefix, view.own))
     teams = view.teams
     if teams is not None:  # a window reads few runs of a prompt, so each row reads its own
@@ -259,17 +259,17 @@ def grouped_query_attention(
                 whole = join(xla.scored(q_BKMH, k, v, visible, scale), whole)
             return whole
 
-        at, edge = (view.prefix + view.own)[:, None] + jnp.arange(T)[None], None
+        position, edge = view.prefix + view.own, None
         if T == 1:  # already in its page; unused rows have no page and read nothing
             there = (view.page < pool["k"].shape[1]).astype(jnp.int32)
             view = view._replace(own=view.own + there)
             if window is not None:
-                view, edge = within(view, window, at)
+                view, edge = within(view, window, position, T)
             whole = attend(view, jnp.int32(layer), q_BKMH, read)
         else:
             mask = causal(T)
             if window is not None:
-                view, edge = within(view, window, at)
+                view, edge = within(view, window, position, T)
                 mask &= jnp.arange(T)[:, None] - jnp.arange(T)[None] < window
             mask = jnp.repeat(mask, N // K, axis=0)[None, None]
             own = xla.scored(q_BKMH, new["k"], new["v"], mask, scale)

@@ -3,7 +3,9 @@
 ``fp8`` (DeepSeek-V3, GLM-5-FP8, Qwen3-FP8) stores ``X.weight`` in float8 and one scale
 ``X.weight_scale_inv`` per block of rows and columns. ``compressed-tensors`` with ``pack-quantized``
 (Kimi-K2-Thinking) stores integers in the words of ``X.weight_packed`` and one ``X.weight_scale``
-per row and group of columns. Numbers equal those of transformers and compressed-tensors bit by bit.
+per row and group of columns. ``mxfp4`` (gpt-oss) stores experts as pairs of 4-bit floats,
+``X_blocks``, with one exponent for 32 columns, ``X_scales``. Numbers equal those of transformers
+and compressed-tensors bit by bit.
 """
 
 import dataclasses
@@ -26,7 +28,8 @@ _FLOAT8 = {
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
 }
 _SCALES = ("F32", "BF16", "F16")
-_KINDS = {"weight", "weight_scale", "weight_scale_inv", "weight_packed", "weight_zero_point"}
+_KINDS = {"", "_blocks", "_scales", ".weight", ".weight_scale", ".weight_scale_inv"}
+_KINDS |= {".weight_packed", ".weight_zero_point"}
 _REMEDY = "take an unquantised checkpoint, or write one with transformers (dequantize)"
 
 
@@ -35,20 +38,37 @@ class Scheme:
     """Quantisation of a checkpoint's matrices.
 
     Attributes:
-        bits: 0 for float8; otherwise the bits of a packed integer.
+        bits: 0 for floats; otherwise the bits of a packed integer.
         block: rows and columns of the file's ``[out, in]`` matrix that share a scale; 0 columns
             means all.
+        pairs: 4-bit floats of experts, two in a byte.
     """
 
     bits: int
     block: tuple[int, int]
+    pairs: bool = False
 
     @property
     def parts(self) -> tuple[str, ...]:
         """Suffixes of a module's tensors: values, scales and, if packed, the shape."""
+        if self.pairs:
+            return "_blocks", "_scales"
         if self.bits:
-            return "weight_packed", "weight_scale", "weight_shape"
-        return "weight", "weight_scale_inv"
+            return ".weight_packed", ".weight_scale", ".weight_shape"
+        return ".weight", ".weight_scale_inv"
+
+    @property
+    def whole(self) -> str:
+        """Suffix of the dequantised tensor."""
+        return "" if self.pairs else ".weight"
+
+
+MXFP4 = Scheme(0, (1, 32), pairs=True)
+# Values of e2m1 are twice, and powers half of what they are: 2 to the power of 128 is infinite.
+_E2M1 = 2 * np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+_E2M1 = np.concatenate([_E2M1, -_E2M1])
+_PAIRS = np.stack([_E2M1[np.arange(256) & 15], _E2M1[np.arange(256) >> 4]], axis=-1)
+_POWERS = np.ldexp(np.float32(1), np.arange(-128, 128))
 
 
 class Slice(Protocol):
@@ -71,7 +91,7 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme | None:
         return None
     given = config[key]
     method = given.get("quant_method") if isinstance(given, dict) else given
-    readers = {"fp8": _fp8, "compressed-tensors": _packed}
+    readers = {"fp8": _fp8, "compressed-tensors": _packed, "mxfp4": lambda _: MXFP4}
     if key == "quantization" or method not in readers:
         raise UserError(
             f"the checkpoint is quantised (quant_method {method!r}); only {' and '.join(readers)}"
@@ -163,20 +183,75 @@ def quantised_modules(scheme: Scheme, names: Iterable[str]) -> list[str]:
         UserError: a module has a part of them only, or two kinds of weights.
     """
     names = set(names)
-    scale = scheme.parts[1]
-    modules = [name.removesuffix(f".{scale}") for name in names if name.endswith(f".{scale}")]
-    for module in modules:
-        if missing := [part for part in scheme.parts if f"{module}.{part}" not in names]:
-            raise UserError(
-                f"the checkpoint has {module}.{scale} but no {module}.{missing[0]}: fetch it again"
-            )
-        unread = {f"{module}.{kind}" for kind in _KINDS - set(scheme.parts)} & names
+    marks = scheme.parts if scheme.pairs else scheme.parts[1:2]
+    found = [(mark, name) for mark in marks for name in names if name.endswith(mark)]
+    modules = {name.removesuffix(mark): name for mark, name in found}
+    for module, one in modules.items():
+        if missing := [part for part in scheme.parts if f"{module}{part}" not in names]:
+            raise UserError(f"the checkpoint has {one} but no {module}{missing[0]}: fetch it again")
+        unread = {f"{module}{kind}" for kind in _KINDS - set(scheme.parts)} & names
         if unread:
             raise UserError(
-                f"the checkpoint has both {module}.{scale} and {min(unread)}: remove the tensor"
+                f"the checkpoint has both {one} and {min(unread)}: remove the tensor"
                 " that is not part of it"
             )
-    return modules
+    return list(modules)
+
+
+def dequantised(name: str, scheme: Scheme, parts: list[Slice]) -> Slice:
+    """Returns one quantised tensor; raises ``UserError`` if its parts do not fit together."""
+    return Pairs(name, *parts) if scheme.pairs else Dequantised(name, scheme, parts)
+
+
+class Pairs:
+    """Experts' matrices ``[E, out, in]`` in MXFP4, read and dequantised slice by slice: ``blocks
+    [E, out, in / 32, 16]`` of two values in a byte, the lower half first, and ``scales [E, out, in
+    / 32]``, exponents.
+    """
+
+    def __init__(self, name: str, blocks: Slice, scales: Slice):
+        *grid, width = blocks.get_shape()
+        found = [(x.get_dtype(), x.get_shape()) for x in (blocks, scales)]
+        if len(grid) != 3 or found != [("U8", [*grid, 16]), ("U8", grid)]:
+            raise UserError(
+                f"the blocks and scales of {name!r} are {found}; expected U8 [experts, rows,"
+                " columns / 32, 16] and U8 without the last: config.json and weights do not match"
+            )
+        self._blocks, self._scales, self._shape = blocks, scales, [*grid[:2], grid[2] * 2 * width]
+
+    def get_shape(self) -> list[int]:
+        return list(self._shape)
+
+    def get_dtype(self) -> str:
+        return "F32"
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        *outer, columns = (*index, slice(None))[:3]
+        start, stop, _ = columns.indices(self._shape[2])
+        groups = slice(start // 32, -(-stop // 32))
+        packed, scales = (np.asarray(x[(*outer, groups)]) for x in (self._blocks, self._scales))
+        # Both halves of each byte by one lookup.
+        values = _PAIRS[packed] * _POWERS[scales][..., None, None]
+        values = values.reshape(*values.shape[:2], 32 * values.shape[2])
+        return values[..., start - groups.start * 32 :][..., : stop - start]
+
+
+class Transposed:
+    """Experts' matrices ``[E, out, in]`` of a file that stores ``[E, in, out]``."""
+
+    def __init__(self, stored: Slice):
+        self._stored = stored
+
+    def get_shape(self) -> list[int]:
+        first, *rest = self._stored.get_shape()
+        return [first, *rest[::-1]]
+
+    def get_dtype(self) -> str:
+        return self._stored.get_dtype()
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        experts, rows, columns = (*index, slice(None))[:3]
+        return np.asarray(self._stored[experts, columns, rows]).swapaxes(1, 2)
 
 
 class Dequantised:

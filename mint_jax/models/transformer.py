@@ -66,6 +66,7 @@ def abstract(cfg: ModelConfig, dtype: Any = jnp.float32, quantise: str = "") -> 
             specs[stack] = mixer | {"moe": moe.specs(cfg, L, dtype)}
         else:
             mlp = layers.mlp_specs(L, D, cfg.d_ff, dtype, cfg.mlp_bias)
+            mlp |= {"post_norm": norm(L, D, dtype)} if cfg.post_norms else {}
             specs[stack] = mixer | {"mlp": mlp}
     specs["final_norm"] = ParamSpec((D,), ("norm",), dtype, "ones")
     if not cfg.tie_embeddings:
@@ -83,6 +84,10 @@ def attention_specs(cfg: ModelConfig, L: int, dtype: Any) -> dict[str, Any]:
         "v": matrix("v", L, D, cfg.num_kv_heads * H, dtype, qkv),
         "o": matrix("o", L, cfg.num_heads * H, D, dtype, cfg.o_bias),
     }
+    if cfg.post_norms:
+        attn["post_norm"] = norm(L, D, dtype)
+    if cfg.sinks:
+        attn["sinks"] = ParamSpec((L, cfg.num_heads), ("layers", "q_heads"), dtype, "zeros")
     if cfg.qk_norm:
         attn |= {"q_norm": norm(L, H, dtype), "k_norm": norm(L, H, dtype)}
     return attn
@@ -185,9 +190,15 @@ def hidden_states(
     if cfg.windows is not None:
         size = cfg.windows.size
         keys = None if segments is None else keys_within(size, positions_BT)
-        ctx = ctx._replace(keys=keys, window=size)
+        theta = cfg.windows.theta
+        near = None if theta is None else layers.rope_tables(positions_BT, cfg, theta)
+        ctx = ctx._replace(keys=keys, window=size, near=near)
+    if cfg.rope_scaling is not None and cfg.rope_scaling.growth is not None:
+        ctx = ctx._replace(growth=layers.query_growth(positions_BT, cfg.rope_scaling))
     with jax.named_scope("embed"):
         x = embed(params, lora, tokens_BT)
+        if cfg.embed_scale != 1:
+            x = x * jnp.asarray(cfg.embed_scale, x.dtype)
     B, T = tokens_BT.shape
     chosen, kept = dsa.undecided(B, T, view, cfg), {}
     for group in cfg.groups:
@@ -287,6 +298,9 @@ def _layer(x, chosen, p, lora, cache, indexer, replay, ctx, cfg):
                 out, pool = _attention(*arguments)
             else:
                 out, pool, chosen = mla.latent_attention(*arguments, indexer, chosen)
+    mixer = p.get("attn", {})
+    if "post_norm" in mixer:
+        out = _norm(out, mixer["post_norm"], cfg)
     x = constrain(checkpoint_name(x + out, "residual"), "batch", "tokens", "act_embed")
     if "moe" in p:
         with jax.named_scope("moe"):
@@ -298,7 +312,9 @@ def _layer(x, chosen, p, lora, cache, indexer, replay, ctx, cfg):
             return x + out, chosen, pool, route
     with jax.named_scope("mlp"):
         h = _norm(x, p["mlp"]["norm"], cfg)
-        out = layers.mlp(h, p["mlp"], _below(lora, "mlp"))
+        out = layers.mlp(h, p["mlp"], _below(lora, "mlp"), layers.ACTIVATIONS[cfg.activation])
+        if "post_norm" in p["mlp"]:
+            out = _norm(out, p["mlp"]["post_norm"], cfg)
         return x + out, chosen, pool, None
 
 
@@ -319,7 +335,9 @@ def _attention(h_BTD, p, lora, cache: paged.Cache | None, ctx: Context, cfg: Mod
         q, k = checkpoint_name(q, "query"), checkpoint_name(k, "key")
         q, k = _norm(q, p["q_norm"], cfg), _norm(k, p["k_norm"], cfg)
     q, k = rotate(q, ctx.cos, ctx.sin), rotate(k, ctx.cos, ctx.sin)
-    scale, pool = cfg.head_dim**-0.5, None
+    if ctx.growth is not None:
+        q = (q * ctx.growth[..., None, None]).astype(q.dtype)
+    scale, pool = cfg.head_dim**-0.5 if cfg.score_scale is None else cfg.score_scale, None
     if cache is None:
         assert ctx.segments is not None
         kernel = cfg.kernels.packed_attention

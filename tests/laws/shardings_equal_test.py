@@ -2,6 +2,7 @@
 equal those on one.
 """
 
+import dataclasses
 import json
 import os
 
@@ -76,6 +77,12 @@ STATES = DENSE | {
     "linear_num_value_heads": 4,
     "rms_norm_eps": 1e-2,  # see ``oracles.TINY``
 }
+WINDOWS = DENSE | {  # sinks and biases, too
+    "architectures": ["GptOssForCausalLM"],
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "sliding_window": 5,
+}
 HYBRID = STATES | {
     "architectures": ["Qwen3NextForCausalLM"],
     "num_hidden_layers": 4,
@@ -85,6 +92,7 @@ HYBRID = STATES | {
 FAMILIES = {
     **{"dense": DENSE, "experts": SPARSE, "latent": LATENT, "indexed": INDEXED},
     **{"states": STATES, "hybrid": HYBRID},
+    "windows": WINDOWS,
 }
 MESHES = {
     "data8": {"data": 8},
@@ -95,7 +103,7 @@ MESHES = {
 # into how many parts a dense projection falls
 SPLITS = {"data8": 1, "fsdp8": 8, "tensor2_fsdp2_data2": 4, "expert4_tensor2": 2}
 DENSE_MESHES = [("dense", name) for name in ("data8", "fsdp8", "tensor2_fsdp2_data2")]
-SPARSE_MESHES = [(family, "expert4_tensor2") for family in ("experts", "indexed")]
+SPARSE_MESHES = [(family, "expert4_tensor2") for family in ("experts", "indexed", "windows")]
 STATE_MESHES = [("states", name) for name in ("data8", "tensor2_fsdp2_data2")]
 CASES = [
     pytest.param(*case, marks=pytest.mark.long)
@@ -119,7 +127,13 @@ def seed_of(family):
 
 def save_checkpoint(family, directory):
     cfg = from_hf(FAMILIES[family])
-    params = params_lib.init(transformer.abstract(cfg), jax.random.key(seed_of(family)))
+    specs, key = transformer.abstract(cfg), jax.random.key(seed_of(family))
+    if family == "windows":  # biases and sinks that are not zero
+        specs = jax.tree.map(
+            lambda spec: dataclasses.replace(spec, init="normal") if spec.init == "zeros" else spec,
+            specs,
+        )
+    params = params_lib.init(specs, key)
     hf.save(params, cfg, directory)
     (directory / "config.json").write_text(json.dumps(FAMILIES[family]))
     return str(directory)

@@ -61,6 +61,18 @@ IMPORTS = {  # family, LoraConfig, the rank of what we read
         {"target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"]},
         8,
     ),
+    # rows of gate and up alternate
+    "gpt-oss": (
+        "gpt_oss",
+        {"target_parameters": [GATE_UP, DOWN], "target_modules": "all-linear"},
+        4,
+    ),
+    "gpt-oss, two layers": (
+        "gpt_oss",
+        {"target_parameters": [f"0.{GATE_UP}", f"0.{DOWN}", f"2.{GATE_UP}", f"2.{DOWN}"]},
+        4,
+    ),
+    "gpt-oss, gate_up only": ("gpt_oss", {"target_parameters": [GATE_UP, "mlp.router.weight"]}, 4),
     "all-linear": ("qwen3_moe", {"target_modules": "all-linear", "r": 2}, 4),
     # matrices as parameters are saved under ordinary names, and patterns see the parameter's name
     "matrices": (

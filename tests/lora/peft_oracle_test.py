@@ -70,9 +70,12 @@ def logits_and_gradients(params, stacks, tokens_BT, pull_BTV, cfg, blocks, base_
         ("qwen3", MIXED),
         ("moonlight_dense", NO_Q_LATENT),
         ("qwen3_moe", EXPERTS),
+        ("gpt_oss", EXPERTS),
         ("qwen3_5", STATES),
         ("qwen3_next", EXPERTS),
         pytest.param("qwen3_5_moe", EXPERTS, marks=pytest.mark.long),
+        # the embedding is scaled, and the head is tied to it
+        pytest.param("gemma3", MIXED, marks=pytest.mark.long),
         # experts chosen group by group, shared ones, and a dense layer
         pytest.param("deepseek_v3", EXPERTS, marks=pytest.mark.long),
         pytest.param("glm4", EXPERTS, marks=pytest.mark.long),

@@ -52,6 +52,8 @@ EXPORTS = [
     ("qwen3_moe", AdapterConfig(3, 5.0, LINEAR_TARGETS, rslora=True)),
     ("qwen3_moe", AdapterConfig(2, 3.0, ("router", "gate", "up", "down"))),
     ("qwen3_moe", AdapterConfig(4, 2.0, ("down",))),
+    ("gpt_oss", AdapterConfig(3, 5.0, (tree.ALL_LINEAR, "router"), rslora=True)),
+    ("gpt_oss", AdapterConfig(4, 2.0, ("q", "down"))),
     ("qwen3_5", AdapterConfig(3, 5.0, (tree.ALL_LINEAR,))),
     ("qwen3_5_moe", AdapterConfig(3, 5.0, (tree.ALL_LINEAR, "router"), rslora=True)),
     ("qwen3_next", AdapterConfig(3, 5.0, (tree.ALL_LINEAR,))),

@@ -14,6 +14,7 @@ import torch
 from compressed_tensors.compressors import PackedQuantizationCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from mint_jax.errors import UserError
 from mint_jax.mesh import make_mesh
@@ -84,6 +85,30 @@ def write_packed(source: Path, directory: Path, bits: int, group: int | None) ->
         "config_groups": {"group_0": {"weights": weights, "input_activations": None}},
     }
     return _write(directory, tensors, quantization)
+
+
+def write_mxfp4(source: Path, directory: Path, rng: np.random.Generator) -> Path:
+    """Writes a checkpoint as gpt-oss is published, experts of random bytes."""
+    shutil.copytree(source, directory)
+    tensors = load_file(source / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        E, d_in, d_out = tensors.pop(name).shape
+        blocks, scales = (E, d_out, d_in // 32, 16), (E, d_out, d_in // 32)
+        tensors[f"{name}_blocks"] = torch.tensor(rng.integers(0, 256, blocks, np.uint8))
+        tensors[f"{name}_scales"] = torch.tensor(rng.integers(121, 125, scales, np.uint8))
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens"]
+    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": [*kept, "lm_head"]}
+    return _write(directory, tensors, quantization)
+
+
+def pairs_unpacked(directory: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Returns the tensors of an MXFP4 checkpoint as transformers dequantises them."""
+    tensors = load_file(directory / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_blocks")]:
+        module = name.removesuffix("_blocks")
+        parts = tensors.pop(name), tensors.pop(f"{module}_scales")
+        tensors[module] = convert_moe_packed_tensors(*parts, dtype=dtype)
+    return tensors
 
 
 def unpacked(directory: Path) -> dict[str, torch.Tensor]:
@@ -203,7 +228,7 @@ def test_eight_devices_and_other_dtypes_hold_the_same_numbers(kind, hf_dirs, tmp
         np.testing.assert_array_equal(half[key], value.astype(jnp.bfloat16))
 
 
-Q = "model.layers.1.self_attn.q_proj."
+Q, GATE_UP = "model.layers.1.self_attn.q_proj.", "model.layers.1.mlp.experts.gate_up_proj"
 
 
 def _replaced(**changes: Callable[[torch.Tensor], torch.Tensor | None]) -> Callable[[Path], None]:
@@ -212,9 +237,10 @@ def _replaced(**changes: Callable[[torch.Tensor], torch.Tensor | None]) -> Calla
     def change(directory: Path) -> None:
         tensors = load_file(directory / "model.safetensors")
         for part, alter in changes.items():
-            new = alter(tensors.pop(Q + part, torch.zeros(0)))
+            name = Q + part if part[:1].isalpha() else GATE_UP + part
+            new = alter(tensors.pop(name, torch.zeros(0)))
             if new is not None:
-                tensors[Q + part] = new.contiguous()
+                tensors[name] = new.contiguous()
         save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
     return change
@@ -243,6 +269,60 @@ def _truncated(directory: Path) -> None:
 
 def _dropped(tensor: torch.Tensor) -> None:
     del tensor
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_pairs_of_4_bits_are_the_numbers_of_transformers(dtype, hf_dirs, tmp_path, mesh, rng):
+    directory = write_mxfp4(hf_dirs("gpt_oss"), tmp_path / "mxfp4", rng)
+    meshes = {"float32": mesh, "bfloat16": make_mesh({"fsdp": 4, "expert": 2})}
+    ours, kind = loaded(directory, meshes[dtype], jnp.dtype(dtype)), getattr(torch, dtype)
+    theirs = pairs_unpacked(directory, kind)
+    assert set(ours) == set(theirs)
+    for name, want in theirs.items():
+        np.testing.assert_array_equal(ours[name], want.to(kind).float().numpy(), err_msg=name)
+
+
+def test_all_pairs_and_scales_and_any_part_of_an_expert(hf_dirs, tmp_path, rng):
+    """Each byte of blocks with each byte of scales, infinities and NaN too."""
+    every = np.arange(256, dtype=np.uint8)
+    pairs = every.repeat(256 * 16).reshape(1, 4096, 16, 16)
+    scales = np.tile(every.reshape(1, 16, 16), (1, 256, 1))
+    lazy = [_Lazy(pairs), _Lazy(scales)]
+    ours = published.Pairs("x", *lazy)[:, :, :]
+    theirs = convert_moe_packed_tensors(*map(torch.tensor, (pairs, scales)), dtype=torch.float32)
+    np.testing.assert_array_equal(ours, theirs.numpy().swapaxes(1, 2))
+    plain, packed = hf_dirs("gpt_oss"), write_mxfp4(hf_dirs("gpt_oss"), tmp_path / "mxfp4", rng)
+    for directory in (plain, packed):
+        ckpt = hf.Checkpoint(directory)
+        for of in (
+            "3.gate_proj.weight",
+            "7.up_proj.weight",
+            "0.down_proj.weight",
+            "2.up_proj.bias",
+        ):
+            one = ckpt.tensor(f"model.layers.1.mlp.experts.{of}")
+            whole = np.asarray(one[(slice(None),) * len(one.get_shape())])
+            assert list(whole.shape) == one.get_shape()
+            for _ in range(5):
+                ends = [sorted(rng.integers(0, n + 1, 2)) for n in whole.shape]
+                part = tuple(slice(*map(int, pair)) for pair in ends)
+                np.testing.assert_array_equal(one[part], whole[part])
+
+
+class _Lazy:
+    """An array as a file gives it."""
+
+    def __init__(self, array: np.ndarray):
+        self._array = array
+
+    def get_shape(self) -> list[int]:
+        return list(self._array.shape)
+
+    def get_dtype(self) -> str:
+        return "U8"
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        return self._array[index]
 
 
 WEIGHTS = "config_groups__group_0__weights__"
@@ -302,8 +382,30 @@ BAD_PACKED = {
     "sparse": (_configured(sparsity_config={"format": "x"}), ["sparsity_config"]),
     "quantised cache": (_configured(kv_cache_scheme={"num_bits": 8}), ["kv_cache_scheme"]),
 }
+BAD_MXFP4 = {
+    "no scales": (_replaced(_scales=_dropped), [f"{GATE_UP}_blocks but no {GATE_UP}_scales"]),
+    "no blocks": (_replaced(_blocks=_dropped), [f"{GATE_UP}_scales but no {GATE_UP}_blocks"]),
+    "plain too": (_replaced(**{"": lambda x: torch.ones(8, 64, 192)}), ["both", GATE_UP]),
+    "blocks of 8": (_replaced(_blocks=lambda x: x[..., :8]), ["U8", "[8, 192, 2, 8]"]),
+    "flat blocks": (_replaced(_blocks=lambda x: x.flatten(2)), ["U8", "[8, 192, 32]"]),
+    "fewer rows": (_replaced(_blocks=lambda x: x[:, :190]), ["[8, 190, 2, 16]", "[8, 192, 2]"]),
+    "fewer scales": (_replaced(_scales=lambda x: x[..., :1]), ["[8, 192, 2, 16]", "[8, 192, 1]"]),
+    "float scales": (_replaced(_scales=torch.Tensor.float), ["F32"]),
+    "signed blocks": (_replaced(_blocks=lambda x: x.view(torch.int8)), ["I8"]),
+    "fewer experts": (
+        _replaced(_blocks=lambda x: x[:7], _scales=lambda x: x[:7]),
+        ["no tensor 'model.layers.1.mlp.experts.7."],
+    ),
+    "wider": (
+        _replaced(_blocks=lambda x: torch.cat([x, x], 2), _scales=lambda x: torch.cat([x, x], 2)),
+        ["has shape (96, 128) but config.json needs (96, 64)"],
+    ),
+    "no biases": (_replaced(_bias=_dropped), ["no tensor", "experts.0.gate_proj."]),
+    "not declared": (_configured(quant_method=None), ["quant_method None"]),
+}
 BAD = [("fp8", name, *case) for name, case in BAD_FP8.items()]
 BAD += [("packed", name, *case) for name, case in BAD_PACKED.items()]
+BAD += [("mxfp4", name, *case) for name, case in BAD_MXFP4.items()]
 
 
 @pytest.fixture(scope="module")
@@ -313,6 +415,7 @@ def published_dirs(hf_dirs, tmp_path_factory):
     return {
         "fp8": write_fp8(source, root / "fp8"),
         "packed": write_packed(source, root / "packed", 4, 8),
+        "mxfp4": write_mxfp4(hf_dirs("gpt_oss"), root / "mxfp4", np.random.default_rng(0)),
     }
 
 
@@ -331,6 +434,7 @@ def test_a_bad_quantised_checkpoint_is_refused_before_a_value_is_read(
         pytest.fail("values were read")
 
     monkeypatch.setattr(published.Dequantised, "__getitem__", read)
+    monkeypatch.setattr(published.Pairs, "__getitem__", read)
     monkeypatch.setattr(jax, "make_array_from_callback", read)
     with pytest.raises(UserError) as caught:
         hf.load(directory, hf.read_model(directory), mesh)

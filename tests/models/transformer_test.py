@@ -151,7 +151,7 @@ def _assert_same_gradients(tree, theirs, cfg):
 @pytest.mark.parametrize(
     ("name", "remat"),
     [("qwen3", remat) for remat in transformer.REMAT]
-    + [("llama_bias", "none"), ("qwen3_5", "names"), *LATENT],
+    + [("llama_bias", "none"), ("qwen3_5", "names"), ("gemma3", "names"), *LATENT],
 )
 def test_gradients_equal_torch_under_every_remat_policy(
     name, remat, hf_dirs, tiny_base, rng, monkeypatch
@@ -169,7 +169,7 @@ def test_gradients_equal_torch_under_every_remat_policy(
     _assert_same_gradients(grads, _grads_under_torch(hf_dirs(name), tokens_BT, g_BTV), base.cfg)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "deepseek_v3_dense", "qwen3_5", "mistral"])
+@pytest.mark.parametrize("name", ["qwen3", "deepseek_v3_dense", "qwen3_5", "gemma3"])
 def test_a_packed_row_equals_its_rows_apart(name, hf_dirs, tiny_base, rng):
     """A prompt, three rollouts that see it, an unrelated text, and padding, all in one row."""
     base, V = tiny_base(name), tiny_base(name).cfg.vocab_size
@@ -199,7 +199,10 @@ def test_a_packed_row_equals_its_rows_apart(name, hf_dirs, tiny_base, rng):
 
 
 @pytest.mark.parametrize(
-    "name", first(4, ["llama_llama3", "qwen3_moe", "mistral", "deepseek_v3", "qwen3", "moonlight"])
+    "name",
+    first(
+        4, ["llama_llama3", "qwen3_moe", "gpt_oss", "mistral", "deepseek_v3", "qwen3", "moonlight"]
+    ),
 )
 def test_decoding_with_a_cache_equals_the_full_forward(name, hf_dirs, tiny_base, rng):
     """Two prompts, prefilled in two calls, and two rows of each: three in teams, one that reads its

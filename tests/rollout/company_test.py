@@ -41,7 +41,7 @@ FAMILIES = (
     "llama",
     "qwen3_5",
     "qwen3_next",
-    pytest.param("qwen3_moe", marks=pytest.mark.long),
+    *(pytest.param(name, marks=pytest.mark.long) for name in ("qwen3_moe", "gpt_oss")),
     *LATENT,
 )
 VOCAB = 96  # of the smallest base

@@ -61,7 +61,11 @@ def merged(directory, cfg, config, factors):
                 ).groups()
                 whole = weights[f"{experts}.{'down' if kind == 'down' else 'gate_up'}_proj"][int(e)]
                 F = len(delta_FD)
-                (whole[F:] if kind == "up" else whole[:F]).add_(delta_FD)  # gate's rows first
+                if cfg.experts.bias:  # gpt-oss: transposed, rows of gate and up alternate
+                    of = slice(None) if kind == "down" else slice(kind == "up", None, 2)
+                    whole.T[of] += delta_FD
+                else:
+                    (whole[F:] if kind == "up" else whole[:F]).add_(delta_FD)  # gate's rows first
             changed += 1
     assert changed == sum(np.prod(x.shape[:-2]) for p, x in flat.items() if p.endswith("/a"))
     return model
