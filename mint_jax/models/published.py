@@ -1,11 +1,11 @@
 """Quantised weights of published checkpoints, dequantised as they are read.
 
 ``fp8`` (DeepSeek-V3, GLM-5-FP8, Qwen3-FP8) stores ``X.weight`` in float8 and one scale
-``X.weight_scale_inv`` per block of rows and columns. ``compressed-tensors`` with ``pack-quantized``
-(Kimi-K2-Thinking) stores integers in the words of ``X.weight_packed`` and one ``X.weight_scale``
-per row and group of columns. ``mxfp4`` (gpt-oss) stores experts as pairs of 4-bit floats,
-``X_blocks``, with one exponent for 32 columns, ``X_scales``. Numbers equal those of transformers
-and compressed-tensors bit by bit.
+``X.weight_scale_inv`` per block of rows and columns. ``compressed-tensors`` stores integers in the
+words of ``X.weight_packed`` (``pack-quantized``: Kimi-K2-Thinking) or float8 (``float-quantized``:
+GLM-4.5-FP8), and one ``X.weight_scale`` per row and group of columns, or per block. ``mxfp4``
+(gpt-oss) stores experts as pairs of 4-bit floats, ``X_blocks``, with one exponent for 32 columns,
+``X_scales``. Numbers equal those of transformers and compressed-tensors bit by bit.
 """
 
 import dataclasses
@@ -42,11 +42,14 @@ class Scheme:
         block: rows and columns of the file's ``[out, in]`` matrix that share a scale; 0 columns
             means all.
         pairs: 4-bit floats of experts, two in a byte.
+        compressed: by compressed-tensors, which multiplies in the dtype of the scales; transformers
+            does in float32.
     """
 
     bits: int
     block: tuple[int, int]
     pairs: bool = False
+    compressed: bool = False
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -55,7 +58,7 @@ class Scheme:
             return "_blocks", "_scales"
         if self.bits:
             return ".weight_packed", ".weight_scale", ".weight_shape"
-        return ".weight", ".weight_scale_inv"
+        return ".weight", ".weight_scale" if self.compressed else ".weight_scale_inv"
 
     @property
     def whole(self) -> str:
@@ -91,7 +94,7 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme | None:
         return None
     given = config[key]
     method = given.get("quant_method") if isinstance(given, dict) else given
-    readers = {"fp8": _fp8, "compressed-tensors": _packed, "mxfp4": lambda _: MXFP4}
+    readers = {"fp8": _fp8, "compressed-tensors": _compressed, "mxfp4": lambda _: MXFP4}
     if key == "quantization" or method not in readers:
         raise UserError(
             f"the checkpoint is quantised (quant_method {method!r}); only {' and '.join(readers)}"
@@ -114,31 +117,42 @@ def _only(given: Mapping[str, Any], where: str, **allowed: tuple[Any, ...]) -> N
 def _fp8(given: Mapping[str, Any]) -> Scheme:
     where = "quantization_config"
     _only(given, where, activation_scheme=("dynamic",), fmt=("e4m3",), expert_dtype=("fp8",))
-    block = given.get("weight_block_size", (128, 128))
+    return Scheme(0, _block_of(given, "weight_block_size", (128, 128), where))
+
+
+def _block_of(given: Mapping[str, Any], name: str, default: Any, where: str) -> tuple[int, int]:
+    block = given.get(name, default)
     if (
         not isinstance(block, list | tuple)
         or len(block) != 2
         or not all(type(n) is int and n > 0 for n in block)
     ):
         raise UserError(
-            f"config.json: {where}.weight_block_size is {block!r}; expected two positive integers:"
-            f" {_REMEDY}"
+            f"config.json: {where}.{name} is {block!r}; expected two positive integers: {_REMEDY}"
         )
-    return Scheme(0, tuple(block))
+    return tuple(block)
 
 
-def _packed(given: Mapping[str, Any]) -> Scheme:
+# format of compressed-tensors -> type, bits and strategies that are read
+_FORMATS = {
+    "pack-quantized": ("int", (4, 8), ("group", "channel")),
+    "float-quantized": ("float", (8,), ("channel", "block")),
+}
+
+
+def _compressed(given: Mapping[str, Any]) -> Scheme:
     where = "quantization_config"
     empty = (None, {}, [])
     _only(
-        given,
+        {"format": None} | given,
         where,
-        format=("pack-quantized",),
+        format=tuple(_FORMATS),
         quantization_status=("compressed",),
         kv_cache_scheme=empty,
         sparsity_config=empty,
         transform_config=empty,
     )
+    kind, bits, strategies = _FORMATS[given["format"]]
     groups = given.get("config_groups")
     group = next(iter(groups.values())) if isinstance(groups, dict) and len(groups) == 1 else None
     if not isinstance(group, dict) or not isinstance(group.get("weights"), dict):
@@ -146,25 +160,32 @@ def _packed(given: Mapping[str, Any]) -> Scheme:
             f"config.json: {where}.config_groups is {groups!r}; expected one group with weights:"
             f" {_REMEDY}"
         )
-    _only(group, f"{where}.config_groups", input_activations=(None,), output_activations=(None,))
-    weights = group["weights"]
+    inside = f"{where}.config_groups"
+    activations = group.get("input_activations")
+    dynamic = isinstance(activations, dict) and activations.get("dynamic") is True
+    if kind != "float" or not dynamic:  # a server may quantise them as it runs
+        _only(group, inside, input_activations=(None,))
+    _only(group, inside, output_activations=(None,))
+    weights, inside = group["weights"], f"{inside}.weights"
     _only(
         {"num_bits": None, "type": "int", "symmetric": True, "strategy": None} | weights,
-        f"{where}.config_groups.weights",
-        num_bits=(4, 8),
-        type=("int",),
+        inside,
+        num_bits=bits,
+        type=(kind,),
         symmetric=(True,),
-        strategy=("group", "channel"),
+        strategy=strategies,
         dynamic=(False,),
         actorder=(None, "weight", "static"),
     )
+    bits = weights["num_bits"] if kind == "int" else 0
+    if weights["strategy"] == "block":
+        return Scheme(0, _block_of(weights, "block_structure", None, inside), compressed=True)
     size = weights.get("group_size") if weights["strategy"] == "group" else 0
     if type(size) is not int or size < 0 or (weights["strategy"] == "group" and not size):
         raise UserError(
-            f"config.json: {where}.config_groups.weights.group_size is {size!r}; expected a"
-            f" positive integer: {_REMEDY}"
+            f"config.json: {inside}.group_size is {size!r}; expected a positive integer: {_REMEDY}"
         )
-    return Scheme(weights["num_bits"], (1, size))
+    return Scheme(bits, (1, size), compressed=True)
 
 
 def read_scheme(directory: Path) -> Scheme | None:
@@ -284,7 +305,7 @@ class Dequantised:
         self._shape = [rows, columns]
         self._block = scheme.block[0], scheme.block[1] or columns
         grid = [math.ceil(n / b) for n, b in zip(self._shape, self._block)]
-        allowed = _SCALES if scheme.bits else (*_SCALES, "F8_E8M0")
+        allowed = _SCALES if scheme.compressed else (*_SCALES, "F8_E8M0")
         if scales.get_shape() != grid or scales.get_dtype() not in allowed:
             raise UserError(
                 f"the scales of {name!r} are {scales.get_dtype()} {scales.get_shape()}; expected"
@@ -295,7 +316,7 @@ class Dequantised:
         return list(self._shape)
 
     def get_dtype(self) -> str:
-        return self._scales.get_dtype() if self._scheme.bits else "F32"
+        return self._scales.get_dtype() if self._scheme.compressed else "F32"
 
     def __getitem__(self, index: Any) -> np.ndarray:
         index = index if isinstance(index, tuple) else (index,)
@@ -318,8 +339,7 @@ class Dequantised:
             for i, factor in enumerate(wide):
                 first = (blocks[0].start + i) * self._block[0] - rows.start
                 values[max(first, 0) : max(first + self._block[0], 0)] *= factor
-        # compressed-tensors multiplies in the dtype of the scales, transformers in float32.
-        return values.astype(scales.dtype, copy=False) if self._scheme.bits else values
+        return values.astype(scales.dtype, copy=False) if self._scheme.compressed else values
 
     def _read(self, rows: slice, columns: slice) -> np.ndarray:
         """Returns stored values as float32."""

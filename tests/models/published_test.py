@@ -11,7 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from compressed_tensors.compressors import PackedQuantizationCompressor
+from compressed_tensors.compressors import (
+    FloatQuantizationCompressor,
+    PackedQuantizationCompressor,
+)
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -111,6 +114,40 @@ def pairs_unpacked(directory: Path, dtype: torch.dtype) -> dict[str, torch.Tenso
     return tensors
 
 
+def write_floats(source: Path, directory: Path, block: tuple[int, int] | None) -> Path:
+    """Writes a checkpoint as GLM-4.5-FP8 is published, in float8 with scales by row or block."""
+    shutil.copytree(source, directory)
+    tensors = load_file(source / "model.safetensors")
+    weights: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
+    weights |= {"strategy": "channel" if block is None else "block", "block_structure": block}
+    for name in _matrices(tensors):
+        w = tensors[name].bfloat16()
+        rows, columns = (1, w.shape[1]) if block is None else block
+        parts = w.reshape(w.shape[0] // rows, rows, w.shape[1] // columns, columns)
+        scale = (parts.abs().amax((1, 3)).float() / 448).bfloat16()
+        wide = scale.float().repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+        tensors[name] = (w.float() / wide).to(torch.float8_e4m3fn)
+        tensors[f"{name.removesuffix('weight')}weight_scale"] = scale
+    activations = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+    quantization = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+    group = {"weights": weights, "input_activations": activations, "targets": ["Linear"]}
+    quantization |= {"quantization_status": "compressed", "ignore": ["lm_head"]}
+    return _write(directory, tensors, quantization | {"config_groups": {"group_0": group}})
+
+
+def decompressed(directory: Path) -> dict[str, torch.Tensor]:
+    """Returns the tensors of float8 as compressed-tensors decompresses them."""
+    config = json.loads((directory / "config.json").read_text())["quantization_config"]
+    weights = QuantizationArgs(**config["config_groups"]["group_0"]["weights"])
+    scheme = QuantizationScheme(targets=["Linear"], weights=weights)
+    tensors = load_file(directory / "model.safetensors")
+    for name in [n for n in tensors if n.endswith(".weight_scale")]:
+        weight = name.removesuffix("_scale")
+        state = {"weight": tensors[weight], "weight_scale": tensors.pop(name)}
+        tensors[weight] = FloatQuantizationCompressor.decompress(state, scheme)["weight"]
+    return tensors
+
+
 def unpacked(directory: Path) -> dict[str, torch.Tensor]:
     """Returns the tensors of a packed checkpoint as compressed-tensors decompresses them."""
     config = json.loads((directory / "config.json").read_text())["quantization_config"]
@@ -163,6 +200,18 @@ def test_packed_integers_are_the_numbers_of_compressed_tensors(
 ):
     directory = write_packed(hf_dirs(name), tmp_path / "packed", bits, group)
     ours, theirs = loaded(directory, mesh), unpacked(directory)
+    assert ours.keys() == theirs.keys()
+    for key, value in ours.items():
+        np.testing.assert_array_equal(value, theirs[key].float().numpy(), err_msg=key)
+
+
+@pytest.mark.parametrize("block", [None, (2, 4)])
+@pytest.mark.parametrize("name", ["glm4", "qwen3"])
+def test_compressed_floats_are_the_numbers_of_compressed_tensors(
+    name, block, hf_dirs, tmp_path, mesh
+):
+    directory = write_floats(hf_dirs(name), tmp_path / "floats", block)
+    ours, theirs = loaded(directory, mesh), decompressed(directory)
     assert ours.keys() == theirs.keys()
     for key, value in ours.items():
         np.testing.assert_array_equal(value, theirs[key].float().numpy(), err_msg=key)
@@ -403,8 +452,28 @@ BAD_MXFP4 = {
     "no biases": (_replaced(_bias=_dropped), ["no tensor", "experts.0.gate_proj."]),
     "not declared": (_configured(quant_method=None), ["quant_method None"]),
 }
+BAD_FLOATS = {
+    "no scales": (_replaced(weight_scale=_dropped), ["F8_E4M3", Q]),
+    "scales of the other form": (
+        _replaced(weight_scale_inv=lambda x: torch.ones(1)),
+        ["both", "weight_scale_inv"],
+    ),
+    "scales by group": (_replaced(weight_scale=lambda x: x.repeat(1, 2)), ["[64, 2]", "[64, 1]"]),
+    "static activations": (
+        _configured(config_groups__group_0__input_activations={"dynamic": False}),
+        ["input_activations is {'dynamic': False}"],
+    ),
+    "by tensor": (_configured(**{WEIGHTS + "strategy": "tensor"}), ["strategy is 'tensor'"]),
+    "integers": (_configured(**{WEIGHTS + "type": "int"}), ["type is 'int'"]),
+    "no block": (
+        _configured(**{WEIGHTS + "strategy": "block"}),
+        ["block_structure is None", "two positive integers"],
+    ),
+    "no format": (_configured(format=None), ["format is None"]),
+}
 BAD = [("fp8", name, *case) for name, case in BAD_FP8.items()]
 BAD += [("packed", name, *case) for name, case in BAD_PACKED.items()]
+BAD += [("floats", name, *case) for name, case in BAD_FLOATS.items()]
 BAD += [("mxfp4", name, *case) for name, case in BAD_MXFP4.items()]
 
 
@@ -415,6 +484,7 @@ def published_dirs(hf_dirs, tmp_path_factory):
     return {
         "fp8": write_fp8(source, root / "fp8"),
         "packed": write_packed(source, root / "packed", 4, 8),
+        "floats": write_floats(source, root / "floats", None),
         "mxfp4": write_mxfp4(hf_dirs("gpt_oss"), root / "mxfp4", np.random.default_rng(0)),
     }
 
