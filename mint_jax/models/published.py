@@ -144,7 +144,7 @@ def _compressed(given: Mapping[str, Any]) -> Scheme:
     where = "quantization_config"
     empty = (None, {}, [])
     _only(
-        {"format": None} | given,
+        {"format": None, **given},
         where,
         format=tuple(_FORMATS),
         quantization_status=("compressed",),

@@ -20,11 +20,11 @@ def run(config: ConvertSettings, folder: Path) -> dict[str, Any]:
     source, output = base_lib.resolve(config.base), Path(config.output or folder / "base")
     began, report = time.monotonic(), bytes_progress("converting base")
     how = base_lib.DTYPES[config.dtype], config.quantise, report
-    guard = output.with_name(f"{output.name}.lock")  # beside it, since the directory is the base
+    guard = output.with_name(f"{output.name}.lock")  # outside, since the directory is the base
     guard.parent.mkdir(parents=True, exist_ok=True)
-    with open(guard, "w") as held:
+    with open(guard, "w") as file:
         workdir.lock(
-            held.fileno(),
+            file.fileno(),
             lambda: f"another process converts a base to {output}: wait, or choose another output",
         )
         nbytes = layout.write(source, output, hf.read_model(source), config.sizes, *how)
