@@ -14,6 +14,7 @@ from mint_jax.rollout.request import Request
 from mint_jax.rollout.score import Scorer
 from mint_jax.train.batch import Group, TrainSequence
 from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
+from tests.marks import first
 
 # Float32: decoding adds up the same products as the full forward, in another order. A logit is a
 # sum of up to D = 576 terms behind 30 layers, each with a relative rounding error of 6e-8; the
@@ -54,7 +55,7 @@ def prompt_of(base, rng, length) -> tuple[int, ...]:
     return tuple(base.tokenizer.encode(f"Sums of digits: {sums}")[:length])
 
 
-@pytest.mark.parametrize("model", ["qwen3", pytest.param("smollm2", marks=pytest.mark.long)])
+@pytest.mark.parametrize("model", first(1, ["qwen3", "gemma3", "smollm2"]))
 def test_sampler_scorer_and_trainer_agree(model, tiny_base, rng, request):
     base = request.getfixturevalue("smollm2") if model == "smollm2" else tiny_base(model)
     trainer = trainer_with_random_adapters(base, rng)
