@@ -58,7 +58,8 @@ class Experts:
     scale: float = 1.0
     groups: int = 1  # experts come from the best ``groups_chosen`` of equal groups
     groups_chosen: int = 1
-    bias: bool = False  # of the router and of each expert's projections
+    # of the router and of each expert's projections; such files have gpt-oss's layout of experts
+    bias: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -627,8 +627,7 @@ def _fused(
     path: str, flat: dict[str, Any], names: tuple[str, ...]
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yields a projection of all experts as gpt-oss stores it, one tensor a layer."""
-    leaf, of = ("", "_bias")[path.endswith("/b")], "down_proj"
-    stack = np.asarray(flat[path])
+    leaf, of, stack = "_bias" if path.endswith("/b") else "", "down_proj", np.asarray(flat[path])
     if "/gate/" in path:
         of, parts = "gate_up_proj", [stack, np.asarray(flat[path.replace("/gate/", "/up/")])]
         stack = np.stack(parts, axis=-1).reshape(*stack.shape[:-1], -1)

@@ -125,5 +125,8 @@ def compare(base, directory, configs, rng, tmp_path):
         assert wanted.keys() <= got.keys()
         for path, want in wanted.items():
             want = want.reshape(got[path].shape)
-            most = looser(base.cfg) * 2e-5 * np.abs(want).max() + 1e-6
+            # Norms after layers enlarge rounding: in five seeds torch was up to 3e-5 and we up to
+            # 5e-5 from float64, without them both 4e-6.
+            most = 1e-4 if base.cfg.post_norms else 2e-5 * looser(base.cfg)
+            most = most * np.abs(want).max() + 1e-6
             np.testing.assert_allclose(got[path], want, rtol=0, atol=most, err_msg=path)
