@@ -36,6 +36,8 @@ from mint_jax.lora.tree import AdapterConfig, Projection, check_finite
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+# How classes of several media name their text model -> the name in the class of text
+_TEXT = {"model.language_model.": "model.", "language_model.": ""}
 # Names that PEFT takes for projections of experts in model types with experts.
 _MLP = {"gate_proj", "up_proj", "down_proj"}
 # Every field of ``peft.LoraConfig`` is in READ, ONLY or NO_EFFECT.
@@ -241,6 +243,8 @@ def read_peft(
         )
         raise UserError(f"{directory / WEIGHTS} cannot be read ({error}){hint}") from None
 
+    tensors = {_of_text(name): x for name, x in tensors.items()}
+
     def take(module: str, path: str = "") -> tuple[np.ndarray, np.ndarray] | None:
         name_a, name_b = _tensor_names(path, module)
         if (name_a in tensors) != (name_b in tensors):
@@ -280,6 +284,14 @@ def read_peft(
     if finite:
         check_finite(adapter, str(directory))
     return adapter, result
+
+
+def _of_text(name: str) -> str:
+    """Returns a tensor's name below the class of text, in place of one of several media."""
+    for theirs, ours in _TEXT.items():
+        if name.startswith(_PREFIX + theirs):
+            return _PREFIX + ours + name.removeprefix(_PREFIX + theirs)
+    return name
 
 
 def _take_base_weights(tensors: dict[str, np.ndarray], base: BaseNames, directory: Path) -> None:

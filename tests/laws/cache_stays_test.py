@@ -225,7 +225,9 @@ def check_prefill(config):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [*PODS, "kimi_k2_experts", "qwen3_30b_a3b_experts"])
+@pytest.mark.parametrize(
+    "name", [*PODS, "kimi_k2_experts", "qwen3_30b_a3b_experts", "qwen3_5_35b_a3b"]
+)
 def test_prompts_are_read_on_every_pod(name):
     """With five layers: of a mesh of experts and heads the TPU's compiler once ended the process,
     at any number of layers.

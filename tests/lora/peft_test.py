@@ -3,6 +3,7 @@ imported is refused by name.
 """
 
 import dataclasses
+import re
 import shutil
 import warnings
 
@@ -12,6 +13,7 @@ import numpy as np
 import peft
 import pytest
 import torch
+import transformers
 from safetensors.numpy import load_file
 
 from mint_jax.errors import UserError
@@ -89,6 +91,29 @@ def test_peft_loads_what_we_write_and_reading_it_back_is_exact(
     )
     chex.assert_trees_all_equal(back, adapter)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out"], "nothing of the staging may stay"
+
+
+def test_an_adapter_of_a_class_of_several_media_is_read(rng, tiny_base, tmp_path):
+    """With the names that PEFT takes from the modules of transformers' class."""
+    base, config = tiny_base("qwen3_5"), AdapterConfig(3, 5.0, (tree.ALL_LINEAR,))
+    adapter, (names, shapes) = random_adapter(rng, base, config), tables(base)
+    write_peft(tmp_path / "out", adapter, config, names)
+    with torch.device("meta"):
+        text = transformers.AutoConfig.from_pretrained(base.cfg.directory)
+        cls = transformers.Qwen3_5ForConditionalGeneration
+        model = cls(transformers.Qwen3_5Config(text_config=text.to_dict()))
+    theirs = {name for name, _ in model.named_modules() if "visual" not in name}
+
+    def renamed(tensors):
+        for name in list(tensors):
+            module = re.sub(r"^base_model\.model\.model\.", "model.language_model.", name)
+            assert module.rsplit(".lora_", 1)[0] in theirs
+            tensors[f"base_model.model.{module}"] = tensors.pop(name)
+
+    edit_tensors(tmp_path / "out", renamed)
+    back, read = read_peft(tmp_path / "out", names, shapes)
+    chex.assert_trees_all_equal(back, adapter)
+    assert read.rank == config.rank
 
 
 @pytest.fixture(scope="module")
