@@ -216,12 +216,13 @@ def specs(cfg: ModelConfig, L: int, dtype: Any) -> dict[str, Any]:
 
 
 def cache_specs(cfg: ModelConfig, L: int, slots: int, dtype: Any) -> dict[str, Any]:
-    """Returns the shapes of the states of ``L`` layers: ``tail [L, S, M - 1, W]``, which the short
+    """Returns the shapes of the states of ``L`` layers: ``tail [L, S, (M - 1) W]``, which the short
     convolution reads, and ``state [L, S, N, K, V]``.
     """
+    # With taps as an axis of their own a TPU copies all tails in each call.
     d = _dims(cfg)
     return {
-        "tail": jax.ShapeDtypeStruct((L, slots, d.taps - 1, channels(cfg)), dtype),
+        "tail": jax.ShapeDtypeStruct((L, slots, (d.taps - 1) * channels(cfg)), dtype),
         "state": jax.ShapeDtypeStruct((L, slots, d.heads, d.key, d.value), jnp.float32),
     }
 
@@ -309,9 +310,10 @@ def _heads(x: jax.Array, d: Delta) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 def _convolved(x_BTW, w_MW, pool, layer, slots: StateSlots):
     """Returns the convolution of the rows, float32, and the pool with their last tokens."""
-    T, M, at = x_BTW.shape[1], len(w_MW), jnp.maximum(slots.load, 0)
+    (B, T, W), M, at = x_BTW.shape, len(w_MW), jnp.maximum(slots.load, 0)
     empty, follows = slots.load == EMPTY, slots.load == FOLLOW
-    tail = jnp.where(empty[:, None, None], 0, pool[layer, at]).astype(x_BTW.dtype)
+    tail = pool[layer, at].reshape(B, M - 1, W)
+    tail = jnp.where(empty[:, None, None], 0, tail).astype(x_BTW.dtype)
     if T > 1:  # a block that follows another has that one's last tokens before it
         before = jnp.roll(x_BTW[:, T - M + 1 :], 1, axis=0)
         tail = jnp.where(follows[:, None, None], before, tail)
@@ -321,7 +323,7 @@ def _convolved(x_BTW, w_MW, pool, layer, slots: StateSlots):
     for m in range(M):
         x += whole[:, m : m + T].astype(jnp.float32) * w[m]
     ends = slots.count[:, None] + jnp.arange(M - 1)[None]
-    tail = jnp.take_along_axis(whole, ends[..., None], axis=1).astype(pool.dtype)
+    tail = jnp.take_along_axis(whole, ends[..., None], axis=1).astype(pool.dtype).reshape(B, -1)
     pool = pool.at[layer, slots.save].set(tail, mode="drop")
     return x, pool.at[layer, slots.keep].set(tail, mode="drop")
 

@@ -530,4 +530,4 @@ def _split(pool: Pool, cfg: ModelConfig) -> tuple[str, Any]:
 def _axes(leaf: jax.Array, rows: str, heads: str | None) -> tuple[str | None, ...]:
     # Of keys all heads divide, of states they may not.
     divides = sharding.fitting(leaf.shape[2:3], heads) if leaf.ndim == 5 else ()
-    return None, rows, *divides, None, None
+    return (None, rows, *divides, None, None)[: leaf.ndim]
