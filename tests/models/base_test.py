@@ -119,7 +119,7 @@ REFUSED = {  # words of the error -> change of the directory, and arguments of `
     "dtype is 'float16'; choose one of: float32, bfloat16": (None, {"dtype": "float16"}),
     "quantise is 'int4'; choose": (None, {"quantise": "int4"}),
     "has ids up to 97 but the model has 97 rows": (lambda d: _vocabulary(d, 98), {}),
-    "tokenizer.json is not a readable tokenizer": (
+    "tokenizer.json is not valid JSON": (
         lambda d: (d / "tokenizer.json").write_text('{"model": '),
         {},
     ),
