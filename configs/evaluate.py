@@ -1,8 +1,7 @@
 """Held-out rewards of adapters and of the bare base on one environment.
 
 Command: python -m mint_jax.launch --config=configs/evaluate.py
---config.catalog=runs/quickstart/catalog
-         --config.adapters.policy=adder@latest
+  --config.catalog=runs/quickstart/catalog --config.adapters.policy=adder@latest
 """
 
 from ml_collections import ConfigDict

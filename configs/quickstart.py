@@ -1,8 +1,9 @@
 """Four GRPO policies learn four tasks at once over one resident SmolLM2-135M-Instruct.
 
-Command:  python -m mint_jax.launch --config=configs/quickstart.py --workdir=runs/quickstart   (or:
-make quickstart) Short:    --config=configs/quickstart.py:ci Hardware: two CPU cores, 4 GB of
-memory.
+Command: python -m mint_jax.launch --config=configs/quickstart.py --workdir=runs/quickstart (or
+  make quickstart)
+Short: --config=configs/quickstart.py:ci
+Hardware: two CPU cores, 4 GB of memory.
 """
 
 from ml_collections import ConfigDict

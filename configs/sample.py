@@ -1,7 +1,7 @@
 """Completions of given prompts, JSONL to JSONL; see ``mint_jax/recipes/sample.py`` for the lines.
 
 Command: python -m mint_jax.launch --config=configs/sample.py --config.base=DIR
---config.input=F.jsonl --config.output=G.jsonl
+  --config.input=F.jsonl --config.output=G.jsonl
 """
 
 from ml_collections import ConfigDict

@@ -2,7 +2,7 @@
 ``mint_jax/recipes/score.py`` for the lines.
 
 Command: python -m mint_jax.launch --config=configs/score.py --config.base=DIR
---config.input=F.jsonl --config.output=G.jsonl
+  --config.input=F.jsonl --config.output=G.jsonl
 """
 
 from ml_collections import ConfigDict

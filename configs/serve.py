@@ -2,7 +2,8 @@
 docs/service.md.
 
 Command: python -m mint_jax.launch --config=configs/serve.py --config.base=smollm2-135m-instruct
---config.port=8000 --workdir=runs/serve Short:   --config=configs/serve.py:ci
+  --config.port=8000 --workdir=runs/serve
+Short: --config=configs/serve.py:ci
 """
 
 from ml_collections import ConfigDict

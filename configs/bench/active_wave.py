@@ -2,8 +2,9 @@
 base, and whether rows stay themselves.
 
 Command: python -m benchmarks --config=configs/bench/active_wave.py
---workdir=runs/bench/active_wave Short:   --config=configs/bench/active_wave.py:ci Default size:
-about eight minutes on two CPU cores, 12 GB of memory.
+  --workdir=runs/bench/active_wave
+Short: --config=configs/bench/active_wave.py:ci
+Default size: about eight minutes on two CPU cores, 12 GB of memory.
 """
 
 from ml_collections import ConfigDict

@@ -2,9 +2,10 @@
 slot.
 
 Command: python -m benchmarks --config=configs/bench/cold_staircase.py
---workdir=runs/bench/cold_staircase Short:   --config=configs/bench/cold_staircase.py:ci Default
-size: adapters of Qwen3-30B-A3B's shape at rank 1 with 6 of its 48 layers, 13 MB each; one minute on
-two CPU cores, 3 GB of memory, 1 GB of disk (removed at the end).
+  --workdir=runs/bench/cold_staircase
+Short: --config=configs/bench/cold_staircase.py:ci
+Default size: adapters of Qwen3-30B-A3B's shape at rank 1 with 6 of its 48 layers, 13 MB each; one
+  minute on two CPU cores, 3 GB of memory, 1 GB of disk (removed at the end).
 """
 
 from ml_collections import ConfigDict

@@ -2,11 +2,13 @@
 batching stops to pay.
 
 Command: python -m benchmarks --config=configs/bench/concurrent_grpo.py
---workdir=runs/bench/concurrent_grpo Short:   --config=configs/bench/concurrent_grpo.py:ci Long:
---config=configs/bench/concurrent_grpo.py:long Default size: five minutes on two CPU cores;
---config.memory=(8,) measures peak memory too, a quarter of a minute a process. Half an hour's :long
-has two steps in place of one, waiting rewards and peak memory (twice) of 8 policies and of 3, the
-overlapped schedule also where rewards take no time, and five points of the crossover.
+  --workdir=runs/bench/concurrent_grpo
+Short: --config=configs/bench/concurrent_grpo.py:ci
+Long: --config=configs/bench/concurrent_grpo.py:long
+Default size: five minutes on two CPU cores; --config.memory=(8,) measures peak memory too, a
+  quarter of a minute a process. Half an hour's :long has two steps in place of one, waiting
+  rewards and peak memory (twice) of 8 policies and of 3, the overlapped schedule also where
+  rewards take no time, and five points of the crossover.
 """
 
 from ml_collections import ConfigDict

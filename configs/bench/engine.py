@@ -1,9 +1,10 @@
 """The sampling engine against torch + transformers, against a static loop, and against memory.
 
 Command: python -m benchmarks --config=configs/bench/engine.py --workdir=runs/bench/engine
-Short:   --config=configs/bench/engine.py:ci
+Short: --config=configs/bench/engine.py:ci
 One part: --config.parts="('continuous',)", of decode, prefill, continuous and prefix
-Needs the ``bench`` extra. Default size: ten minutes on two CPU cores, 5 GB of memory.
+Needs the ``bench`` extra.
+Default size: ten minutes on two CPU cores, 5 GB of memory.
 """
 
 from ml_collections import ConfigDict

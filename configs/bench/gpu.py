@@ -1,10 +1,10 @@
 """One GPU against its own limits: training, decoding, prefill, handoff, experts, and peers.
 
 Command: python -m benchmarks --config=configs/bench/gpu.py --workdir=runs/bench/gpu
-Short:   --config=configs/bench/gpu.py:ci
+Short: --config=configs/bench/gpu.py:ci
 Hardware: one GPU of 80 GB, Qwen3-4B's shape in bfloat16. Nine minutes with empty caches. Results
-are appended to WORKDIR/gpu.jsonl as they come. --config.parts="('floors', 'train_8')" runs some
-parts only.
+  are appended to WORKDIR/gpu.jsonl as they come. --config.parts="('floors', 'train_8')" runs some
+  parts only.
 """
 
 from ml_collections import ConfigDict

@@ -1,9 +1,9 @@
 """Peak host memory while a base is loaded, over what the base takes; and the logits error of 8-bit
 bases.
 
-Command: python -m benchmarks --config=configs/bench/load_base.py
---workdir=runs/bench/load_base Short:   --config=configs/bench/load_base.py:ci Writes a checkpoint
-of 2 GB into the workdir and removes it; about three minutes on two CPU cores.
+Command: python -m benchmarks --config=configs/bench/load_base.py --workdir=runs/bench/load_base
+Short: --config=configs/bench/load_base.py:ci
+Writes a checkpoint of 2 GB into the workdir and removes it; about three minutes on two CPU cores.
 """
 
 from ml_collections import ConfigDict

@@ -2,8 +2,9 @@
 tensors, or one packed object.
 
 Command: python -m benchmarks --config=configs/bench/packed_load.py
---workdir=runs/bench/packed_load Short:   --config=configs/bench/packed_load.py:ci Default size: a
-few minutes on two CPU cores, 8 GB of memory, 2 GB of disk (removed at the end).
+  --workdir=runs/bench/packed_load
+Short: --config=configs/bench/packed_load.py:ci
+Default size: a few minutes on two CPU cores, 8 GB of memory, 2 GB of disk (removed at the end).
 """
 
 from ml_collections import ConfigDict

@@ -2,9 +2,10 @@
 errors, wrong weights, latencies, memory.
 
 Command: python -m benchmarks --config=configs/bench/service_load.py
---workdir=runs/bench/service_load Short:   --config=configs/bench/service_load.py:ci Default size:
-ten minutes of load behind the three that it takes two cores to make the revisions; 12 GB of memory,
-10 GB of disk.
+  --workdir=runs/bench/service_load
+Short: --config=configs/bench/service_load.py:ci
+Default size: ten minutes of load behind the three that it takes two cores to make the revisions;
+  12 GB of memory, 10 GB of disk.
 """
 
 from ml_collections import ConfigDict

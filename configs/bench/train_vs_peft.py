@@ -2,11 +2,13 @@
 PEFT.
 
 Command: python -m benchmarks --config=configs/bench/train_vs_peft.py
---workdir=runs/bench/train_vs_peft Short:   --config=configs/bench/train_vs_peft.py:ci Long:
---config=configs/bench/train_vs_peft.py:long (torch.compile is tried for the peer too, up to a
-quarter of an hour,
-         and, where it is faster, again for each adapter: the whole did not end within 40 minutes)
-Needs the ``bench`` extra. Default size: five minutes on two CPU cores.
+  --workdir=runs/bench/train_vs_peft
+Short: --config=configs/bench/train_vs_peft.py:ci
+Long: --config=configs/bench/train_vs_peft.py:long (torch.compile is tried for the peer too, up to
+  a quarter of an hour, and, where it is faster, again for each adapter: the whole did not end
+  within 40 minutes)
+Needs the ``bench`` extra.
+Default size: five minutes on two CPU cores.
 """
 
 from ml_collections import ConfigDict

@@ -1,9 +1,9 @@
 """So many policies in one training step against one policy with the same rows, and against a step
 for each.
 
-Command: python -m benchmarks --config=configs/bench/train_wave.py
---workdir=runs/bench/train_wave Short:   --config=configs/bench/train_wave.py:ci Default size: 64
-policies, about two minutes on two CPU cores, 4 GB of memory.
+Command: python -m benchmarks --config=configs/bench/train_wave.py --workdir=runs/bench/train_wave
+Short: --config=configs/bench/train_wave.py:ci
+Default size: 64 policies, about two minutes on two CPU cores, 4 GB of memory.
 """
 
 from ml_collections import ConfigDict

@@ -2,8 +2,9 @@
 then on; for a GPU or a TPU.
 
 Command: python -m benchmarks --config=configs/bench/tune_kernels.py
---workdir=runs/bench/tune_kernels Short:   --config=configs/bench/tune_kernels.py:ci (the first
-shape of each op) A CPU's kernels have no sizes to choose: there the report is empty, and says so.
+  --workdir=runs/bench/tune_kernels
+Short: --config=configs/bench/tune_kernels.py:ci (the first shape of each op)
+A CPU's kernels have no sizes to choose: there the report is empty, and says so.
 """
 
 from ml_collections import ConfigDict

@@ -1,8 +1,9 @@
 """Two DPO policies over SmolLM2-135M-Instruct; the held-out reward margin of both rises from 0.
 
-Command:  python -m mint_jax.launch --config=configs/dpo/smollm2.py --workdir=runs/dpo
-Data:     --config.policies.<name>.data.path=pairs.jsonl replaces an environment's right and wrong
-answers. Hardware: two CPU cores; about three minutes.
+Command: python -m mint_jax.launch --config=configs/dpo/smollm2.py --workdir=runs/dpo
+Data: --config.policies.<name>.data.path=pairs.jsonl replaces an environment's right and wrong
+  answers.
+Hardware: two CPU cores; about three minutes.
 """
 
 from ml_collections import ConfigDict

@@ -1,7 +1,8 @@
 """gpt-oss-20b, 32 experts and windows of 128, with 16 policies of rank 16 on eight TPU v5p chips.
 
 Command: python -m mint_jax.launch --config=configs/scale_up/gpt_oss_20b.py
---workdir=runs/scale_up/gpt_oss_20b Smallest pod: --config.topology=smallest --config.chip=v5p
+  --workdir=runs/scale_up/gpt_oss_20b
+Smallest pod: --config.topology=smallest --config.chip=v5p
 Needs the ``tpu-aot`` extra and no accelerator; several minutes on two CPU cores.
 """
 

@@ -2,8 +2,9 @@
 128 TPU v5p chips.
 
 Command: python -m mint_jax.launch --config=configs/scale_up/kimi_k2.py
---workdir=runs/scale_up/kimi_k2 Smallest pod: --config.topology=smallest --config.chip=v5p Needs the
-``tpu-aot`` extra and no accelerator; many minutes on two CPU cores.
+  --workdir=runs/scale_up/kimi_k2
+Smallest pod: --config.topology=smallest --config.chip=v5p
+Needs the ``tpu-aot`` extra and no accelerator; many minutes on two CPU cores.
 """
 
 from ml_collections import ConfigDict

@@ -6,8 +6,8 @@ experts doubles, which makes about 90 of a chip's 102 GB before the first activa
 base and 32.9 of adapters, moments and gradients on 128).
 
 Command: python -m mint_jax.launch --config=configs/scale_up/kimi_k2_experts.py
---workdir=runs/scale_up/kimi_k2_experts Needs the ``tpu-aot`` extra and no accelerator; many minutes
-on two CPU cores.
+  --workdir=runs/scale_up/kimi_k2_experts
+Needs the ``tpu-aot`` extra and no accelerator; many minutes on two CPU cores.
 """
 
 from ml_collections import ConfigDict

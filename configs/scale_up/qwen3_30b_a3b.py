@@ -1,7 +1,8 @@
 """Qwen3-30B-A3B, 128 experts, with 16 policies of rank 16 on eight TPU v5p chips.
 
 Command: python -m mint_jax.launch --config=configs/scale_up/qwen3_30b_a3b.py
---workdir=runs/scale_up/qwen3_30b_a3b Smallest pod: --config.topology=smallest --config.chip=v5p
+  --workdir=runs/scale_up/qwen3_30b_a3b
+Smallest pod: --config.topology=smallest --config.chip=v5p
 Needs the ``tpu-aot`` extra and no accelerator; several minutes on two CPU cores.
 """
 

@@ -2,8 +2,8 @@
 sampling, on eight TPU v5p chips.
 
 Command: python -m mint_jax.launch --config=configs/scale_up/qwen3_30b_a3b_experts.py
---workdir=runs/scale_up/qwen3_30b_a3b_experts Needs the ``tpu-aot`` extra and no accelerator;
-several minutes on two CPU cores.
+  --workdir=runs/scale_up/qwen3_30b_a3b_experts
+Needs the ``tpu-aot`` extra and no accelerator; several minutes on two CPU cores.
 """
 
 from ml_collections import ConfigDict

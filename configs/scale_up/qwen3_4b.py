@@ -1,8 +1,9 @@
 """Qwen3-4B with 16 policies of rank 32 on four TPU v5p chips.
 
 Command: python -m mint_jax.launch --config=configs/scale_up/qwen3_4b.py
---workdir=runs/scale_up/qwen3_4b Smallest pod: --config.topology=smallest --config.chip=v5p Needs
-the ``tpu-aot`` extra and no accelerator; several minutes on two CPU cores.
+  --workdir=runs/scale_up/qwen3_4b
+Smallest pod: --config.topology=smallest --config.chip=v5p
+Needs the ``tpu-aot`` extra and no accelerator; several minutes on two CPU cores.
 """
 
 from ml_collections import ConfigDict

@@ -2,7 +2,8 @@
 on 16 TPU v5p chips.
 
 Command: python -m mint_jax.launch --config=configs/scale_up/qwen3_5_35b_a3b.py
---workdir=runs/scale_up/qwen3_5_35b_a3b Smallest pod: --config.topology=smallest --config.chip=v5p
+  --workdir=runs/scale_up/qwen3_5_35b_a3b
+Smallest pod: --config.topology=smallest --config.chip=v5p
 Needs the ``tpu-aot`` extra and no accelerator; many minutes on two CPU cores.
 """
 

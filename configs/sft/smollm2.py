@@ -1,9 +1,9 @@
 """Two SFT policies learn two answer styles at once over SmolLM2-135M-Instruct; the held-out loss of
 both falls.
 
-Command:  python -m mint_jax.launch --config=configs/sft/smollm2.py --workdir=runs/sft
-Data:     --config.policies.<name>.data.path=rows.jsonl replaces an environment's prompts and
-answers. Hardware: two CPU cores; about two minutes.
+Command: python -m mint_jax.launch --config=configs/sft/smollm2.py --workdir=runs/sft
+Data: --config.policies.<name>.data.path=rows.jsonl replaces an environment's prompts and answers.
+Hardware: two CPU cores; about two minutes.
 """
 
 from ml_collections import ConfigDict

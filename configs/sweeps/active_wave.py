@@ -2,11 +2,11 @@
 step, by rank.
 
 Command: python -m benchmarks --config=configs/sweeps/active_wave.py:cpu
---workdir=runs/sweeps/cpu/active_wave Sizes:   configs/sweeps/active_wave.py:ci,
-configs/sweeps/active_wave.py:cpu, configs/sweeps/active_wave.py:gpu,
-         configs/sweeps/active_wave.py:pod
+  --workdir=runs/sweeps/cpu/active_wave
+Sizes: configs/sweeps/active_wave.py:ci, configs/sweeps/active_wave.py:cpu,
+  configs/sweeps/active_wave.py:gpu, configs/sweeps/active_wave.py:pod
 Size cpu: SmolLM2-135M, some 10 to 20 minutes on two CPU cores, 14 GB of memory; gpu: Qwen3-4B's
-shape, pod: Qwen3-30B-A3B's on all devices, random weights made there.
+  shape, pod: Qwen3-30B-A3B's on all devices, random weights made there.
 """
 
 from ml_collections import ConfigDict

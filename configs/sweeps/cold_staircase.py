@@ -2,11 +2,11 @@
 slot.
 
 Command: python -m benchmarks --config=configs/sweeps/cold_staircase.py:cpu
---workdir=runs/sweeps/cpu/cold_staircase Sizes:   configs/sweeps/cold_staircase.py:ci,
-configs/sweeps/cold_staircase.py:cpu, configs/sweeps/cold_staircase.py:gpu,
-         configs/sweeps/cold_staircase.py:pod
+  --workdir=runs/sweeps/cpu/cold_staircase
+Sizes: configs/sweeps/cold_staircase.py:ci, configs/sweeps/cold_staircase.py:cpu,
+  configs/sweeps/cold_staircase.py:gpu, configs/sweeps/cold_staircase.py:pod
 Size cpu: six of Qwen3-30B-A3B's 48 layers at rank 1 and 8; two minutes on two CPU cores, 8 GB of
-memory. gpu and pod: all layers.
+  memory. gpu and pod: all layers.
 """
 
 from ml_collections import ConfigDict

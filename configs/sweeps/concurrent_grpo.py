@@ -2,12 +2,12 @@
 take no time, 0.2 s and 1 s.
 
 Command: python -m benchmarks --config=configs/sweeps/concurrent_grpo.py:cpu
---workdir=runs/sweeps/cpu/concurrent_grpo Sizes:   configs/sweeps/concurrent_grpo.py:ci,
-configs/sweeps/concurrent_grpo.py:cpu, configs/sweeps/concurrent_grpo.py:gpu,
-         configs/sweeps/concurrent_grpo.py:pod
-Size cpu: SmolLM2-135M, one step of 4 rollouts of 8 tokens each; 10 to 25 minutes on two CPU cores.
-gpu and pod have longer ones, of Qwen3-4B's and Qwen3-30B-A3B's shape with random weights made on
-the devices.
+  --workdir=runs/sweeps/cpu/concurrent_grpo
+Sizes: configs/sweeps/concurrent_grpo.py:ci, configs/sweeps/concurrent_grpo.py:cpu,
+  configs/sweeps/concurrent_grpo.py:gpu, configs/sweeps/concurrent_grpo.py:pod
+Size cpu: SmolLM2-135M, one step of 4 rollouts of 8 tokens each; 10 to 25 minutes on two CPU
+  cores. gpu and pod have longer ones, of Qwen3-4B's and Qwen3-30B-A3B's shape with random weights
+  made on the devices.
 """
 
 from ml_collections import ConfigDict

@@ -2,11 +2,12 @@
 steps of 64 and 304 tokens.
 
 Command: python -m benchmarks --config=configs/sweeps/handoff.py:cpu
---workdir=runs/sweeps/cpu/handoff Sizes:   configs/sweeps/handoff.py:ci,
-configs/sweeps/handoff.py:cpu, configs/sweeps/handoff.py:gpu, configs/sweeps/handoff.py:pod Size
-cpu: SmolLM2-135M, and one of Qwen3-4B's 36 layers and of Qwen3-30B-A3B's 48, each with as large a
-part of its vocabulary, so that bytes are in the whole base's proportions; 10 to 20 minutes on two
-CPU cores. gpu and pod: all of it in bfloat16, made on the device.
+  --workdir=runs/sweeps/cpu/handoff
+Sizes: configs/sweeps/handoff.py:ci, configs/sweeps/handoff.py:cpu, configs/sweeps/handoff.py:gpu,
+  configs/sweeps/handoff.py:pod
+Size cpu: SmolLM2-135M, and one of Qwen3-4B's 36 layers and of Qwen3-30B-A3B's 48, each with as
+  large a part of its vocabulary, so that bytes are in the whole base's proportions; 10 to 20
+  minutes on two CPU cores. gpu and pod: all of it in bfloat16, made on the device.
 """
 
 from ml_collections import ConfigDict

@@ -2,11 +2,12 @@
 base; samplers in 8 bits.
 
 Command: python -m benchmarks --config=configs/sweeps/learning.py:cpu
---workdir=runs/sweeps/cpu/learning Sizes:   configs/sweeps/learning.py:ci,
-configs/sweeps/learning.py:cpu, configs/sweeps/learning.py:gpu, configs/sweeps/learning.py:pod Size
-cpu: SmolLM2-135M, three seeds, 12 steps of GRPO; about two hours on two CPU cores, point by point.
-Ranks have one alpha, so that one learning rate serves all; rank 512 stands for full rank, of 576
-columns, and takes up to 24 GB of memory. gpu: Qwen3-4B; pod: Qwen3-30B-A3B.
+  --workdir=runs/sweeps/cpu/learning
+Sizes: configs/sweeps/learning.py:ci, configs/sweeps/learning.py:cpu,
+  configs/sweeps/learning.py:gpu, configs/sweeps/learning.py:pod
+Size cpu: SmolLM2-135M, three seeds, 12 steps of GRPO; about two hours on two CPU cores, point by
+  point. Ranks have one alpha, so that one learning rate serves all; rank 512 stands for full
+  rank, of 576 columns, and takes up to 24 GB of memory. gpu: Qwen3-4B; pod: Qwen3-30B-A3B.
 """
 
 from ml_collections import ConfigDict

@@ -1,11 +1,11 @@
 """File to device slot of adapters on routed experts, by experts, rank and layout.
 
 Command: python -m benchmarks --config=configs/sweeps/packed_load.py:cpu
---workdir=runs/sweeps/cpu/packed_load Sizes:   configs/sweeps/packed_load.py:ci,
-configs/sweeps/packed_load.py:cpu, configs/sweeps/packed_load.py:gpu,
-         configs/sweeps/packed_load.py:pod
+  --workdir=runs/sweeps/cpu/packed_load
+Sizes: configs/sweeps/packed_load.py:ci, configs/sweeps/packed_load.py:cpu,
+  configs/sweeps/packed_load.py:gpu, configs/sweeps/packed_load.py:pod
 Size cpu: four of Qwen3-30B-A3B's 48 layers, and all of them at 128 experts and rank 1; about two
-minutes on two CPU cores, 9 GB of memory.
+  minutes on two CPU cores, 9 GB of memory.
 """
 
 from ml_collections import ConfigDict

@@ -2,11 +2,12 @@
 rank, with our kernels and without.
 
 Command: python -m benchmarks --config=configs/sweeps/scale_up.py:cpu
---workdir=runs/sweeps/cpu/scale_up Sizes:   configs/sweeps/scale_up.py:ci,
-configs/sweeps/scale_up.py:cpu, configs/sweeps/scale_up.py:gpu, configs/sweeps/scale_up.py:pod Needs
-the ``tpu-aot`` extra and no accelerator: all sizes run on a CPU. Size cpu: Qwen3-4B on four v5p,
-some six minutes; gpu: all configs on a machine with many cores, hours; pod: these, and the search
-for the smallest pod of each.
+  --workdir=runs/sweeps/cpu/scale_up
+Sizes: configs/sweeps/scale_up.py:ci, configs/sweeps/scale_up.py:cpu,
+  configs/sweeps/scale_up.py:gpu, configs/sweeps/scale_up.py:pod
+Needs the ``tpu-aot`` extra and no accelerator: all sizes run on a CPU.
+Size cpu: Qwen3-4B on four v5p, about six minutes; gpu: all configs on a machine with many cores,
+  hours; pod: these, and the search for the smallest pod of each.
 """
 
 from ml_collections import ConfigDict

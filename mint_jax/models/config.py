@@ -812,7 +812,7 @@ def _checked_family(given: dict[str, Any]) -> Family:
     if "layer_types" not in family.defaults and not set(given.get("layer_types") or ()) <= known:
         raise UserError(
             f"config.json: layer_types is {given['layer_types']!r}; only full_attention is"
-            " supported: sliding-window attention is not"
+            f" supported in {names[0]}: sliding-window attention is not"
         )
     return family
 
