@@ -1,12 +1,11 @@
-"""``python -m mint_jax.launch --config=configs/<...>.py --workdir=DIR``: runs the job that the
-config names.
+"""Runs the job that a config names: python -m mint_jax.launch --config=FILE --workdir=DIR
 
-``--config.x=y`` overrides a setting, ``--config.policies.*.x=y`` for all policies. The workdir
+--config.x=y overrides a setting, --config.policies.*.x=y does so for all policies. The workdir
 keeps the resolved config. The config file can import modules of its folder.
 
-On several hosts the same command runs on each: with ``--distributed`` where JAX finds the hosts,
-elsewhere with the three environment variables of ``multihost``. ``launch/`` has programs that start
-it on TPU slices, GKE, SLURM and Ray.
+On several hosts run the same command on each: with --distributed where JAX finds the hosts (TPU
+pods, SLURM, MPI), elsewhere with MINT_COORDINATOR, MINT_PROCESSES and MINT_PROCESS in the
+environment. Programs in launch/ do this on TPU slices, GKE, SLURM and Ray.
 """
 
 import argparse

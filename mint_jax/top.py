@@ -65,7 +65,7 @@ def _read(url: str, key: str | None) -> bytes:
         raise ServerUnreachable(f"{url} answers {error.code}: {why}") from error
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", None) or error
-        raise ServerUnreachable(f"{url} does not answer: {reason}") from error
+        raise ServerUnreachable(f"{url} does not answer ({reason}): check --url") from error
 
 
 def table_of(now: Look, before: Look) -> RenderableType:
@@ -167,12 +167,18 @@ def follow(
 def main(arguments: Sequence[str] | None = None, console: Console | None = None) -> int:
     """Runs the command. Returns the exit status: 1 if ``--once`` finds no server."""
     parser = argparse.ArgumentParser(
-        prog="python -m mint_jax.top", description="What a server does, as a table that follows it."
+        prog="python -m mint_jax.top", description="Shows a live table of a server."
     )
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="of the server")
-    parser.add_argument("--key", help="of scope admin, where the server has keys")
-    parser.add_argument("--interval", type=float, default=2.0, help="seconds between two looks")
-    parser.add_argument("--once", action="store_true", help="look twice, print one table and end")
+    parser.add_argument(
+        "--url",
+        default="http://127.0.0.1:8000",
+        help="of the server (default http://127.0.0.1:8000)",
+    )
+    parser.add_argument("--key", help="API key of scope admin; none if the server has no keys")
+    parser.add_argument(
+        "--interval", type=float, default=2.0, help="seconds between two polls (default 2)"
+    )
+    parser.add_argument("--once", action="store_true", help="poll twice, print one table and end")
     given = parser.parse_args(arguments)
     console, url = console or Console(), given.url.rstrip("/")
     if not 0 < given.interval <= 3600 or not url.startswith(("http://", "https://")):

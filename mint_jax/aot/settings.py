@@ -5,7 +5,7 @@ from typing import Any
 
 from mint_jax.aot import chips
 from mint_jax.fields import setting
-from mint_jax.harness.options import Dtype, MeshSizes, Quantised, RecipeSettings
+from mint_jax.harness.options import REMAT, Dtype, MeshSizes, Quantised, RecipeSettings
 from mint_jax.lora.config import AdapterConfig
 from mint_jax.models.kernels import Kernels
 
@@ -18,9 +18,7 @@ class TrainShape:
     rows: int = setting("B, rows of each policy")
     tokens: int = setting("T, tokens of a row")
     targets: int = setting("M, largest number of target tokens of a row")
-    remat: str = setting(
-        "values that the backward pass keeps: a name in models.transformer.REMAT", "full"
-    )
+    remat: str = setting(REMAT, "full")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -268,7 +268,7 @@ class Model:
             targets: projections to adapt, such as ``["q", "v"]``; all linear ones by default.
             learning_rate: AdamW's learning rate, 1e-4 by default.
             optimizer: all of AdamW's settings and its schedule, in place of ``learning_rate``.
-            loss: a name in ``train.losses.KINDS``, a ``LossConfig``, or a function of
+            loss: a name, as ``kind`` of ``mint.LossConfig``; a ``LossConfig``; or a function of
                 ``mint.Tokens``, as in ``register_loss``.
             reference: reference adapter of KL terms and DPO: a revision or a PEFT directory. By
                 default it is the policy's own start.

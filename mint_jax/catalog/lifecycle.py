@@ -24,7 +24,7 @@ from mint_jax.errors import UserError
 
 
 class Catalog(Handle):
-    """An open catalog. Its methods are the functions of the modules below."""
+    """An open catalog. Its methods are functions of the modules in ``mint_jax/catalog``."""
 
     create_policy = _policies.create_policy
     policy = _policies.policy

@@ -30,6 +30,8 @@ ROW_FILES = (".parquet", ".arrow")  # need pyarrow
 Shapes = tuple[tuple[int, ...], ...]
 SERVICE_PACKAGES = "starlette pydantic jwt uvicorn google.protobuf zstandard pyrage"
 MIN_P = "drop tokens less likely than this share of the likeliest; 0: none"
+REMAT = "recomputation in the backward pass: none, names (all but named activations) or full"
+ENVIRONMENTS = f"{', '.join(env_lib.REGISTRY)}, or module:factory"
 REWARD_TIMEOUT = "seconds that the reward of one completion may take; 0: no limit"
 
 
@@ -128,7 +130,7 @@ class TrainingSettings(CatalogSettings):
 
     seed: Natural = setting("seed of data order, adapters and sampling", 0)
     steps: Count = setting("updates of each policy")
-    remat: str = setting("values kept for the backward pass, by models.transformer.REMAT", "names")
+    remat: str = setting(REMAT, "names")
     max_tokens_per_pass: Count | None = setting(
         "tokens of one pass; unset: 16384 on CPUs, 8192 on accelerators", None
     )
@@ -164,8 +166,10 @@ class TrainingSettings(CatalogSettings):
 class EnvSettings(Open):
     """An environment; further settings are its own options."""
 
-    name: str = setting("a name in envs.env.REGISTRY, or module:factory")
-    chat_template_kwargs: Open = setting("the template's variables, as enable_thinking", Open())
+    name: str = setting(ENVIRONMENTS)
+    chat_template_kwargs: Open = setting(
+        "variables of the chat template, such as enable_thinking", Open()
+    )
 
     def make(self) -> env_lib.Environment:
         return env_lib.make(self.name, **self.extra)
@@ -290,7 +294,7 @@ class DataSettings(Open):
 
     path: Place = setting("file that data.sources reads, .jsonl or .parquet for instance", "")
     held_out: Natural | None = setting("first rows to measure on only; unset: a tenth", None)
-    env: str = setting("without a path: a name in envs.env.REGISTRY, or module:factory", "")
+    env: str = setting(f"without a path: {ENVIRONMENTS}", "")
     append_eos: bool = setting("end plain texts and their replies with the end token", True)
     max_tokens: Natural = setting("largest row, prompt and answer; 0: the base's context", 0)
     too_long: Annotated[str, ("refuse", "cut", "drop")] = setting("fate of longer rows", "refuse")

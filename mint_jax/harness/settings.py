@@ -156,9 +156,11 @@ def _parse(kind: Kind, text: str) -> Any:
 
 
 def describe(
-    kind: Any, tree: Mapping[str, Any], where: str = "", default: Any = None
+    kind: Any, tree: Mapping[str, Any], where: str = "", default: Any = None, about: str = ""
 ) -> Iterator[Setting]:
-    """Yields every setting with its present value; ``NAME`` stands for a name of one's own."""
+    """Yields every setting with its present value; ``NAME`` stands for a name of one's own.
+    ``about`` is the help of the section itself.
+    """
     kind = kind_of(kind)
     known = declared(kind.type)
     for name in dict.fromkeys([*known, *tree] or (() if kind.takes_any_name else ("NAME",))):
@@ -168,11 +170,11 @@ def describe(
         if child.is_section:
             inner = value if isinstance(value, Mapping) else {}
             instance = usual if dataclasses.is_dataclass(usual) else None
-            yield from describe(child, inner, f"{where}{name}.", instance)
+            yield from describe(child, inner, f"{where}{name}.", instance, line)
         else:
             yield Setting(where + name, child, value, line)
     if kind.takes_any_name:
-        further = "any further name" if known else "any name"
+        further = "an option of the environment" if known else about
         yield Setting(f"{where}NAME", Kind(Any), None, further)
 
 

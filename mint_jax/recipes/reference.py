@@ -13,13 +13,15 @@ from mint_jax.recipes import SETTINGS
 
 HEAD = """# Settings
 
-Look up here which settings the config of each job has; `--config=FILE --help` prints them with a file's own values.
-A job has the settings of its own section and those of the first table that name it.
-A setting without a default must be given. `(not set)` means that the job decides.
-Dots join sections, as on the command line: `--config.checkpoint.every=5`.
-Benchmarks declare theirs in `configs/bench/` and `configs/sweeps/`.
+After this page you can find every setting of a job's config, its default and its meaning.
+`python -m mint_jax.launch --config=FILE --help` prints them with the values of a config file.
 
-Generated from `mint_jax/harness/options.py` and `mint_jax/aot/settings.py`.
+A job has the settings of its own section and those of the first table that name it.
+A setting without a default must be given. `(not set)` means that the job decides; the meaning says how.
+On the command line, dots join sections: `--config.checkpoint.every=5`.
+Settings of benchmarks are in `configs/bench/` and `configs/sweeps/`.
+
+`python -m mint_jax.recipes.reference > docs/settings.md` writes this page.
 """  # noqa: E501
 TABLE = "| setting | default | type | meaning |\n| --- | --- | --- | --- |"
 

@@ -63,13 +63,13 @@ def _below(prefix: str, *methods: str) -> Iterator[Callable[..., Endpoint]]:
 def operators() -> Iterator[Endpoint]:
     [get] = _below("", "GET")
     yield get("/health", None, "Returns 200: the process is alive.")
-    yield get("/ready", None, "Returns whether requests are served now.")
+    yield get("/ready", None, "Returns 200 once all programs are compiled.")
     yield get("/openapi.json", None, "Returns this document.", call="openapi")
     # these name the policies of all tenants
     admin = ("admin",)
     yield get("/metrics", admin, "Returns metrics for Prometheus.", kinds=(TEXT,))
-    yield get("/debug/state", admin, "Returns the server's state.")
-    yield get("/admin/costs", admin, "Lists costs of policies or tenants.", query=CostsQuery)
+    yield get("/debug/state", admin, "Returns queues, policies, memory and costs.")
+    yield get("/admin/costs", admin, "Lists device seconds and tokens.", query=CostsQuery)
 
 
 def tinker_endpoints() -> Iterator[Endpoint]:
@@ -82,36 +82,40 @@ def tinker_endpoints() -> Iterator[Endpoint]:
     yield get("healthz", None, "Returns 200: the process is alive.")
     yield post("client/config", None, "Returns options of the SDK.", call="client_config")
     yield get("files/{token}", None, "Downloads the file of a link.", call="file", kinds=files)
-    yield post("auth/token", (), "Exchanges a key for a short-lived token.")
-    yield get("get_server_capabilities", (), "Returns the base model.")
+    yield post("auth/token", (), "Exchanges a key for a token of an hour.")
+    yield get("get_server_capabilities", (), "Returns the base model and its context.")
     yield post("client/dynamic_config", (), "Returns options of the SDK that may change.")
     yield post("create_session", (), "Opens a session.", tinker.CreateSession)
     yield post("session_heartbeat", (), "Keeps a session open.", tinker.SessionRef)
     yield post(f"{session}/finish", (), "Ends a session.", call="finish_session")
     yield post("telemetry", (), "Accepts telemetry and drops it.")
     both = (JSON, PROTOBUF)
-    yield post("retrieve_future", (), "Waits for a result.", tinker.RetrieveFuture, kinds=both)
-    yield post("retrieve_futures", (), "Waits for results of a sampler.", tinker.RetrieveFutures)
+    yield post(
+        "retrieve_future", (), "Waits for a request's result.", tinker.RetrieveFuture, kinds=both
+    )
+    yield post("retrieve_futures", (), "Waits for samples of a sampler.", tinker.RetrieveFutures)
     yield post("cancel_future", (), "Cancels samples.", tinker.CancelFuture)
 
-    yield post("create_model", train, "Creates a policy.", tinker.ModelPlace)
+    yield post("create_model", train, "Creates a policy to train.", tinker.ModelPlace)
     yield post("load_weights", train, "Loads a checkpoint into a policy.", tinker.LoadPlace)
-    yield post("unload_model", train, "Ends a policy.", tinker.ModelRef)
-    yield post("forward", train, "Computes log-probabilities and losses.", place, **batch)
-    yield post("forward_backward", train, "Accumulates gradients.", place, **batch)
-    yield post("optim_step", train, "Updates a policy by AdamW.", place)
-    yield post("save_weights", train, "Saves a training state.", place)
+    yield post("unload_model", train, "Ends a policy's training.", tinker.ModelRef)
+    yield post("forward", train, "Computes losses and log-probabilities.", place, **batch)
+    yield post("forward_backward", train, "Computes losses and adds gradients.", place, **batch)
+    yield post("optim_step", train, "Applies the added gradients by AdamW.", place)
+    yield post("save_weights", train, "Saves the adapter and its moments.", place)
     yield post("save_weights_for_sampler", train, "Saves a revision to sample.", place)
-    yield post("save_weights_external", train, "Saves weights to download.", place)
+    yield post("save_weights_external", train, "Saves an adapter to download.", place)
     interpolate, reverse_kl = "mint/checkpoints/interpolate", "mint/forward_backward_reverse_kl"
-    yield post(interpolate, train, "Sums adapters.", tinker.Interpolate, data=True)
+    yield post(
+        interpolate, train, "Saves a weighted sum of adapters.", tinker.Interpolate, data=True
+    )
     unsupported = "Not supported: its future fails."
     yield post(reverse_kl, train, unsupported, tinker.ReverseKl, "reverse_kl", data=True)
     yield post("copy_weights", train, "Copies a checkpoint.", tinker.CopyWeights)
     yield post("get_info", read, "Returns a policy's base and rank.", tinker.ModelRef)
     yield post("weights_info", read, "Returns a checkpoint's base and rank.", tinker.WeightsInfo)
     yield post("sessions/search", read, "Searches sessions.", tinker.SearchSessions)
-    yield post("asample", sample, "Samples.", tinker.SampleRequest, data=True)
+    yield post("asample", sample, "Samples completions.", tinker.SampleRequest, data=True)
     yield post("create_sampling_session", sample, "Creates a sampler.", tinker.CreateSampler)
     yield get("samplers/{sampler}", sampled, "Returns a sampler's model.", call="sampler")
 
@@ -141,15 +145,15 @@ def openai_endpoints() -> Iterator[Endpoint]:
     )
     for prefix in OPENAI_PREFIXES:
         get, post, delete = _below(f"{prefix}/", "GET", "POST", "DELETE")
-        yield get("models", read, "Lists models.", query=ModelsQuery)
+        yield get("models", read, "Lists the base and revisions.", query=ModelsQuery)
         yield get("models/{name:path}", read, "Returns one model.", call="model")
         for path, call, body, summary in bodies:
             yield post(path, sample, summary, body, call, data=True, kinds=kinds)
         stored, load, unload = "responses/{id}", openai.LoadAdapter, openai.UnloadAdapter
-        yield get(stored, sample, "Returns a response.", call="response")
-        yield delete(stored, sample, "Deletes a response.", call="delete_response")
-        yield post("load_lora_adapter", admin, "Names a revision.", load, kinds=(TEXT,))
-        yield post("unload_lora_adapter", admin, "Releases a name.", unload, kinds=(TEXT,))
+        yield get(stored, sample, "Returns a stored response.", call="response")
+        yield delete(stored, sample, "Deletes a stored response.", call="delete_response")
+        yield post("load_lora_adapter", admin, "Loads an adapter by a name.", load, kinds=(TEXT,))
+        yield post("unload_lora_adapter", admin, "Releases the name.", unload, kinds=(TEXT,))
 
 
 def console_endpoints() -> Iterator[Endpoint]:

@@ -183,7 +183,7 @@ def add(
 
 
 def revoke(folder: Path, id: str) -> Key:
-    """Removes a key; a running server refuses it within two seconds. Raises ``UserError``."""
+    """Removes a key; a running server refuses it within ``CHECK_S``. Raises ``UserError``."""
     with locked(folder):
         keys = {key.id: key for key in read(folder)}
         if (found := keys.pop(id, None)) is None:
@@ -218,18 +218,32 @@ def _write(folder: Path, keys: list[Key]) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command, and returns the exit status: 2 for a user's mistake."""
     parser = argparse.ArgumentParser(
-        prog="python -m mint_jax.service.keys", description="API keys of a server."
+        prog="python -m mint_jax.service.keys", description="Makes, lists and revokes API keys."
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    abouts = {"add": "make a key and print it, once", "revoke": "remove a key"}
-    abouts["list"] = "print all keys, without their secrets"
-    made = {name: commands.add_parser(name, help=text) for name, text in abouts.items()}
+    abouts = {"add": "make a key and print it, once", "revoke": "remove a key for good"}
+    abouts["list"] = "print id, tenant, scopes, creation and expiry of all keys"
+    made = {
+        name: commands.add_parser(name, help=text, description=text)
+        for name, text in abouts.items()
+    }
     for one in made.values():
-        one.add_argument("--folder", type=Path, required=True, help="the server's folder")
-    made["add"].add_argument("--tenant", required=True, help="owner of what is made with the key")
-    made["add"].add_argument("--scopes", required=True, help=f"some of {','.join(SCOPES)}")
-    made["add"].add_argument("--days", type=float, help="days until it expires")
-    made["revoke"].add_argument("id", help="as `list` prints it")
+        one.add_argument(
+            "--folder",
+            type=Path,
+            required=True,
+            help="of the keys, as the server's setting api_keys",
+        )
+    made["add"].add_argument(
+        "--tenant", required=True, help="owner of all that is made with the key"
+    )
+    made["add"].add_argument(
+        "--scopes", required=True, help=f"one or more of {','.join(SCOPES)}, joined by commas"
+    )
+    made["add"].add_argument(
+        "--days", type=float, help="days until the key expires (default: it does not)"
+    )
+    made["revoke"].add_argument("id", help="the key's id, as `list` prints it")
     given = parser.parse_args(arguments)
     try:
         if given.command == "add":
@@ -245,7 +259,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for key in read(given.folder):
                 scopes, expires = ",".join(key.scopes), key.expires or "-"
                 print(key.id, key.tenant, scopes, key.created, expires, sep="\t")
-    except (UserError, OSError) as error:
+    except OSError as error:
+        place = error.filename or given.folder
+        print(f"{place} cannot be used ({error.strerror}): check --folder", file=sys.stderr)
+        return 2
+    except UserError as error:
         print(error, file=sys.stderr)
         return 2
     return 0

@@ -19,10 +19,11 @@ from mint_jax.service.openai_types import MAX_STOPS, maxima
 Schema = dict[str, Any]
 SCHEMAS = "#/components/schemas/"
 FAILED = (
-    "400: the message says where the request is wrong; 401 and 403: the key is missing, unknown or"
-    " lacks the scope; 404: there is no such object; 405: the path takes another method; 408: there"
-    " is no result yet; 409 and 410: it exists already, or has ended; 413 and 415: the body is too"
-    " large, or of another type; 429 and 503: ask again after Retry-After."
+    "400: the message names the field that is wrong; 401: the key is missing, unknown or expired;"
+    " 403: the key lacks the scope, or a quota is used up; 404: there is no such object; 405: the"
+    " path takes another method; 408: there is no result yet, ask again; 409: the number or name is"
+    " in use otherwise; 410: it has ended; 413 and 415: the body is too large, or of another type;"
+    " 429 and 503: ask again after Retry-After; 500: the server failed, its log says why."
 )
 
 

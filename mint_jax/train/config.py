@@ -55,7 +55,7 @@ class LossConfig(Settings):
     """Loss of one policy; ``losses`` has the formulas."""
 
     kind: str = setting(
-        "a name in train.config.KINDS, or of a loss registered with mint_jax.register_loss", "ppo"
+        f"{', '.join(KINDS)}, or a name that mint_jax.register_loss was given", "ppo"
     )
     clip_low: float | None = setting(
         "PPO, GSPO and CISPO clip the probability ratio at 1 - clip_low; unset: 1 (no bound) for "

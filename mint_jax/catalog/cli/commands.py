@@ -79,6 +79,7 @@ def _seconds(text: str) -> float:
 
 NATURAL = functools.partial(count, least=0)
 REVISION = "policy@alias, policy@number or a digest"
+POLICY = "policy, or tenant/policy"
 EITHER = "policy, or policy@revision"
 SIGNED = (
     arg("--by", help="author of the change (default: user and host)"),
@@ -86,11 +87,11 @@ SIGNED = (
 )
 BASE = (
     arg("--base", type=path, help="name or directory of the base; its weights are not loaded"),
-    arg("--fingerprint", metavar="HEX", help="of the base, if --base has only its config.json"),
+    arg("--fingerprint", metavar="HEX", help="of the base, if --base has only config.json"),
 )
 _LIMIT = arg("--limit", type=count, default=100, metavar="N", help="at most N (default 100)")
 _SHOWN = arg("--limit", type=count, default=20, metavar="N", help="at most N rows (default 20)")
-_ALIAS = arg("--alias", default="serving", help="default serving")
+_ALIAS = arg("--alias", default="serving", help="alias to move (default serving)")
 _AFTER = arg("--after", metavar="LAST", help="continue after the last policy, number or id")
 _COLUMNS = {
     "policies": "policy state revisions aliases base parent session_owner tags touched_at",
@@ -127,9 +128,9 @@ _KEY_VALUE = {"metavar": "KEY=VALUE", "type": _tag}
 @command(
     "ls",
     "list policies, or the revisions of one",
-    arg("policy", nargs="?"),
+    arg("policy", nargs="?", help="list its revisions (default: all policies)"),
     arg("--tenant", help="only this tenant's policies"),
-    arg("--state", choices=("active", "retired", "deleted")),
+    arg("--state", choices=("active", "retired", "deleted"), help="only policies in this state"),
     arg("--tag", action="append", default=[], help="only with this tag; repeatable", **_KEY_VALUE),
     arg("--match", metavar="TEXT", default="", help="only policies whose name contains TEXT"),
     _LIMIT,
@@ -195,7 +196,7 @@ def _which(text: str) -> int | str:
 @command(
     "audit",
     "list all changes, of one policy, or the moves of one alias",
-    arg("name", nargs="?", metavar="POLICY[@ALIAS]"),
+    arg("name", nargs="?", metavar="POLICY[@ALIAS]", help="default: the whole catalog"),
     _LIMIT,
     _AFTER,
 )
@@ -211,8 +212,8 @@ def _audit(args: Args, catalog: Catalog) -> Result:
 @command(
     "rollouts",
     "list a policy's stored rollouts, or show those of one step",
-    arg("action", choices=("list", "show")),
-    arg("policy"),
+    arg("action", choices=("list", "show"), help="list steps, or show one step's samples"),
+    arg("policy", help=POLICY),
     arg("--step", type=NATURAL, metavar="N", help="to show (default: the newest)"),
     _LIMIT,
 )
@@ -242,7 +243,7 @@ def _rollouts(args: Args, catalog: Catalog) -> Result:
 @command(
     "verify",
     "read everything, or one revision, and list what is damaged",
-    arg("name", nargs="?", help=REVISION),
+    arg("name", nargs="?", help=f"{REVISION} (default: everything)"),
 )
 def _verify(args: Args, catalog: Catalog) -> Result:
     if args.name is not None:
@@ -275,8 +276,8 @@ def _promote(args: Args, catalog: Catalog) -> Result:
 
 @command(
     "rollback",
-    "point an alias back at its revision before",
-    arg("policy"),
+    "point an alias back at its previous revision",
+    arg("policy", help=POLICY),
     arg("--to", type=_which, metavar="REVISION", help="an earlier revision of the alias"),
     _ALIAS,
     *SIGNED,
@@ -328,7 +329,12 @@ def _set_tags(args: Args, catalog: Catalog) -> Result:
     return _shown({"name": args.name, "tags": now})
 
 
-@command("delete", "remove a retired policy; gc then frees its bytes", arg("policy"), *SIGNED)
+@command(
+    "delete",
+    "remove a retired policy; gc then frees its bytes",
+    arg("policy", help=POLICY),
+    *SIGNED,
+)
 def _delete(args: Args, catalog: Catalog) -> Result:
     catalog.delete(args.policy, by=args.by, why=args.why)
     note = "gc frees the bytes that nothing else refers to"
@@ -338,8 +344,13 @@ def _delete(args: Args, catalog: Catalog) -> Result:
 @command(
     "keep-last",
     "set how many newest revisions gc keeps",
-    arg("policy"),
-    arg("count", type=lambda text: None if text == "all" else count(text), metavar="N|all"),
+    arg("policy", help=POLICY),
+    arg(
+        "count",
+        type=lambda text: None if text == "all" else count(text),
+        metavar="N|all",
+        help="number of revisions; all: every one, the default of a new policy",
+    ),
     *SIGNED,
 )
 def _keep_last(args: Args, catalog: Catalog) -> Result:
@@ -348,7 +359,7 @@ def _keep_last(args: Args, catalog: Catalog) -> Result:
     return _shown({"policy": args.policy, "keep_last": args.count}, note)
 
 
-_GRACE = "seconds for writers and readers (default 3600)"
+_GRACE = "time that files stay for their readers and writers (default 3600)"
 
 
 @command(

@@ -59,7 +59,8 @@ class Tally:
         self.bytes += sum(len(one.export.data) for one in some)
 
 
-_TEMPLATE = "policies' names; {name} and {parent} are of the path"
+DTYPES = ("keep", "float32", "bfloat16", "float16")
+_TEMPLATE = "policies' names (default {name}); {name} and {parent} are of the path"
 
 
 @command(
@@ -69,7 +70,7 @@ _TEMPLATE = "policies' names; {name} and {parent} are of the path"
     arg("--policy", default="{name}", metavar="TEMPLATE", help=_TEMPLATE),
     arg("--tenant", help="tenant of the policies"),
     arg("--step", type=NATURAL, default=0, metavar="N", help="number of optimizer steps done"),
-    arg("--dtype", choices=("keep", "float32", "bfloat16", "float16"), default="keep"),
+    arg("--dtype", choices=DTYPES, default="keep", help="of the stored weights (default keep)"),
     arg("--force", action="store_true", help="accept NaN and infinite weights"),
     arg("--follow-links", action="store_true", help="follow links that leave the given folder"),
     arg("--max-bytes", type=count, default=4 << 30, metavar="N", help="of a file (default 4 GiB)"),

@@ -68,10 +68,10 @@ def _parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
     place = "a folder, sqlite:///path or postgresql://…"
     common.add_argument("--catalog", type=path, metavar="PLACE", help=place)
-    outside = "place of the payloads, if not in that folder"
+    outside = "a folder, s3://… or gs://…; needed if PLACE is a database's URL"
     common.add_argument("--payloads", type=path, metavar="URL", help=outside)
     common.add_argument("--json", action="store_true", help="print one JSON document")
-    about = "Policies, their revisions and aliases."
+    about = "Lists, promotes, rolls back, imports and exports revisions of policies."
     parser = argparse.ArgumentParser("python -m mint_jax.catalog", None, about, parents=[common])
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, (_, help, arguments) in COMMANDS.items():
