@@ -21,7 +21,15 @@ SECTIONS = {
     ),
     "Objects": ("Model", "Policy", "Evaluation", "Store", "Stored", "Completion"),
     "Settings and data": SETTINGS,
-    "Below": ("Catalog", "Trainer", "Engine", "Scorer", "Example", "ListEnvironment", "UserError"),
+    "Lower layers": (
+        "Catalog",
+        "Trainer",
+        "Engine",
+        "Scorer",
+        "Example",
+        "ListEnvironment",
+        "UserError",
+    ),
 }
 # public to the other modules of the API only
 INTERNAL = {"need_open", "need_trainer", "requests", "generate", "write_peft"}
@@ -39,9 +47,9 @@ def page(old: str) -> str:
 
 def _entry(name: str, thing: Any, section: str) -> Iterator[str]:
     yield f"### mint.{name}\n"
-    if section == "Below":
+    if section == "Lower layers":
         about = inspect.cleandoc(thing.__doc__ or "").partition("\n\n")[0]
-        yield f"`{thing.__module__}.{thing.__qualname__}`. {about}\n"
+        yield f"`{thing.__module__}.{thing.__qualname__}`. {_markdown(about)}"
         return
     is_settings = dataclasses.is_dataclass(thing) and name in SETTINGS
     if is_settings or not inspect.isclass(thing):
