@@ -49,14 +49,14 @@ class ModelRef(Body):
 
 
 class ModelPlace(SessionRef):
-    """The place of a new model."""
+    """Session and number of a new model. A mistake in a further field fails the future."""
 
     model_seq_id: Place
     user_metadata: Metadata | None = None
 
 
 class RequestPlace(ModelRef):
-    """The place of a training request."""
+    """Model and number of a training request. A mistake in a further field fails the future."""
 
     seq_id: SeqId
 
@@ -208,7 +208,7 @@ class SearchSessions(Body):
 
 
 class Interpolate(Body):
-    """A weighted sum of sampler weights."""
+    """Revisions to sum, and the coefficient of each. The sum is a new checkpoint."""
 
     source_paths: Annotated[list[Text], Field(min_length=1)]
     coefficients: Annotated[list[Number], Field(min_length=1)]
@@ -221,7 +221,7 @@ class ReverseKl(ModelRef):
 
 
 class SampleRequest(Body):
-    """The place of a sample; what else is wrong fails its future."""
+    """Sampler and number of a sample. A mistake in a further field fails the future."""
 
     sampling_session_id: Text | None = None
     model_path: Text | None = None
