@@ -39,7 +39,7 @@ REWARD_TIMEOUT = "seconds that the reward of one completion may take; 0: no limi
 class RecipeSettings:
     """Settings of every recipe."""
 
-    job: str = setting("recipe to run")
+    job: str = setting("job to run")
 
     folder = "recipes"  # of mint_jax; its module of the job's name has run(settings, workdir)
     needs_one_process = False

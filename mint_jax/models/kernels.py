@@ -58,4 +58,4 @@ class Kernels:
     def __post_init__(self) -> None:
         for op, names in IMPLEMENTATIONS.items():
             if getattr(self, op) not in ("auto", *names):
-                raise choice(f"kernels.{op}", getattr(self, op), ("auto", *names))
+                raise choice(op, getattr(self, op), ("auto", *names))
