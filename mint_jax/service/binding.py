@@ -19,12 +19,12 @@ def check_binding(host: str, keys: Keys | None, tls: bool) -> None:
     if keys is None:
         raise UserError(
             f"the server would listen at {host!r} without keys, for everybody; listen at 127.0.0.1,"
-            " or make keys with python -m mint_jax.service.keys add"
+            " or make keys with python -m mint_jax.service.keys add, and set --config.api_keys"
         )
     if not tls:
         raise UserError(
-            f"keys would be sent to {host!r} in the clear; give the server a certificate, or say"
-            " that a proxy before it encrypts"
+            f"keys would be sent to {host!r} in the clear; set --config.certificate, or"
+            " --config.behind_tls=True where a proxy in front of the server encrypts"
         )
 
 
