@@ -263,6 +263,8 @@ def mixer(
     else:
         # Slots count within a part of the mesh. In a tensor group the devices split the heads; each
         # convolves all channels, which is little.
+        # Where it splits rows, XLA would gather the projections instead of moving few channels.
+        x = sharding.constrain(x, "batch", None, "q_heads")
         rows, heads = sharding.cache_axes(cfg.num_kv_heads)
         of_head = (rows, None, *sharding.fitting((d.heads,), heads))
         of_tail, of_state = (None, rows), (None, rows, of_head[2])
