@@ -73,7 +73,7 @@ class Plan:
         self.cfg, self.mesh, self.dtype, self.adapter = cfg, mesh, dtype, adapter
         self.specs = transformer.abstract(cfg, dtype, quantise)
         self.params = params_lib.abstract(self.specs, sharding.shardings(self.specs, mesh))
-        factors = lora_tree.stack_specs(self.specs, adapter.targets, adapter.bucket, 1)
+        factors = lora_tree.stack_specs(self.specs, adapter.names, adapter.bucket, 1)
         self.factors = {
             path: sharding.sharding_of(spec, mesh)
             for path, spec in params_lib.leaves_with_path(factors)
@@ -113,7 +113,7 @@ class Plan:
         self._check_rows("rollout.prompts", shape.prompts, parts)
         rows, blocks = shape.prompts * shape.rollouts, parts * -(-shape.blocks // parts)
         bucket, table = self.adapter.bucket, longest_table(shape.prompt_tokens + shape.new_tokens)
-        resident = self.specs, self.adapter.targets, bucket, shape.adapters
+        resident = self.specs, self.adapter.names, bucket, shape.adapters
         stacks = {bucket: self._place(jax.eval_shape(lambda: lora_tree.empty_stack(*resident)))}
         # A rollout's first token is the prompt's last; its last token is sampled and never read.
         shared, own = pages_for(shape.prompt_tokens - 1, PAGE), pages_for(shape.new_tokens, PAGE)

@@ -17,12 +17,15 @@ from mint_jax import nested
 from mint_jax.catalog import header
 from mint_jax.digest import blake3_of
 from mint_jax.errors import UserError
-from mint_jax.lora.config import MAX_RANK, AdapterConfig
+from mint_jax.lora.config import MAX_RANK, SHARED_OUTER, AdapterConfig
 from mint_jax.safetensors_header import parse_object
 
 FORMAT = "mint-adapter/2"
 # A [L, R, D] and B [L, R, F]; routed experts [L, E, R, D] and [L, E, R, F]
 LAYOUT = "layers-experts-rank-first"
+# Form of routed experts' factors -> layout. In the second the factor on the hidden side is shared,
+# [L, R, D], and names have ``shared_outer`` before the projection.
+LAYOUTS = {"each": LAYOUT, SHARED_OUTER: f"{LAYOUT}/{SHARED_OUTER}"}
 SCALES = {False: "alpha/rank", True: "alpha/sqrt(rank)"}
 MAX_TEXT = 1000  # characters of a base's fingerprint or a target's name
 
@@ -47,7 +50,7 @@ class Schema:
             "alpha": float(config.alpha),
             "scale": SCALES[bool(config.rslora)],
             "targets": list(config.targets),
-            "layout": LAYOUT,
+            "layout": LAYOUTS[config.experts],
             "dtype": self.dtype,
         }
         return json.dumps(fields, sort_keys=True)
@@ -73,7 +76,7 @@ class Schema:
                 lambda x: type(x) is list and x and all(map(_is_text, x)),
                 "a list of names",
             ),
-            "layout": (lambda x: x == LAYOUT, LAYOUT),
+            "layout": (lambda x: x in list(LAYOUTS.values()), " or ".join(LAYOUTS.values())),
             "dtype": (lambda x: x in list(header.TAGS), " or ".join(header.TAGS)),
         }
         if strange := sorted(fields.keys() ^ checks):
@@ -85,8 +88,13 @@ class Schema:
             if not is_good(fields[name]):
                 found = ascii(fields[name])[:60]
                 raise UserError(f"the schema's {name} is {found}; expected {expected}")
+        forms = {layout: form for form, layout in LAYOUTS.items()}
         config = AdapterConfig(
-            fields["rank"], fields["alpha"], tuple(fields["targets"]), scales[fields["scale"]]
+            fields["rank"],
+            fields["alpha"],
+            tuple(fields["targets"]),
+            scales[fields["scale"]],
+            forms[fields["layout"]],
         )
         return cls(fields["base"], config, fields["dtype"])
 

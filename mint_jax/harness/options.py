@@ -16,7 +16,7 @@ from mint_jax.envs import env as env_lib
 from mint_jax.envs import scoring
 from mint_jax.errors import UserError
 from mint_jax.fields import Amount, Count, Natural, Open, Place, setting
-from mint_jax.lora.config import AdapterConfig
+from mint_jax.lora.config import FORMS, AdapterConfig
 from mint_jax.models import names
 from mint_jax.models.kernels import Kernels
 from mint_jax.rollout.ranges import check_ranges
@@ -432,6 +432,7 @@ class ServeSettings(SamplerSettings):
     private_key: Place = setting("key of the certificate, where its file has none", "")
     behind_tls: bool = setting("a proxy in front of the server encrypts", False)
     ranks: tuple[int, ...] = setting("powers of two; a policy gets the next larger one", (32,))
+    experts: Annotated[str, FORMS] = setting("factors of routed experts' adapters", "each")
     slots: Count = setting("policies in training on the device, for each of ranks", 4)
     adapters: Count = setting("revisions for sampling on the device, for each of ranks", 16)
     shapes: Shapes = setting("blocks, rows, tokens and targets of each step; empty: by device", ())

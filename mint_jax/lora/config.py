@@ -1,11 +1,15 @@
 """Configuration of an adapter. Imports no jax: the catalog reads it for a million adapters."""
 
 import dataclasses
+from typing import Annotated
 
 from mint_jax.errors import UserError
 from mint_jax.fields import Settings, setting
 
 MAX_RANK = 1024
+# Form of routed experts' adapters: the factor on the hidden side is one for all of a layer.
+SHARED_OUTER = "shared_outer"
+FORMS = ("each", SHARED_OUTER)
 LINEAR_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 
 
@@ -23,10 +27,21 @@ class AdapterConfig(Settings):
         "short names of the adapted projections, or all-linear", LINEAR_TARGETS
     )
     rslora: bool = setting("scale by alpha / sqrt(rank), arXiv 2312.03732", False)
+    experts: Annotated[str, FORMS] = setting(
+        "factors of routed experts: each has its own A and B, or A of gate and up and B of down are"
+        " shared by all experts of a layer",
+        "each",
+    )
 
     @property
     def scale(self) -> float:
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Targets as stacks name them, marked with the form of experts' factors."""
+        mark = "" if self.experts == "each" else f"@{self.experts}"
+        return tuple(target + mark for target in self.targets)
 
     @property
     def bucket(self) -> int:

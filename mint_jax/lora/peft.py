@@ -32,7 +32,7 @@ from mint_jax.lora.fused import (
     read_fused,
     target_fields,
 )
-from mint_jax.lora.tree import AdapterConfig, Projection, check_finite
+from mint_jax.lora.tree import AdapterConfig, Projection, check_finite, expanded
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -106,6 +106,7 @@ def write_peft(
     """Writes an adapter so that PEFT loads it with the same outputs; the directory is created
     atomically.
 
+    PEFT has no factors that experts share, so each expert gets a copy of a shared-outer adapter's.
     PEFT cannot load an adapter of only gate or only up of routed experts, and raises. For gpt-oss
     the other one is written as zeros.
 
@@ -119,7 +120,7 @@ def write_peft(
         raise UserError(f"output {directory} is a file: choose a new directory")
     if directory.exists() and any(directory.iterdir()):
         raise UserError(f"output {directory} is not empty: choose a new directory, or remove it")
-    flat = dict(params_lib.leaves_with_path(adapter))
+    flat = dict(params_lib.leaves_with_path(expanded(adapter)))
     tensors: dict[str, np.ndarray] = {}
     fused = _add_lacking(flat) if _alternate(names) else {}
     of_fused = {path: names[path] for path in fused}
@@ -273,7 +274,7 @@ def read_peft(
     result = AdapterConfig(rank, alpha, targets, bool(config.get("use_rslora", False)))
     flat = {}
     for path in [p for p in names if p.rsplit("/", 1)[-1] in targets]:
-        stack, D, F, _ = projections[path]
+        stack, D, F, *_ = projections[path]
         a_all, b_all = (np.zeros((len(names[path]), rank, end), np.float32) for end in (D, F))
         for i, (a, b, scale) in found.get(path, {}).items():
             a_all[i, : a.shape[0]] = a

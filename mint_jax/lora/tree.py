@@ -6,6 +6,10 @@ An *adapter* is ``{"dense": {"attn": {"q": {"a": [L, R, D], "b": [L, R, F]}}}}``
 ``[L, S, (E,) R, D]``: the next power of two. Padded rank rows and projections that a policy does
 not target are zero, get a zero gradient and stay zero.
 
+Shared-outer adapters of experts have paths of their own, ``experts/shared_outer/gate``, where the
+factor on the hidden side has no E. A stack whose policies have both forms therefore has both, each
+policy's other one zero. A common path would store a shared factor E times.
+
 Axes: L layers, S slots, E experts, R rank, D in, F out. Hu et al. 2021, arXiv 2106.09685.
 """
 
@@ -22,7 +26,13 @@ from flax import struct
 from mint_jax import params as params_lib
 from mint_jax import sharding
 from mint_jax.errors import UserError
-from mint_jax.lora.config import LINEAR_TARGETS, MAX_RANK, AdapterConfig, bucket_of  # noqa: F401
+from mint_jax.lora.config import (  # noqa: F401
+    LINEAR_TARGETS,
+    MAX_RANK,
+    SHARED_OUTER,
+    AdapterConfig,
+    bucket_of,
+)
 from mint_jax.lora.finite import all_finite
 from mint_jax.params import ParamSpec
 
@@ -60,13 +70,27 @@ class Projection(NamedTuple):
     d_in: int
     d_out: int
     axes: tuple[str | None, ...]  # logical axes of stack, in and out dimension
+    shared: str = ""  # factor that the experts of a layer share, "a" or "b"
+
+    def stack_of(self, factor: str) -> tuple[int, ...]:
+        return self.stack[:1] if factor == self.shared else self.stack
 
 
 def projections(base_specs: Any, targets: Iterable[str]) -> dict[str, Projection]:
-    """Returns the projections that ``targets`` names, by path; raises ``UserError`` if unknown."""
+    """Returns the projections that ``targets`` names, by path; raises ``UserError`` if unknown.
+
+    Args:
+        targets: short names, or ``AdapterConfig.names``, which say the form of experts' factors.
+    """
     known = target_paths(base_specs)
     linear = [name for name in known if name not in UNUSUAL]
-    wanted = [name for target in targets for name in (linear if target == ALL_LINEAR else [target])]
+    marked = [target.partition("@") for target in targets]
+    forms = {
+        (name, form): None
+        for target, _, form in marked
+        for name in (linear if target == ALL_LINEAR else [target])
+    }
+    wanted = [name for name, _ in forms]
     if not wanted:
         raise UserError(f"targets is empty: name at least one of {', '.join(known)}")
     if unknown := [name for name in wanted if name not in known]:
@@ -74,11 +98,29 @@ def projections(base_specs: Any, targets: Iterable[str]) -> dict[str, Projection
             f"target {unknown[0]!r} is not a projection of this base; choose from {ALL_LINEAR},"
             f" {', '.join(known)}"
         )
-    return {path: _projection_at(base_specs, path) for name in wanted for path in known[name]}
+    paths = [_path_of(path, form) for name, form in forms for path in known[name]]
+    return {path: _projection_at(base_specs, path) for path in paths}
+
+
+def _adapted(base_specs: Any, config: AdapterConfig) -> dict[str, Projection]:
+    """Returns an adapter's projections; raises ``UserError`` for a form without experts."""
+    out = projections(base_specs, config.names)
+    if config.experts == SHARED_OUTER and not any(p.shared for p in out.values()):
+        raise UserError(
+            f"experts is {SHARED_OUTER!r}, but no target is a projection of routed experts: set it"
+            " to 'each'"
+        )
+    return out
+
+
+def _path_of(path: str, form: str) -> str:
+    parent, _, name = path.rpartition("/")
+    return f"{parent}/{form}/{name}" if form and parent.endswith("/experts") else path
 
 
 def spelled_out(config: AdapterConfig, base_specs: Any) -> AdapterConfig:
     """Returns the config with its targets one by one in the base's order, to compare sets."""
+    _adapted(base_specs, config)
     chosen, known = projections(base_specs, config.targets), target_paths(base_specs)
     targets = tuple(name for name, paths in known.items() if not chosen.keys().isdisjoint(paths))
     return dataclasses.replace(config, targets=targets)
@@ -92,32 +134,36 @@ def _projection_at(base_specs: Any, path: str) -> Projection:
         return Projection((1,), width, vocab, ("layers", "embed", "vocab"))
     node = base_specs
     for name in path.split("/"):
-        node = node[name]
+        node = node if name == SHARED_OUTER else node[name]
     *stack, d_in, d_out = node["w"].shape
-    return Projection(tuple(stack), d_in, d_out, node["w"].axes)
+    shared = ""
+    if SHARED_OUTER in path:
+        shared = "a" if node["w"].axes[-2] == "expert_embed" else "b"
+    return Projection(tuple(stack), d_in, d_out, node["w"].axes, shared)
 
 
 def adapter_specs(base_specs: Any, config: AdapterConfig) -> Any:
     """Returns one policy's factors as ``ParamSpec`` leaves, at the true rank."""
-    return stack_specs(base_specs, config.targets, config.rank)
+    _adapted(base_specs, config)
+    return stack_specs(base_specs, config.names, config.rank)
 
 
 def stack_specs(base_specs: Any, targets: Iterable[str], rank: int, *slots: int) -> Any:
     """Returns the specs of a stack of ``slots`` policies, sharded as the base's projections."""
     flat = {}
     for path, p in projections(base_specs, targets).items():
-        shape = (p.stack[0], *slots, *p.stack[1:], rank)
-        ends = {"a": p.d_in, "b": p.d_out}
-        flat[path] = {
-            f: ParamSpec((*shape, end), _factor_axes(p, f, bool(slots)), jnp.float32, "zeros")
-            for f, end in ends.items()
-        }
+        flat[path] = {}
+        for f, end in (("a", p.d_in), ("b", p.d_out)):
+            L, *experts = p.stack_of(f)
+            shape, axes = (L, *slots, *experts, rank, end), _factor_axes(p, f, bool(slots))
+            flat[path][f] = ParamSpec(shape, axes, jnp.float32, "zeros")
     return params_lib.nest(flat)
 
 
 def _factor_axes(p: Projection, factor: str, stacked: bool) -> tuple[str | None, ...]:
     slots = ("slots",) if stacked else ()
-    return (p.axes[0], *slots, *p.axes[1:-2], "rank", p.axes[-2] if factor == "a" else p.axes[-1])
+    stack = p.axes[: len(p.stack_of(factor))]
+    return (stack[0], *slots, *stack[1:], "rank", p.axes[-2] if factor == "a" else p.axes[-1])
 
 
 def constrain(tree: Any, base_specs: Any) -> Any:
@@ -226,7 +272,7 @@ def stack_adapters(
         buckets.setdefault(config.bucket, []).append(name)
     stacks, slots = {}, {}
     for bucket, names in sorted(buckets.items()):
-        targets = dict.fromkeys(t for name in names for t in adapters[name][0].targets)
+        targets = dict.fromkeys(t for name in names for t in adapters[name][0].names)
         stack = empty_stack(base_specs, targets, bucket, len(names))
         for index, name in enumerate(names):
             config, adapter = adapters[name]
@@ -234,6 +280,20 @@ def stack_adapters(
             slots[name] = Slot(bucket, index)
         stacks[bucket] = stack
     return stacks, {name: slots[name] for name in adapters}
+
+
+def expanded(adapter: Any) -> Any:
+    """Returns an adapter with the same outputs in which every expert has both factors."""
+    flat = dict(params_lib.leaves_with_path(adapter))
+    out = {}
+    for path, leaf in flat.items():
+        if f"/{SHARED_OUTER}/" in path:
+            other = flat[path[:-1] + ("b" if path.endswith("a") else "a")]
+            if np.ndim(leaf) < np.ndim(other):
+                own = np.asarray(leaf)[:, None]
+                leaf = np.broadcast_to(own, (*np.shape(other)[:2], *own.shape[2:]))
+        out[path.replace(f"/{SHARED_OUTER}/", "/")] = leaf
+    return params_lib.nest(out)
 
 
 def check_resident(slot: Slot | None, stacks: Stacks) -> None:
@@ -259,14 +319,14 @@ def check_fits(
     Raises:
         UserError: names the first mismatch, or says that nothing binds.
     """
+    bound = _adapted(base_specs, config)
     specs = dict(params_lib.leaves_with_path(adapter_specs(base_specs, config)))
     found = {path: tuple(np.shape(leaf)) for path, leaf in params_lib.leaves_with_path(adapter)}
     if not found:
         raise UserError(f"{what}: no module binds; the adapter is empty")
     if strange := sorted(found.keys() - specs.keys()):
         raise UserError(
-            f"{what}: {strange[0]} is not among the targets {', '.join(config.targets)} of this"
-            " base"
+            f"{what}: {strange[0]} is not among the targets {', '.join(config.names)} of this base"
         )
     if lacking := sorted(specs.keys() - found.keys()):
         raise UserError(f"{what}: {lacking[0]} is missing, though its config targets it")
@@ -278,7 +338,7 @@ def check_fits(
             )
     if finite:
         check_finite(adapter, what)
-    return sum(math.prod(shape[:-2]) for path, shape in found.items() if path.endswith("/a"))
+    return sum(math.prod(p.stack) for p in bound.values())
 
 
 def check_finite(adapter: Any, what: str) -> None:

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from mint_jax import sharding
+from mint_jax.lora.config import SHARED_OUTER
 from mint_jax.lora.view import AdapterView
 from mint_jax.models.experts import expert_mlp
 
@@ -91,15 +92,25 @@ def _specs(mesh: Any, lora: AdapterView | None, p: Any) -> tuple[PartitionSpec, 
     axes = sharding.partition(("experts",), mesh)
     rows = sharding.partition(("batch",), mesh)
     # Factors are packed by expert, ``[P, E, R, D]`` or, for rows that name slots, ``[L, S, E, R,
-    # D]``; other leaves are numbers.
+    # D]``; other leaves are numbers, or shared by all experts.
     spec_of = {4: PartitionSpec(None, *axes), 5: PartitionSpec(None, None, *axes)}
+
+    def of_adapters(path: Any, x: jax.Array) -> PartitionSpec:
+        return PartitionSpec() if _is_shared(path) else spec_of.get(x.ndim, PartitionSpec())
+
     # Experts are ``[E, D, F]``, or ``[L, E, D, F]`` with the layer's number; scales are ``[E, F]``.
     spec_of_p = {0: PartitionSpec(), 4: spec_of[4]}
     return (
         rows,
-        jax.tree.map(lambda x: spec_of.get(x.ndim, PartitionSpec()), lora),
+        jax.tree_util.tree_map_with_path(of_adapters, lora),
         jax.tree.map(lambda x: spec_of_p.get(x.ndim, axes), p),
     )
+
+
+def _is_shared(path: Any) -> bool:
+    """Returns True for a leaf of adapters that all experts share, see ``lora.tree``."""
+    keys = [getattr(key, "key", None) for key in path]
+    return SHARED_OUTER in keys and (keys[-2] == "down") == (keys[-1] == "b")
 
 
 def _locally(fn: Any, of_block: int | None, args: Any, *more: Any) -> Any:
@@ -132,9 +143,15 @@ def _backward(of_block, mlp, residuals, g):
 
     def back(exchange, v, p, lora, g):
         dx, dw, dlora = exchange.back(v, p, lora, g, mlp)
+
         # An expert's adapters are replicated over the axes that split rows but not experts. The
-        # replicas' gradients are of different rows, and replicas stay equal only with the sum.
-        return dx, dw, jax.lax.psum(dlora, replicas) if replicas else dlora
+        # replicas' gradients are of different rows, and replicas stay equal only with the sum. A
+        # shared factor is replicated over experts too, of which each device has its own.
+        def summed(path: Any, d: jax.Array) -> jax.Array:
+            return jax.lax.psum(d, experts) if _is_shared(path) else d
+
+        dlora = jax.lax.psum(dlora, replicas) if replicas else dlora
+        return dx, dw, jax.tree_util.tree_map_with_path(summed, dlora)
 
     return *_locally(back, of_block, residuals, g), None, None, None
 

@@ -5,7 +5,8 @@ The base multiplies each expert's rows of all adapters together. An adapter of r
 work for its own rows only, whatever the number of resident adapters.
 
 Axes: N tokens, M rows (a token and one of its experts), E local experts, D model width, F expert
-width, P blocks of a rank bucket, R rank. Factors are packed, ``[P, E, R, D]`` and ``[P, E, R, F]``.
+width, P blocks of a rank bucket, R rank. Factors are packed, ``[P, E, R, D]`` and ``[P, E, R, F]``;
+one that experts share is ``[P, R, D]``.
 """
 
 import functools
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from mint_jax.lora.config import SHARED_OUTER
 from mint_jax.lora.view import AdapterView
 from mint_jax.models import packed_lora
 from mint_jax.models.config import Kernels
@@ -140,18 +142,19 @@ def _project(x_MD, p, lora, names, order, kernels):
     lora = AdapterView(()) if lora is None else lora
     for bucket, blocks in zip(lora.buckets, lora.blocks):
         tree, place, scale_P = lora.packed(bucket, blocks)
-        pairs = tuple(
-            tuple(tree[name][f].reshape(-1, *tree[name][f].shape[-2:]) for f in "ab")
-            if tree.get(name)
-            else None
-            for name in names
-        )
-        if any(pairs):
-            scale_M = None
-            if scale_P is not None:
-                index = jnp.clip(order.block - first, 0, blocks - 1)
-                scale_M = jnp.where(order.block < first + blocks, scale_P[index], 1.0)
-            adapters.append(Adapters(groups_of(order, first, place), pairs, scale_M))
+        for form in (tree, tree.get(SHARED_OUTER) or {}):
+            pairs = tuple(
+                tuple(form[name][f].reshape(-1, *form[name][f].shape[-2:]) for f in "ab")
+                if form.get(name)
+                else None
+                for name in names
+            )
+            if any(pairs):
+                scale_M = None
+                if scale_P is not None:
+                    index = jnp.clip(order.block - first, 0, blocks - 1)
+                    scale_M = jnp.where(order.block < first + blocks, scale_P[index], 1.0)
+                adapters.append(Adapters(groups_of(order, first, place), pairs, scale_M))
         first += blocks
     with jax.named_scope("_".join(names)):
         bases, sizes = [_of_layer(p[name]) for name in names], jnp.sum(order.counts, axis=1)

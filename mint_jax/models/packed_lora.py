@@ -9,6 +9,7 @@ Axes: M rows, E experts, G groups, W adapter factors, D in, F out, R rank. arXiv
 4.1.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -51,7 +52,8 @@ class Groups:
     contiguous: bool = struct.field(pytree_node=False, default=False)
 
 
-Factors = tuple[jax.Array, jax.Array]  # A [W, R, D], B [W, R, F]
+# A [W, R, D], B [W, R, F]; one that an adapter's E experts share has W / E matrices
+Factors = tuple[jax.Array, jax.Array]
 
 
 class Adapters(NamedTuple):
@@ -62,6 +64,17 @@ class Adapters(NamedTuple):
     factors: tuple[Factors | None, ...]
     # `[M]` float32 scale of each row's adapter, if B does not include it; forward only
     scale: jax.Array | None = None
+
+    @property
+    def share(self) -> bool:
+        """True if experts share factors, which kernels do not read."""
+        return any(pair is not None and len(pair[0]) != len(pair[1]) for pair in self.factors)
+
+
+def _places(index: jax.Array, a: jax.Array, b: jax.Array) -> list[jax.Array]:
+    """Returns the indices in A and in B of factors; a shared matrix stands for consecutive ones."""
+    most = max(len(a), len(b))
+    return [index if len(w) == most else index // (most // len(w)) for w in (a, b)]
 
 
 def project(
@@ -141,12 +154,16 @@ def outer(left_MA: jax.Array, right_MB: jax.Array, sizes_G: jax.Array) -> jax.Ar
     return jnp.where(bad_G[:, None, None], jnp.nan, sums)
 
 
-def _factor_gradient(left_MA, right_MB, groups, like):
+def _factor_gradient(left_MA, right_MB, groups, like, experts):
     if not groups.contiguous:
         front, _ = _in_front(groups)
         left_MA, right_MB = left_MA[front], right_MB[front]
-    sums_G = outer(left_MA, right_MB, groups.sizes)
-    return jnp.zeros(like.shape, jnp.float32).at[groups.index].add(sums_G).astype(like.dtype)
+    sums_G, index = outer(left_MA, right_MB, groups.sizes), groups.index
+    if experts > 1:
+        # Groups are ordered by expert. A scatter to equal indices adds in any order on a GPU.
+        sums_G = jnp.sum(sums_G.reshape(experts, -1, *sums_G.shape[1:]), axis=0)
+        index = index[: len(sums_G)]
+    return jnp.zeros(like.shape, jnp.float32).at[index].add(sums_G).astype(like.dtype)
 
 
 def _scale_rows(y: jax.Array, scale_EF: jax.Array, sizes: jax.Array) -> jax.Array:
@@ -161,21 +178,29 @@ def _base_grouped(x, base, sizes, transposed, kernel):
     return _scale_rows(y, base["scale"], sizes) if "scale" in base and not transposed else y
 
 
+def _groups_of(groups: Groups, a: jax.Array, b: jax.Array) -> list[Groups]:
+    places = _places(groups.index, a, b)
+    return [dataclasses.replace(groups, index=g) for g in places]
+
+
 def _add_grouped(x, a, b, onto, factor, scale=None, *, groups, kernel):
-    h = [_grouped(x, one, groups, True, kernel) for one in a]
+    own = [_groups_of(groups, *pair) for pair in zip(a, b)]
+    h = [_grouped(x, one, of_a, True, kernel) for one, (of_a, _) in zip(a, own)]
     h = h if scale is None else [(one * scale[:, None]).astype(one.dtype) for one in h]
     return tuple(
-        y + _grouped(one, w, groups, False, kernel).astype(y.dtype) for y, one, w in zip(onto, h, b)
+        y + _grouped(one, w, of_b, False, kernel).astype(y.dtype)
+        for y, one, w, (_, of_b) in zip(onto, h, b, own)
     )
 
 
 def _back_grouped(x, a, b, g, dx, factor, *, groups, kernel):
     da, db = [], []
     for a_k, b_k, g_k in zip(a, b, g):
-        h, dh = _grouped(x, a_k, groups, True, kernel), _grouped(g_k, b_k, groups, True, kernel)
-        da.append(_factor_gradient(dh, x, groups, a_k))
-        db.append(_factor_gradient(h, g_k, groups, b_k))
-        dx = dx + _grouped(dh, a_k, groups, False, kernel).astype(dx.dtype)
+        of_a, of_b = _groups_of(groups, a_k, b_k)
+        h, dh = _grouped(x, a_k, of_a, True, kernel), _grouped(g_k, b_k, of_b, True, kernel)
+        da.append(_factor_gradient(dh, x, of_a, a_k, max(1, len(b_k) // len(a_k))))
+        db.append(_factor_gradient(h, g_k, of_b, b_k, max(1, len(a_k) // len(b_k))))
+        dx = dx + _grouped(dh, a_k, of_a, False, kernel).astype(dx.dtype)
     return dx, tuple(da), tuple(db)
 
 
@@ -192,7 +217,8 @@ def _products_kernels(x, bases, sizes, adapters, kernels):
     one_pass = kernels.packed_matmul
     if one_pass == "auto" and {kernels.packed_lora, kernels.grouped_matmul} != {"auto"}:
         one_pass = "xla"
-    first = next((n for n, one in enumerate(adapters) if all(one.factors)), None)
+    whole = (n for n, one in enumerate(adapters) if all(one.factors) and not one.share)
+    first = next(whole, None)
     if one_pass == "xla" or (first is None and not _reads_few(x, bases, sizes)):
         out = [_base_grouped(x, base, sizes, False, kernels.grouped_matmul) for base in bases]
         return tuple(_add(x, out, adapters, kernels))
@@ -234,8 +260,15 @@ def _reads_few(x: jax.Array, bases: Sequence[dict[str, jax.Array]], sizes: jax.A
 
 def _add(x, out, adapters, kernels):
     out = list(out)
-    for groups, factors, scale in adapters:
+    for one in adapters:
+        groups, factors, scale = one
         present, (a, b) = _present(factors)
+        if one.share:
+            args = x, a, b, [out[k] for k in present], groups.factor, scale
+            made = _add_grouped(*args, groups=groups, kernel=kernels.grouped_matmul)
+            for k, y in zip(present, made):
+                out[k] = y
+            continue
         table = _table(op.ADD, _add_grouped, groups, kernels)
         args = x, a, b, [out[k] for k in present], groups.factor, scale
         for k, y in zip(present, run("packed_lora", table, kernels.packed_lora, args)):
@@ -249,11 +282,16 @@ def _gradients_kernels(x, bases, sizes, adapters, g, kernels):
     ]
     dx = sum(parts[1:], parts[0])
     grads = []
-    for groups, factors, _ in adapters:
+    for one in adapters:
+        groups, factors, _ = one
         present, (a, b) = _present(factors)
-        table = _table(op.BACKWARD, _back_grouped, groups, kernels)
         args = x, a, b, [g[k] for k in present], dx, groups.factor
-        dx, da, db = run("packed_lora backward", table, kernels.packed_lora, args)
+        if one.share:
+            made = _back_grouped(*args, groups=groups, kernel=kernels.grouped_matmul)
+        else:
+            table = _table(op.BACKWARD, _back_grouped, groups, kernels)
+            made = run("packed_lora backward", table, kernels.packed_lora, args)
+        dx, da, db = made
         given = dict(zip(present, zip(da, db)))
         grads.append(tuple(given.get(k) for k in range(len(bases))))
     return dx, tuple(grads)
@@ -375,10 +413,11 @@ def _add_tiles(x, a, b, onto, adapters):
     def body(tile, group, ys):
         rows, i, out = tile.read(x), groups.index[group], []
         for y, a_k, b_k in zip(ys, a, b):
-            h = dot(rows, _at(a_k, i), (1, 1)).astype(x.dtype)
+            i_a, i_b = _places(i, a_k, b_k)
+            h = dot(rows, _at(a_k, i_a), (1, 1)).astype(x.dtype)
             if scale is not None:
                 h = (h * tile.read(scale)[:, None]).astype(x.dtype)
-            out.append(tile.add(y, dot(h, _at(b_k, i), (1, 0))))
+            out.append(tile.add(y, dot(h, _at(b_k, i_b), (1, 0))))
         return out
 
     return _over_tiles(body, onto, x.shape[0], groups.sizes, groups.first)
@@ -391,12 +430,14 @@ def _back_tiles(x, a, b, g, dx, groups):
         rows = tile.own(x)
         for a_k, b_k, g_k, (da, db) in zip(a, b, g, grads):
             g_t = tile.own(g_k)
+            i_a, i_b = _places(i, a_k, b_k)
             # Recomputed from rows that are read anyway; keeping it from the forward pass takes [M,
             # R] for each projection and bucket.
-            h = jnp.where(tile.is_own, dot(rows, _at(a_k, i), (1, 1)), 0.0).astype(x.dtype)
-            dh = jnp.where(tile.is_own, dot(g_t, _at(b_k, i), (1, 1)), 0.0).astype(x.dtype)
-            new.append((_add_at(da, i, dot(dh, rows, (0, 0))), _add_at(db, i, dot(h, g_t, (0, 0)))))
-            dx = tile.add(dx, dot(dh, _at(a_k, i), (1, 0)))
+            h = jnp.where(tile.is_own, dot(rows, _at(a_k, i_a), (1, 1)), 0.0).astype(x.dtype)
+            dh = jnp.where(tile.is_own, dot(g_t, _at(b_k, i_b), (1, 1)), 0.0).astype(x.dtype)
+            da, db = _add_at(da, i_a, dot(dh, rows, (0, 0))), _add_at(db, i_b, dot(h, g_t, (0, 0)))
+            new.append((da, db))
+            dx = tile.add(dx, dot(dh, _at(a_k, i_a), (1, 0)))
         return dx, new
 
     grads = [

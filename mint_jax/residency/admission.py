@@ -31,11 +31,12 @@ def verify(
 
 def modules_of(adapter: Any) -> int:
     """Returns the number of an adapter's modules, one per projection, layer and expert."""
-    return sum(
-        math.prod(np.shape(leaf)[:-2])
-        for path, leaf in params_lib.leaves_with_path(adapter)
-        if path.endswith("/a")
-    )
+    counts: dict[str, int] = {}
+    for path, leaf in params_lib.leaves_with_path(adapter):
+        # A factor that experts share is one of the layer's modules.
+        owner, count = path.rpartition("/")[0], math.prod(np.shape(leaf)[:-2])
+        counts[owner] = max(count, counts.get(owner, 0))
+    return sum(counts.values())
 
 
 class Admission:

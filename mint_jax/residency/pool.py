@@ -129,7 +129,7 @@ class Pool:
         self._whole: dict[str, tuple[AdapterConfig, Any]] = {}
         try:
             for entry in self._entries.values():
-                lora_tree.projections(self._specs, entry.known.config.targets)
+                lora_tree.projections(self._specs, entry.known.config.names)
             if multihost.count() > 1:
                 self._whole = {name: source.load(name) for name in self._entries}
         except BaseException:
@@ -253,7 +253,7 @@ def open_residency(
     """Opens residency for revisions, by digest, with at most ``slots`` slots of a rank bucket."""
     configs = [known.config for known in revisions.values()]
     counts = Counter(config.bucket for config in configs)
-    targets = dict.fromkeys(target for config in configs for target in config.targets)
+    targets = dict.fromkeys(target for config in configs for target in config.names)
     # Promoted so that no stored number is rounded. 16-bit slots halve the bytes to write.
     dtype = functools.reduce(
         jnp.promote_types, (jnp.dtype(known.dtype) for known in revisions.values())

@@ -22,7 +22,7 @@ from mint_jax.catalog.packed import Schema, digest_of, pack, unpack
 from mint_jax.digest import blake3_of
 from mint_jax.errors import UserError
 from mint_jax.lora import tree as lora_tree
-from mint_jax.lora.tree import AdapterConfig
+from mint_jax.lora.tree import SHARED_OUTER, AdapterConfig
 from mint_jax.service import checkpoints
 from mint_jax.service.answers import group_of
 from mint_jax.service.book import Checkpoint
@@ -116,13 +116,22 @@ def weighted_sum(
 ) -> tuple[Any, AdapterConfig, float]:
     """Returns an adapter of scale 1, float32, of the sources' deltas times their coefficients, its
     config, and the Frobenius norm of what ``rank`` omits over that of the sum: 0 if exact. Raises
-    ``UserError``: the sum exceeds float32.
+    ``UserError``: the sum exceeds float32, or experts would no longer share a factor.
     """
     flat = [dict(params_lib.leaves_with_path(tree)) for tree, _ in sources]
     scales = [c * config.scale for c, (_, config) in zip(coefficients, sources, strict=True)]
     fits = sum(config.rank for _, config in sources) <= rank
     factors, total, omitted = {}, 0.0, 0.0
-    for path in sorted({leaf.rsplit("/", 1)[0] for leaves in flat for leaf in leaves}):
+    paths = sorted({leaf.rsplit("/", 1)[0] for leaves in flat for leaf in leaves})
+    is_shared = any(f"/{SHARED_OUTER}/" in path for path in paths)
+    each = any("/experts/" in path and SHARED_OUTER not in path for path in paths)
+    if is_shared and (each or not fits):
+        raise UserError(
+            f"a source's experts share factors (experts {SHARED_OUTER!r}), which the sum keeps only"
+            f" if all do and its rank, {rank}, is at least the sum of theirs,"
+            f" {sum(config.rank for _, config in sources)}"
+        )
+    for path in paths:
         present = [
             (leaves[f"{path}/a"], leaves[f"{path}/b"], scale)
             for leaves, scale in zip(flat, scales)
@@ -140,7 +149,9 @@ def weighted_sum(
             layers.append((_padded(a, rank, path), _padded(b, rank, path)))
         factors[f"{path}/a"], factors[f"{path}/b"] = map(np.stack, zip(*layers))
     targets = tuple(dict.fromkeys(target for _, config in sources for target in config.targets))
-    config = lora_tree.spelled_out(AdapterConfig(rank, float(rank), targets), specs)
+    form = SHARED_OUTER if is_shared else "each"
+    made = AdapterConfig(rank, float(rank), targets, experts=form)
+    config = lora_tree.spelled_out(made, specs)
     error = float(np.sqrt(omitted / total)) if total else 0.0
     return params_lib.nest(factors), config, error
 

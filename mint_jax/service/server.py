@@ -73,6 +73,7 @@ class Sizes:
     Attributes:
         slots: number of policies in training by maximum rank.
         adapters: number of adapters to sample from by maximum rank.
+        experts: form of all these adapters' factors of routed experts, see ``AdapterConfig``.
         max_rows: rows decoded together.
         host_bytes: host memory for idle policies' states, and again for cached adapters.
         session_s: seconds without contact after which a session ends.
@@ -80,6 +81,7 @@ class Sizes:
 
     slots: Mapping[int, int]
     adapters: Mapping[int, int]
+    experts: str = "each"
     shapes: Sequence[BlockShape] = ()
     max_rows: int = 32
     cache_bytes: int | None = None
@@ -129,6 +131,7 @@ class Server:
             base,
             slots=sizes.slots,
             targets=targets,
+            experts=sizes.experts,
             shapes=sizes.shapes,
             host_bytes=sizes.host_bytes,
             folder=folder / "spilled",
@@ -153,7 +156,9 @@ class Server:
             self.weights = Weights(
                 base, self.catalog, self.checkpoints.digest, also=(self.name,), folder=peft_folder
             )
-            self.residency = self._residency(targets)
+            self.residency = self._residency(
+                AdapterConfig(1, targets=tuple(targets), experts=sizes.experts).names
+            )
             opened.callback(self.residency.close)
             self.engine = Engine(
                 base,
@@ -334,7 +339,8 @@ class Server:
         chosen = [one for family, one in self.families.items() if train.get(family, True)]
         if not (targets := tuple(target for members in chosen for target in members)):
             raise UserError(f"nothing is to be trained: set one of {', '.join(self.families)}")
-        return AdapterConfig(rank, ALPHA, targets)
+        form = self.sizes.experts if train.get("train_mlp", True) else "each"
+        return AdapterConfig(rank, ALPHA, targets, experts=form)
 
     def about(self, config: AdapterConfig) -> dict[str, Any]:
         """Returns details of a model: rank, and the bytes of its weights and two moments."""

@@ -70,6 +70,7 @@ class Slots:
         declared: number of device slots by rank bucket, a power of two; None gives each policy its
             own.
         targets: projections that policies may adapt; every declared slot has room for all of them.
+        experts: form of their factors of routed experts, see ``AdapterConfig``.
         host_bytes: limit on states in host memory; beyond it the least recently used ones are
             written to files in ``folder``. None keeps all states in memory.
 
@@ -82,6 +83,7 @@ class Slots:
         base: Base,
         declared: Mapping[int, int] | None,
         targets: Sequence[str],
+        experts: str,
         host_bytes: int,
         folder: Path | None,
     ):
@@ -89,7 +91,7 @@ class Slots:
         self.host_bytes, self.folder = host_bytes, folder
         self.counts: collections.Counter[str] = collections.Counter()
         self.capacity = dict(sorted((declared or {}).items()))
-        self._is_declared = declared is not None
+        self._is_declared, self._experts = declared is not None, experts
         self._targets: tuple[str, ...] = ()  # of declared slots
         self._members: dict[str, _Member] = {}
         self._clock = 0
@@ -104,9 +106,10 @@ class Slots:
                     f"slots is {dict(declared)}; expected numbers of slots by rank, with ranks that"
                     " are powers of two"
                 )
-            own = lora_tree.spelled_out(AdapterConfig(1, targets=tuple(targets)), self.specs)
+            own = AdapterConfig(1, targets=tuple(targets), experts=experts)
+            own = lora_tree.spelled_out(own, self.specs)
             self._targets = own.targets
-            self._state = self._empty(self.capacity, own.targets)
+            self._state = self._empty(self.capacity, own.names)
 
     @property
     def state(self) -> State:
@@ -184,6 +187,12 @@ class Slots:
                     f"policy {name!r} has rank {config.rank}; this server trains ranks up to"
                     f" {max(self.capacity)}"
                 )
+            paths = lora_tree.projections(self.specs, config.names)
+            if config.experts != self._experts and any("/experts/" in path for path in paths):
+                raise UserError(
+                    f"policy {name!r} has experts {config.experts!r}; this server trains"
+                    f" {self._experts!r}, as its setting experts says"
+                )
             if strange := [t for t in config.targets if t not in self._targets]:
                 raise UserError(
                     f"policy {name!r} adapts {strange[0]!r}; this server trains"
@@ -246,7 +255,7 @@ class Slots:
         self.capacity = {b: n for b, n in self.capacity.items() if b != bucket}
         if not members:
             return
-        own = (lora_tree.spelled_out(member.config, self.specs).targets for member in members)
+        own = (lora_tree.spelled_out(member.config, self.specs).names for member in members)
         targets = tuple(dict.fromkeys(itertools.chain(*own)))
         self.capacity = dict(sorted((self.capacity | {bucket: len(members)}).items()))
         stack = self._empty({bucket: len(members)}, targets)

@@ -70,7 +70,7 @@ def empty(
     out = {}
     for bucket in sorted({config.bucket for config in configs}):
         own = [config for config in configs if config.bucket == bucket]
-        targets = list(dict.fromkeys(target for config in own for target in config.targets))
+        targets = list(dict.fromkeys(target for config in own for target in config.names))
         count = slots[bucket] if slots else len(own)
         stack = lora_tree.empty_stack(base_specs, targets, bucket, count)
         zeros = lambda stack=stack: jax.tree.map(jnp.zeros_like, stack.factors)  # noqa: E731

@@ -66,7 +66,7 @@ class Trainer(Slots):
         max_tokens: padded tokens of one pass of ``forward_backward``; larger updates accumulate
             over several passes. None is 16384 on CPUs and 8192 on accelerators.
         remat: a key of ``transformer.REMAT``.
-        slots, targets, host_bytes, folder: see ``Slots``.
+        slots, targets, experts, host_bytes, folder: see ``Slots``.
         shapes: declared shapes of ``step``; none uses ``CPU_SHAPES`` or ``SHAPES``.
 
     Attributes:
@@ -85,6 +85,7 @@ class Trainer(Slots):
         *,
         slots: Mapping[int, int] | None = None,
         targets: Sequence[str] = ALL_TARGETS,
+        experts: str = "each",
         shapes: Sequence[BlockShape] = (),
         host_bytes: int = 4 << 30,
         folder: Path | None = None,
@@ -106,7 +107,7 @@ class Trainer(Slots):
                 f"shapes is {list(shapes)}; expected sizes of at least 1, one of them for plain"
                 " targets"
             )
-        super().__init__(base, slots, targets, host_bytes, folder)
+        super().__init__(base, slots, targets, experts, host_bytes, folder)
         # The mesh splits rows, so a shape needs enough blocks for every part of the mesh.
         even = [
             shape._replace(blocks=_round_up(shape.blocks, shape.rows, base.row_multiple))

@@ -2,6 +2,7 @@
 it.
 """
 
+import dataclasses
 import io
 import json
 import math
@@ -67,6 +68,17 @@ def test_reading_is_exact_and_copies_nothing(tmp_path, kind, dtype):
     assert digest_of(holder) == digest_of(data)
     with pytest.raises(ValueError, match="not one run of bytes"):
         unpack(np.zeros(10, np.uint8)[::2])
+
+
+def test_the_layout_says_which_factors_experts_share():
+    """Files of the usual form are as they were."""
+    usual = json.loads(SCHEMA.to_json())
+    assert usual["layout"] == "layers-experts-rank-first"
+    shared = Schema("ab" * 32, dataclasses.replace(SCHEMA.config, experts="shared_outer"))
+    fields = json.loads(shared.to_json())
+    assert fields == usual | {"layout": "layers-experts-rank-first/shared_outer"}
+    assert Schema.from_json(shared.to_json()) == shared
+    assert Schema.from_json(SCHEMA.to_json()) == SCHEMA
 
 
 def file_of(fields, data=b"", metadata=None) -> bytes:

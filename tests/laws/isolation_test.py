@@ -114,6 +114,8 @@ class Company:
         vocab = base.cfg.vocab_size
         targets = TARGETS if "moe" not in base.cfg.stacks else (*TARGETS, "router")
         configs = {n: AdapterConfig(r, targets=targets) for n, r in ranks.items()}
+        if base.cfg.routed:  # a's neighbour in a stack of both forms
+            configs["b"] = dataclasses.replace(configs["b"], experts="shared_outer")
         others = {"optimizer": OptimizerConfig(learning_rate=3e-3), "loss": LossConfig("reinforce")}
         usual = {"optimizer": USUAL, "loss": LossConfig("importance_sampling")}
         self.usual = PolicyConfig("a", configs["a"], **usual)

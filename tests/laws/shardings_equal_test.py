@@ -115,7 +115,9 @@ CASES.append(pytest.param("latent", "expert4_tensor2", marks=pytest.mark.slow))
 
 def adapters_of(family):
     targets = ("q", "o", "down") if family == "dense" else ("all-linear",)  # split both ways
-    return {"a": AdapterConfig(3, targets=targets), "c": AdapterConfig(1, targets=targets)}
+    form = "shared_outer" if family in ("experts", "hybrid") else "each"
+    shared = AdapterConfig(1, targets=targets, experts=form)
+    return {"a": AdapterConfig(3, targets=targets), "c": shared}
 
 
 def seed_of(family):

@@ -56,6 +56,9 @@ EXPORTS = [
     ("qwen3_moe", AdapterConfig(4, 2.0, ("down",))),
     ("gpt_oss", AdapterConfig(3, 5.0, (tree.ALL_LINEAR, "router"), rslora=True)),
     ("gpt_oss", AdapterConfig(4, 2.0, ("q", "down"))),
+    # each expert's copy of a shared factor
+    ("qwen3_moe", AdapterConfig(3, 5.0, LINEAR_TARGETS, experts="shared_outer")),
+    ("deepseek_v3", AdapterConfig(3, 5.0, (tree.ALL_LINEAR,), True, "shared_outer")),
     ("qwen3_5", AdapterConfig(3, 5.0, (tree.ALL_LINEAR,))),
     ("qwen3_5_moe", AdapterConfig(3, 5.0, (tree.ALL_LINEAR, "router"), rslora=True)),
     ("qwen3_next", AdapterConfig(3, 5.0, (tree.ALL_LINEAR,))),
@@ -89,7 +92,7 @@ def test_peft_loads_what_we_write_and_reading_it_back_is_exact(
     assert set(read.targets) == set(
         tree.spelled_out(config, transformer.abstract(base.cfg)).targets
     )
-    chex.assert_trees_all_equal(back, adapter)
+    chex.assert_trees_all_equal(back, tree.expanded(adapter))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out"], "nothing of the staging may stay"
 
 

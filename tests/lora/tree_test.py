@@ -2,6 +2,9 @@
 admission.
 """
 
+import dataclasses
+
+import jax
 import numpy as np
 import peft
 import pytest
@@ -12,7 +15,9 @@ from mint_jax import params as params_lib
 from mint_jax.errors import UserError
 from mint_jax.lora import tree
 from mint_jax.lora.tree import AdapterConfig
-from mint_jax.models import transformer
+from mint_jax.models import names, transformer
+from mint_jax.models.config import from_hf
+from mint_jax.residency.admission import modules_of
 from tests import oracles
 from tests.adapters import random_adapter
 
@@ -71,6 +76,59 @@ def test_a_seed_gives_the_same_factors_with_any_other_targets(rng, specs):
     drawn = [np.asarray(attn[name]["a"]) for name in ("q", "k", "v")]
     assert not any(np.array_equal(x, y) for i, x in enumerate(drawn) for y in drawn[:i])
     assert not any(np.array_equal(x[0], x[1]) for x in drawn)
+
+
+def test_a_rank_of_shared_factors_is_less_than_a_third_on_qwen3_30b_a3b():
+    cfg = from_hf(names.shape("random:qwen3-30b-a3b"))
+    base, layers = transformer.abstract(cfg), cfg.stacks["moe"]
+    D, E, F = cfg.d_model, 128, 768
+    wanted = {"each": 3 * E * (D + F), "shared_outer": 3 * (D + E * F)}  # A and B of gate, up, down
+    assert {n: layers * count for n, count in wanted.items()} == {
+        "each": 51_904_512,
+        "shared_outer": 14_450_688,
+    }
+    bound = set()
+    for form, count in wanted.items():
+        config = AdapterConfig(1, targets=("gate", "up", "down"), experts=form)
+        specs = tree.adapter_specs(base, config)
+        assert params_lib.count(specs) == layers * count
+        assert tree.adapter_nbytes(base, config) == 4 * layers * count
+        empty = jax.tree.map(lambda s: np.broadcast_to(np.float32(0), s.shape), specs)
+        bound.add(tree.check_fits(empty, config, base, "it", finite=False))
+        assert modules_of(empty) == 3 * layers * E
+    assert bound == {3 * layers * E}, "every expert is adapted"
+    assert wanted["shared_outer"] <= 0.3 * wanted["each"]
+
+
+def test_experts_with_shared_factors_compute_what_equal_factors_do(rng, tiny_base):
+    base, seed = tiny_base("qwen3_moe"), int(rng.integers(2**31))
+    config = AdapterConfig(3, targets=("gate", "down"), experts="shared_outer")
+    specs = transformer.abstract(base.cfg)
+    adapter = random_adapter(rng, base, config)
+    each = tree.expanded(adapter)
+    tree.check_fits(each, dataclasses.replace(config, experts="each"), specs, "it")
+    mine, equal = adapter["moe"]["moe"]["experts"]["shared_outer"], each["moe"]["moe"]["experts"]
+    for name, shared, own in (("gate", "a", "b"), ("down", "b", "a")):
+        assert not np.ptp(equal[name][shared], axis=1).any()
+        np.testing.assert_array_equal(equal[name][shared][:, 0], mine[name][shared])
+        np.testing.assert_array_equal(equal[name][own], mine[name][own])
+    few = tree.init_adapter(specs, config, seed)
+    many = tree.init_adapter(
+        specs, dataclasses.replace(config, targets=("q", *config.targets)), seed
+    )
+    for path, leaf in params_lib.leaves_with_path(few):
+        np.testing.assert_array_equal(leaf, dict(params_lib.leaves_with_path(many))[path])
+
+
+def test_shared_factors_need_experts(specs, tiny_base):
+    for base, targets in (
+        (specs, ("gate",)),
+        (transformer.abstract(tiny_base("qwen3_moe").cfg), ("q",)),
+    ):
+        with pytest.raises(UserError, match="experts is 'shared_outer', but no target is a proj"):
+            tree.adapter_specs(base, AdapterConfig(2, targets=targets, experts="shared_outer"))
+    with pytest.raises(UserError, match="experts is 'shared'; expected one of each, shared_outer"):
+        AdapterConfig(2, experts="shared")
 
 
 QA, QB = "dense/attn/q/a", "dense/attn/q/b"

@@ -13,9 +13,9 @@ from mint_jax import sharding
 from mint_jax.mesh import make_mesh
 from mint_jax.models import expert_parallel
 from tests.marks import first
+from tests.models.experts_test import EACH, OUTER, problem
 from tests.models.experts_test import _assert_close as _assert_equal
 from tests.models.experts_test import _ours as _run
-from tests.models.experts_test import problem
 
 E, T = 16, 7
 MESHES = {
@@ -33,8 +33,11 @@ WAYS = {"gather": 1 << 30, "all_to_all": 0}  # -> GATHER_TOKENS
 
 
 def _problem(rng, routing="random", rows=2):
-    """Two rank buckets and a base block, ``rows`` rows each."""
-    x, ids, *others = problem(rng, {2: 2, 4: 1}, 1, {}, rows, E, T)
+    """Two rank buckets and a base block, ``rows`` rows each; the second bucket has adapters whose
+    experts share factors too.
+    """
+    forms = EACH, EACH + OUTER
+    x, ids, *others = problem(rng, {2: 2, 4: 1}, 1, {}, rows, E, T, forms)
     if routing == "one_expert":  # everybody's only visit
         ids[:] = -1
         ids[..., 0] = 5
@@ -62,12 +65,16 @@ def _over_mesh(sizes, x, ids, weights, p, lora, g):
     mesh = make_mesh(sizes)
     split = sharding.partition(("experts",), mesh)
     p = _of_stack(p, mesh)
-    factors = jax.NamedSharding(mesh, jax.sharding.PartitionSpec(None, *split))
-    lora = jax.device_put(lora, jax.tree.map(lambda _: factors, lora))
+    of_experts, whole = (
+        jax.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)) for axes in ((None, *split), ())
+    )
+    factors = jax.tree.map(lambda x: whole if x.ndim == 3 else of_experts, lora)
+    lora = jax.device_put(lora, factors)
     with jax.set_mesh(mesh):
         y, grads = _run(x, ids, weights, p, lora, g)
         assert all(
-            leaf.sharding.is_equivalent_to(factors, leaf.ndim) for leaf in jax.tree.leaves(grads[2])
+            leaf.sharding.is_equivalent_to(wanted, leaf.ndim)
+            for leaf, wanted in zip(jax.tree.leaves(grads[2]), jax.tree.leaves(factors))
         ), "gradients stay with their experts"
         return jax.device_get((y, grads))
 

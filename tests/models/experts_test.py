@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from mint_jax.lora.config import SHARED_OUTER
 from mint_jax.lora.view import AdapterView, RankBucket
 from mint_jax.models.expert_parallel import routed
 from tests.marks import first
@@ -24,28 +25,37 @@ BLOCKS = {
     "buckets_and_base": ({1: 1, 4: 2}, 2),
     "one_policy": ({8: 1}, 0),
 }
+BLOCKS |= {"shared": ({2: 2, 4: 1}, 1), "both_forms": ({2: 2, 4: 2}, 1)}
 # projections that the first bucket does not adapt
-PARTLY = {"one_bucket": (), "two_buckets": ("up",)}
+PARTLY = {"one_bucket": (), "two_buckets": ("up",), "both_forms": ("down",)}
+# forms of each bucket's factors
+EACH, OUTER = ("each",), (SHARED_OUTER,)
+FORMS = {"shared": (OUTER, OUTER), "both_forms": (OUTER, EACH + OUTER)}
 
 
 def _normal(rng, shape, scale=1.0):
     return jnp.asarray(rng.normal(size=shape, scale=scale), jnp.float32)
 
 
-def problem(rng, counts, base, left_out, rows=2, E=6, T=9):
+def problem(rng, counts, base, left_out, rows=2, E=6, T=9, forms=()):
     """x, ids, weights, matrices, adapters and the outputs' gradient; the first bucket leaves out
     some projections, and every block has ``rows`` rows.
     """
+
+    def factor(form, name, f, P, rank):
+        is_shared = form == SHARED_OUTER and f == ("b" if name == "down" else "a")
+        experts = () if is_shared else (E,)
+        return _normal(rng, (P, *experts, rank, WIDTHS[name][f == "b"]), 0.4)
+
     p = {n: {"w": _normal(rng, (E, *ends), ends[0] ** -0.5)} for n, ends in WIDTHS.items()}
     buckets = []
     for i, (rank, P) in enumerate(counts.items()):
-        ends = {n: of for n, of in WIDTHS.items() if i or n not in left_out}
-        buckets.append(
-            {
-                n: {f: _normal(rng, (P, E, rank, of[f == "b"]), 0.4) for f in "ab"}
-                for n, of in ends.items()
-            }
-        )
+        names = [n for n in WIDTHS if i or n not in left_out]
+        own = {
+            form: {n: {f: factor(form, n, f, P, rank) for f in "ab"} for n in names}
+            for form in (forms[i] if forms else EACH)
+        }
+        buckets.append(own.pop("each", {}) | own)
     lora = AdapterView(
         tuple(map(RankBucket, buckets)), blocks=tuple(counts.values()), base_blocks=base
     )
@@ -57,7 +67,7 @@ def problem(rng, counts, base, left_out, rows=2, E=6, T=9):
 
 
 def _problem(rng, name):
-    return problem(rng, *BLOCKS[name], PARTLY.get(name, ()))
+    return problem(rng, *BLOCKS[name], PARTLY.get(name, ()), forms=FORMS.get(name, ()))
 
 
 def _loop(x_BTD, ids, weights_BTX, p, lora, g_BTD):
@@ -77,9 +87,12 @@ def _loop(x_BTD, ids, weights_BTX, p, lora, g_BTD):
 
     def project(h, name, e, block):
         y = h @ matrices[name][e]
-        if block is not None and name in factors[block[0]].factors:
-            pair = factors[block[0]].factors[name]
-            y = y + (pair["a"][block[1], e] @ h) @ pair["b"][block[1], e]
+        tree = {} if block is None else factors[block[0]].factors
+        for form in (tree, tree.get(SHARED_OUTER, {})):
+            if name in form:
+                a, b = (form[name][f][block[1]] for f in "ab")
+                a, b = (w if w.ndim == 2 else w[e] for w in (a, b))
+                y = y + (a @ h) @ b
         return y
 
     total, out = torch.zeros((), dtype=torch.float64), np.zeros(x.shape)
@@ -143,7 +156,11 @@ def test_a_layer_of_a_stack_is_that_layer_alone(name, form, request, rng):
 
 
 @pytest.mark.parametrize(
-    ("name", "form"), [*((n, "cpu") for n in BLOCKS), ("two_buckets", "accelerators")]
+    ("name", "form"),
+    [
+        *((n, "cpu") for n in BLOCKS),
+        *((n, "accelerators") for n in ("two_buckets", "shared", "both_forms")),
+    ],
 )
 def test_outputs_and_gradients_equal_a_loop(name, form, request, rng):
     if form == "accelerators":

@@ -58,6 +58,8 @@ CONFIGS = {
     "nan": AdapterConfig(8, 8.0, LINEAR),
     "nan_one": AdapterConfig(1, 1.0, LINEAR),
 }
+# of a base with experts, where they are neighbours of the other form
+SHARED = ("more", "nan_one")
 SOUND = (None, "one", "eight", "more")
 
 
@@ -66,6 +68,8 @@ def random_stacks(rng, cfg):
     specs = transformer.abstract(cfg)
 
     def adapter(name: str, config: AdapterConfig):
+        if cfg.routed and name in SHARED:
+            config = dataclasses.replace(config, experts="shared_outer")
         factors = random_adapter(rng, specs, config, np.nan if name.startswith("nan") else 0.7)
         return config, factors
 

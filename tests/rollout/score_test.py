@@ -47,7 +47,7 @@ def merged(directory, cfg, config, factors):
     """
     model = oracles.torch_model(directory, dtype_of(cfg))
     weights = model.state_dict()  # shares memory with the model
-    flat = dict(params_lib.leaves_with_path(factors))
+    flat = dict(params_lib.leaves_with_path(lora_tree.expanded(factors)))
     changed = 0
     for path, names in hf.module_names(cfg, sorted({p.rsplit("/", 1)[0] for p in flat})).items():
         a, b = (torch.tensor(flat[f"{path}/{f}"]).to(dtype_of(cfg)).flatten(0, -3) for f in "ab")
