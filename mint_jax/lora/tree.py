@@ -296,6 +296,26 @@ def expanded(adapter: Any) -> Any:
     return params_lib.nest(out)
 
 
+def shared_outer(adapter: Any, what: str) -> Any:
+    """Inverse of ``expanded``. Raises ``UserError`` if experts differ in a factor to be shared."""
+    out = {}
+    for path, leaf in params_lib.leaves_with_path(adapter):
+        owner, _, factor = path.rpartition("/")
+        parent, _, name = owner.rpartition("/")
+        if parent.endswith("/experts"):
+            if (name == "down") == (factor == "b"):
+                leaf = np.asarray(leaf)
+                if (leaf != leaf[:, :1]).any():
+                    raise UserError(
+                        f"{what}: the experts of a layer differ in {path}, so they cannot share it:"
+                        " import it with experts each"
+                    )
+                leaf = np.ascontiguousarray(leaf[:, 0])
+            path = f"{parent}/{SHARED_OUTER}/{name}/{factor}"
+        out[path] = leaf
+    return params_lib.nest(out)
+
+
 def check_resident(slot: Slot | None, stacks: Stacks) -> None:
     """Raises ``UserError`` if no stack has the slot."""
     if slot is not None and (

@@ -4,6 +4,7 @@ admission.
 
 import dataclasses
 
+import chex
 import jax
 import numpy as np
 import peft
@@ -112,6 +113,14 @@ def test_experts_with_shared_factors_compute_what_equal_factors_do(rng, tiny_bas
         assert not np.ptp(equal[name][shared], axis=1).any()
         np.testing.assert_array_equal(equal[name][shared][:, 0], mine[name][shared])
         np.testing.assert_array_equal(equal[name][own], mine[name][own])
+    chex.assert_trees_all_equal(tree.shared_outer(each, "it"), adapter)
+    mine["down"]["a"][0, 1] += 1  # each expert's own
+    chex.assert_trees_all_equal(tree.shared_outer(tree.expanded(adapter), "it"), adapter)
+    each["moe"]["moe"]["experts"]["down"]["b"] = rng.normal(size=equal["down"]["b"].shape)
+    with pytest.raises(
+        UserError, match="it: the experts of a layer differ in moe/moe/experts/down"
+    ):
+        tree.shared_outer(each, "it")
     few = tree.init_adapter(specs, config, seed)
     many = tree.init_adapter(
         specs, dataclasses.replace(config, targets=("q", *config.targets)), seed

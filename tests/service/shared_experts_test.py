@@ -6,10 +6,12 @@ import jax
 import numpy as np
 import pytest
 
+from mint_jax.catalog.cli.peft_files import packed_object
+from mint_jax.catalog.cli.sources import Source
 from mint_jax.catalog.packed import unpack
 from mint_jax.errors import UserError
 from mint_jax.lora import peft, tree
-from mint_jax.models.outline import peft_tables
+from mint_jax.models.outline import Outline, peft_tables
 from mint_jax.service import external
 from mint_jax.service.server import Server
 from mint_jax.service.training_calls import Create, Save
@@ -51,6 +53,12 @@ def test_a_server_trains_exports_and_samples_experts_with_shared_factors(tiny_ba
         back, read = peft.read_peft(tmp_path / "peft", *peft_tables(base.cfg))
         assert read.experts == "each"
         jax.tree.map(np.testing.assert_array_equal, back, tree.expanded(adapter))
+        about = Outline("base", base.cfg, base.fingerprint)
+        source = Source(tmp_path / "peft", True, tmp_path)
+        data = packed_object(source, about, "float32", False, 1 << 30, "shared_outer")
+        again, schema = unpack(data)
+        assert schema.config.experts == "shared_outer"
+        jax.tree.map(np.testing.assert_array_equal, again, adapter)
         _, other = model_of(server)
         with pytest.raises(
             UserError, match="has experts 'each'; this server trains 'shared_outer'"

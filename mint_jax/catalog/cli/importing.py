@@ -25,6 +25,7 @@ from mint_jax.catalog.records.handle import check_active
 from mint_jax.catalog.records.names import full_name
 from mint_jax.catalog.storage.payloads import StorageFailed
 from mint_jax.errors import UserError
+from mint_jax.lora.config import FORMS
 
 BATCH, BATCH_BYTES = 1000, 256 << 20  # adapters and bytes of a transaction
 READERS = min(8, 2 * (os.cpu_count() or 1))
@@ -71,6 +72,7 @@ _TEMPLATE = "policies' names (default {name}); {name} and {parent} are of the pa
     arg("--tenant", help="tenant of the policies"),
     arg("--step", type=NATURAL, default=0, metavar="N", help="number of optimizer steps done"),
     arg("--dtype", choices=DTYPES, default="keep", help="of the stored weights (default keep)"),
+    arg("--experts", choices=FORMS, default="each", help="form of PEFT's factors of experts"),
     arg("--force", action="store_true", help="accept NaN and infinite weights"),
     arg("--follow-links", action="store_true", help="follow links that leave the given folder"),
     arg("--max-bytes", type=count, default=4 << 30, metavar="N", help="of a file (default 4 GiB)"),
@@ -170,7 +172,7 @@ def _read(planned: Sequence[tuple[Source, str]], args: Args) -> Iterator[Ready |
 
     def read(source: Source, policy: str) -> Ready | ImportRefusal:
         try:
-            data = packed_object(source, base, args.dtype, args.force, args.max_bytes)
+            data = packed_object(source, base, args.dtype, args.force, args.max_bytes, args.experts)
             origin = f"import of {source.path}".encode("utf-8", "backslashreplace").decode()
             export = Export(policy, data, args.step, origin=origin[:4000], force=args.force)
             return Ready(source, export, digest_of(data))

@@ -2,6 +2,7 @@
 file. Everything is checked before anything large is read.
 """
 
+import dataclasses
 import math
 import re
 from pathlib import Path
@@ -15,7 +16,7 @@ from mint_jax.catalog.cli.sources import CONFIG, WEIGHTS, Source, pickle_refusal
 from mint_jax.catalog.packed import Schema, pack, unpack
 from mint_jax.errors import UserError
 from mint_jax.lora import peft, tree
-from mint_jax.lora.config import MAX_RANK
+from mint_jax.lora.config import MAX_RANK, SHARED_OUTER
 from mint_jax.lora.fused import DEFAULT_ALPHA, DEFAULT_RANK
 from mint_jax.models.outline import Outline
 from mint_jax.safetensors_header import header_size, parse_json, parse_object
@@ -26,7 +27,12 @@ _HALVES = {"BF16": "bfloat16", "F16": "float16"}
 
 
 def packed_object(
-    source: Source, base: Outline | None, dtype: str, force: bool, max_bytes: int
+    source: Source,
+    base: Outline | None,
+    dtype: str,
+    force: bool,
+    max_bytes: int,
+    experts: str = "each",
 ) -> bytes:
     """Returns the packed object of a source. Raises ``UserError``: it is refused; ``OSError``: it
     cannot be read.
@@ -35,6 +41,7 @@ def packed_object(
         base: required for PEFT directories; others must match it if given.
         dtype: of the factors; ``keep``: the file's, if that is exact.
         force: accept NaN and infinite weights.
+        experts: form of a PEFT directory's factors of routed experts.
     """
     if source.orbax:
         from mint_jax.catalog import orbax_files  # imports Orbax, which takes seconds
@@ -46,6 +53,9 @@ def packed_object(
     tags = _check_directory(source, base, max_bytes)
     names, projections = base.tables
     adapter, config = peft.read_peft(source.path, names, projections, finite=not force)
+    if experts == SHARED_OUTER:
+        adapter = tree.shared_outer(adapter, source.path.name)
+        config = dataclasses.replace(config, experts=experts)
     tree.check_fits(adapter, config, base.specs, source.path.name, finite=False)
     if dtype == "keep":
         dtype = _HALVES[tags.pop()] if len(tags) == 1 and tags <= _HALVES.keys() else "float32"
