@@ -70,6 +70,8 @@ def main() -> None:
         sys.exit(__doc__)
     folders = map(Path, sys.argv[1:])
     files = [next((f / n for n in FILES if (f / n).is_file()), f) for f in folders]
+    if missing := [str(file) for file in files if not file.is_file()]:
+        sys.exit(f"{missing[0]} does not exist: give two reports, or folders with {FILES[0]}")
     a, b = map(stamp.load, files)
     print(f"A: {source(a)}\n\nB: {source(b)}\n\n{table(a, b)}")
 

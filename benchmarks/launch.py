@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 
 from benchmarks import timing
 from mint_jax import host, launch, stamp
-from mint_jax.errors import choice
+from mint_jax.errors import UserError, choice
 from mint_jax.files import write_file
 from mint_jax.harness import settings
 
@@ -33,6 +33,10 @@ def program_of(config: str) -> tuple[str, ...]:
 
 def settings_of(config: Config) -> type | None:
     """Returns the settings class of a benchmark; None where its config file declares them."""
+    if "job" in config and "bench" not in config:
+        raise UserError(
+            f"this is the config of a job, {config.job!r}: run it by python -m mint_jax.launch"
+        )
     if config.get("bench") not in (*BENCHES, "sweep"):
         raise choice("bench", config.get("bench"), (*BENCHES, "sweep"))
     return getattr(importlib.import_module(f"benchmarks.{config.bench}"), "Settings", None)

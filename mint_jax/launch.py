@@ -111,7 +111,7 @@ def load(
     """
     file, _, argument = name.partition(":")
     tree = read_config(Path(file).expanduser(), argument or None).to_dict()
-    cls = recipes.of_job(dict(changes).get("job", tree.get("job")))
+    cls = recipes.of_job(dict(changes).get("job", tree.get("job")), tree)
     for path, text in changes:
         settings.change(cls, tree, path, text)
     return cls, tree

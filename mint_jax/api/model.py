@@ -307,7 +307,6 @@ class Model:
                 )
         else:
             adapter = AdapterConfig(**{"rank": 8, "targets": (ALL_LINEAR,)} | given)
-            adapter.bucket  # noqa: B018 - raises if the rank is out of range
             if alpha is None:
                 adapter = dataclasses.replace(adapter, alpha=2.0 * adapter.rank)
         check_alpha(adapter.alpha)

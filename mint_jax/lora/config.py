@@ -33,6 +33,10 @@ class AdapterConfig(Settings):
         "each",
     )
 
+    def __post_init__(self):
+        super().__post_init__()
+        bucket_of(self.rank)  # raises
+
     @property
     def scale(self) -> float:
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mint_jax.aot.settings import ScaleUpSettings
-from mint_jax.errors import choice
+from mint_jax.errors import UserError, choice
 from mint_jax.harness import options, settings
 from mint_jax.harness.options import RecipeSettings
 
@@ -23,8 +23,13 @@ SETTINGS: dict[str, type[RecipeSettings]] = {
 }
 
 
-def of_job(job: Any) -> type[RecipeSettings]:
-    """Returns the class of a job's settings."""
+def of_job(job: Any, config: Mapping[str, Any] | None = None) -> type[RecipeSettings]:
+    """Returns the class of a job's settings; ``config`` is the one that should name it."""
+    if job is None and config is not None and "bench" in config:
+        raise UserError(
+            f"this is the config of a benchmark, {config['bench']!r}: run it by"
+            " python -m benchmarks"
+        )
     if job not in SETTINGS:
         raise choice("job", job, SETTINGS)
     return SETTINGS[job]
@@ -33,7 +38,7 @@ def of_job(job: Any) -> type[RecipeSettings]:
 def read(config: Mapping[str, Any]) -> Any:
     """Returns the settings of a config, which names its ``job``; see ``settings.build``."""
     tree = config.to_dict() if hasattr(config, "to_dict") else dict(config)  # type: ignore[attr-defined]
-    return settings.build(of_job(tree.get("job")), tree)
+    return settings.build(of_job(tree.get("job"), tree), tree)
 
 
 def run(settings: RecipeSettings, workdir: Path) -> dict[str, Any]:

@@ -104,6 +104,8 @@ def test_a_value_of_another_type_is_refused(own, change, says):
             "base is not set .*: give it to the config file, or set --config.base=",
         ),
         ('{"rank": 2}', "{}", "policies.adder.adapter.rank is not set"),
+        ('{"rank": 2}', '{"rank": 0}', "policies.adder.adapter: rank is 0; expected 1 to 1024"),
+        ('config.job = "sft"', 'config.bench = "engine"', "'engine': run it by python -m bench"),
         (
             '"adapter": {"rank": 2}',
             '"adapter": 2',
