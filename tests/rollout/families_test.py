@@ -38,7 +38,7 @@ def test_mixed_adapters_of_every_family_are_transformers(rng, tiny_base, hf_dirs
     base = tiny_base(family)
     configs = CONFIGS
     if base.cfg.routed:  # a neighbour of "eight" in their stack
-        configs |= {"other": dataclasses.replace(CONFIGS["other"], experts="shared_outer")}
+        configs = CONFIGS | {"other": dataclasses.replace(CONFIGS["other"], experts="shared_outer")}
     adapters = random_adapters(rng, base.cfg, configs, 0.3)
     models = merged_models(hf_dirs(family), base.cfg, adapters)
     stacks, slots = lora_tree.stack_adapters(transformer.abstract(base.cfg), adapters)
