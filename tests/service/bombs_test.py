@@ -111,7 +111,8 @@ def test_bodies_of_every_kind_at_once_end_no_server(tmp_path):
             every = itertools.islice(itertools.cycle(made), 3 * len(made))
             for path, status in pool.map(send, every):
                 answers.append(status)
-                assert status in (400, 404, 413, 429), (path, status)
+                # 408: a busy machine reads a body too slowly
+                assert status in (400, 404, 408, 413, 429), (path, status)
             while time.monotonic() < until and any(thread.is_alive() for thread in dripping):
                 assert client.get("/health").status_code == 200
                 time.sleep(1)
