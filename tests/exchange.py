@@ -1,5 +1,5 @@
-"""What the tests of adapter exchange share: our logits under one adapter, a base's
-name tables, PEFT's files.
+"""Shared by tests of adapter exchange: our logits under one adapter, a base's name tables, PEFT's
+files.
 """
 
 import functools

@@ -38,9 +38,9 @@ def read_tiktoken(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     """Returns the tokenizer in a ``tiktoken.model``, whose pattern is known for Kimi's class."""
     if config.get("tokenizer_class") != "TikTokenTokenizer":
         raise UserError(
-            f"{path} has no pattern, and the tokenizer_class {config.get('tokenizer_class')!r} in"
-            " tokenizer_config.json tells none that is known: expected 'TikTokenTokenizer', or a"
-            " tokenizer.json"
+            f"{path} does not contain its pattern, which is known for the tokenizer_class"
+            " 'TikTokenTokenizer' only; tokenizer_config.json has"
+            f" {config.get('tokenizer_class')!r}: add the checkpoint's tokenizer.json"
         )
     ranks: dict[bytes, int] = {}
     for line in path.read_bytes().splitlines():

@@ -1,5 +1,5 @@
-"""SentencePiece's ``tokenizer.model`` as the JSON of a ``tokenizer.json``: pieces and merges only;
-the checkpoint's tokenizer class says how text is normalized and cut.
+"""SentencePiece's ``tokenizer.model`` as the JSON of a ``tokenizer.json``: pieces and merges only.
+The checkpoint's tokenizer class defines how text is normalized and split.
 """
 
 from pathlib import Path

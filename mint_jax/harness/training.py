@@ -382,7 +382,7 @@ class TrainingRun:
         self._saved.save(number, rest, json.loads(json.dumps(extra)), {ADAPTERS: factors})
 
     def _restore(self) -> bool:
-        """Restores the newest checkpoint; returns False if there is none."""
+        """Restores the newest checkpoint; returns False without one."""
         if (number := self._saved.latest()) is None:
             return False
         arrays, factors = self._arrays()

@@ -177,7 +177,7 @@ BAD = {
     "cut": (lambda d, ranks: (d / "tekken.json").write_text('{"config'), "not a readable"),
     "another class": (
         lambda d, ranks: write_kimi(d, ranks, tokenizer_class="QwenTokenizer"),
-        "'QwenTokenizer' in tokenizer_config.json tells none that is known",
+        "tokenizer_config.json has 'QwenTokenizer'",
     ),
     "a line without rank": (
         lambda d, ranks: (write_kimi(d, ranks) / "tiktoken.model").write_bytes(b"YQ==\n"),

@@ -95,6 +95,24 @@ def test_logits_and_gradients_of_a_mixed_batch_match_peft_policy_by_policy(
     compare(tiny_base(family), hf_dirs(family), configs, rng, tmp_path)
 
 
+def rounding_spread(model, tokens_BT, pull_BTV):
+    """Returns the largest change of torch's own gradients, relative to the largest of a tensor, if
+    the weights change by half a unit in the last place of float32 (three random times).
+    """
+    adapted = [p for p in model.parameters() if p.grad is not None]
+    weights = {p: p.detach().clone() for p in model.parameters()}
+    first, spread = [p.grad.clone() for p in adapted], 0.0
+    for _ in range(3):
+        model.zero_grad()
+        with torch.no_grad():
+            for p, weight in weights.items():
+                p.copy_(weight * (1 + 6e-8 * torch.randn_like(weight)))
+        (model(tokens_BT).logits * pull_BTV).sum().backward()
+        changes = [(p.grad - g).abs().max() / g.abs().max() for p, g in zip(adapted, first)]
+        spread = max(spread, *(float(change) for change in changes))
+    return spread
+
+
 def compare(base, directory, configs, rng, tmp_path):
     """Two rows of each adapter, in the order of rank buckets, and two of the bare base."""
     names, _ = tables(base)
@@ -124,6 +142,10 @@ def compare(base, directory, configs, rng, tmp_path):
         (theirs * torch.tensor(pull_BTV[mine])).sum().backward()
         assert_same_logits(ours[mine], theirs.detach().numpy(), plain[mine], looser(base.cfg))
         wanted = peft_gradients(model, names, config.rank, *sizes)
+        spread = 0.0  # of 40 adapters on states, one had gradients that rounding moves by 2e-3
+        if base.cfg.delta is not None:
+            pull = torch.tensor(pull_BTV[mine])
+            spread = rounding_spread(model, torch.tensor(tokens_BT[mine]), pull)
         own = jax.tree.map(
             lambda x, s=slot, r=config.rank: x[:, s.index, ..., :r, :], grads[slot.bucket]
         )
@@ -140,5 +162,5 @@ def compare(base, directory, configs, rng, tmp_path):
             # Norms after layers enlarge rounding: in five seeds torch was up to 3e-5 and we up to
             # 5e-5 from float64, without them both 4e-6.
             most = 1e-4 if base.cfg.post_norms else 2e-5 * looser(base.cfg)
-            most = most * np.abs(want).max() + 1e-6
+            most = max(most, 4 * spread) * np.abs(want).max() + 1e-6
             np.testing.assert_allclose(got[path], want, rtol=0, atol=most, err_msg=path)

@@ -136,30 +136,19 @@ def write_floats(source: Path, directory: Path, block: tuple[int, int] | None) -
 
 
 def decompressed(directory: Path) -> dict[str, torch.Tensor]:
-    """Returns the tensors of float8 as compressed-tensors decompresses them."""
+    """Returns the tensors of a checkpoint as compressed-tensors decompresses them."""
     config = json.loads((directory / "config.json").read_text())["quantization_config"]
     weights = QuantizationArgs(**config["config_groups"]["group_0"]["weights"])
     scheme = QuantizationScheme(targets=["Linear"], weights=weights)
     tensors = load_file(directory / "model.safetensors")
     for name in [n for n in tensors if n.endswith(".weight_scale")]:
-        weight = name.removesuffix("_scale")
-        state = {"weight": tensors[weight], "weight_scale": tensors.pop(name)}
-        tensors[weight] = FloatQuantizationCompressor.decompress(state, scheme)["weight"]
-    return tensors
-
-
-def unpacked(directory: Path) -> dict[str, torch.Tensor]:
-    """Returns the tensors of a packed checkpoint as compressed-tensors decompresses them."""
-    config = json.loads((directory / "config.json").read_text())["quantization_config"]
-    weights = QuantizationArgs(**config["config_groups"]["group_0"]["weights"])
-    scheme = QuantizationScheme(targets=["Linear"], weights=weights)
-    tensors = load_file(directory / "model.safetensors")
-    for name in [n for n in tensors if n.endswith(".weight_packed")]:
-        module = name.removesuffix(".weight_packed")
-        parts = ("weight_packed", "weight_scale", "weight_shape")
+        module = name.removesuffix(".weight_scale")
+        parts, compressor = ("weight", "weight_scale"), FloatQuantizationCompressor
+        if f"{module}.weight_packed" in tensors:
+            parts = ("weight_packed", "weight_scale", "weight_shape")
+            compressor = PackedQuantizationCompressor
         state = {part: tensors.pop(f"{module}.{part}") for part in parts}
-        decompressed = PackedQuantizationCompressor.decompress(state, scheme)
-        tensors[f"{module}.weight"] = decompressed["weight"]
+        tensors[f"{module}.weight"] = compressor.decompress(state, scheme)["weight"]
     return tensors
 
 
@@ -199,7 +188,7 @@ def test_packed_integers_are_the_numbers_of_compressed_tensors(
     name, bits, group, hf_dirs, tmp_path, mesh
 ):
     directory = write_packed(hf_dirs(name), tmp_path / "packed", bits, group)
-    ours, theirs = loaded(directory, mesh), unpacked(directory)
+    ours, theirs = loaded(directory, mesh), decompressed(directory)
     assert ours.keys() == theirs.keys()
     for key, value in ours.items():
         np.testing.assert_array_equal(value, theirs[key].float().numpy(), err_msg=key)

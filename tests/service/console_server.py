@@ -62,8 +62,8 @@ def main(folder: Path, base: str = "tiny-random", steps: int = 24) -> None:
         updated = trainer.optim_step(types.AdamParams(learning_rate=1e-3))
         done.result(), updated.result()
     trainer.save_weights_for_sampler("first").result()
-    told = {"url": site.url, "keys": secrets, "model": trainer.model_id}
-    print(json.dumps(told), flush=True)
+    printed = {"url": site.url, "keys": secrets, "model": trainer.model_id}
+    print(json.dumps(printed), flush=True)
     sys.stdin.read()
     site.close()
 
