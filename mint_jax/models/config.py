@@ -450,6 +450,14 @@ WRAPPERS = {
     "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
     "Mistral3ForConditionalGeneration": "",  # as its model_type says
 }
+# Classes that are refused -> what their layers need
+LACKING = {
+    "DeepseekV4ForCausalLM": "compressed attention, hyper-connections and experts chosen by a hash",
+    **dict.fromkeys(
+        ("InklingForConditionalGeneration", "InklingForCausalLM"),
+        "scores of relative positions, short convolutions and a norm of the embedding",
+    ),
+}
 _ROPE_NEEDS = {  # rope_type -> keys that its formula needs
     "default": (),
     "linear": ("factor",),
@@ -790,8 +798,10 @@ def _checked_family(given: dict[str, Any]) -> Family:
         types[kind] for kind in [given.get("model_type")] if kind in types
     ]
     if not names or names[0] not in FAMILIES:
+        needs = LACKING.get(names[0], "") if names else ""
         raise UserError(
-            f"architectures is {names or ['(none)']!r}; supported: {', '.join(FAMILIES)}"
+            f"architectures is {names or ['(none)']!r}{needs and f', which needs {needs}'};"
+            f" supported: {', '.join(FAMILIES)}"
         )
     family = FAMILIES[names[0]]
     if given.get("model_type") in types.keys() - {family.model_type}:

@@ -205,6 +205,9 @@ class Checkpoint:
 
     def __init__(self, directory: str | Path, tied: bool = False):
         self.directory = Path(directory)
+        # Opening a file parses its header: for each tensor, 60 layers of 384 experts take an hour.
+        # Few stay open, so that their pages are released.
+        self._open = functools.lru_cache(2)(functools.partial(_open, self.directory))
         index = self.directory / INDEX
         claimed: dict[str, str] = {}
         if (self.directory / SINGLE).is_file():
@@ -285,19 +288,6 @@ class Checkpoint:
                 found[one] = whole, e, rows
         return found
 
-    def _open(self, file: str) -> Any:
-        path = self.directory / file
-        if not path.is_file():
-            raise UserError(
-                f"{path} is named by {INDEX} but does not exist: fetch the checkpoint again"
-            )
-        try:
-            return safe_open(path, framework="numpy")
-        except SafetensorError as error:
-            raise UserError(
-                f"{path} is not a readable safetensors file ({error}): fetch the checkpoint again"
-            ) from None
-
     def tensor(self, name: str) -> Any:
         """Returns a lazy slice with ``get_shape()``; raises ``UserError`` if there is none."""
         if name not in self.files:
@@ -323,6 +313,20 @@ class Checkpoint:
         if published.is_float8(part.get_dtype()):
             return published.Float8(self.directory / file, stored_name)
         return part
+
+
+def _open(directory: Path, file: str) -> Any:
+    path = directory / file
+    if not path.is_file():
+        raise UserError(
+            f"{path} is named by {INDEX} but does not exist: fetch the checkpoint again"
+        )
+    try:
+        return safe_open(path, framework="numpy")
+    except SafetensorError as error:
+        raise UserError(
+            f"{path} is not a readable safetensors file ({error}): fetch the checkpoint again"
+        ) from None
 
 
 class _Expert:
