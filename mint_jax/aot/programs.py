@@ -51,7 +51,8 @@ class Program:
     steps: bool = False
     # trip counts of loops of data-dependent length, by scope; see `hlo.Module`
     trips: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    unread: int = 0  # bytes of each device's arguments that a measured call does not read
+    # bytes of the arguments on each device that a call does not read, less those it writes there
+    unread: int = 0
 
     def trace(self, mesh: Mesh) -> Any:
         """Returns the traced function, with its jaxpr and ``lower``."""
@@ -141,14 +142,21 @@ class Plan:
             "teams/runs": past,
             "indexer": past + own_runs,
         }
+        of_states = device_bytes(device.paged(pool, self.cfg, states=True))
+        of_pages = device_bytes(pool) - of_states
+
+        def idle(rows: int) -> int:
+            """Returns the bytes of states, less one reading and one writing for each row."""
+            return of_states - 2 * rows * of_states // max(slots, 1)
+
         # of prefill, which reads one prompt of each part at least
-        unread = device_bytes(pool) * (total_pages - parts * shared) // total_pages
+        unread = of_pages * (total_pages - parts * shared) // total_pages + idle(parts)
         args, reads = (self.params, stacks, pool), {"runs": past, "indexer": past}
         filling = fill, (*args, reading), (2,), (where, None), blocks * PAGE
         decoding = draw, (*args, *drawing), (2,), (where, None), rows
         return (
             Program("prefill", *filling, trips=reads, unread=unread),
-            Program("decode", *decoding, steps=True, trips=loops),
+            Program("decode", *decoding, steps=True, trips=loops, unread=idle(rows)),
         )
 
     def _batch(self, shape: TrainShape) -> Batch:

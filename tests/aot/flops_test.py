@@ -1,5 +1,5 @@
 """FLOPs counted in a jaxpr: loops, branches, gradients, rematerialisation, grouped products,
-``shard_map``.
+triangular systems, ``shard_map``.
 """
 
 import functools
@@ -10,6 +10,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from mint_jax.aot.flops import traced_flops
+from mint_jax.models import delta
+from mint_jax.models.attention import Segments
 
 M, N = 16, 32
 ONE = 2 * M * N * N
@@ -53,6 +55,34 @@ def test_grouped_products(argument, times):
     assert (
         count(fn if argument is None else jax.grad(loss, argument), X, groups, sizes) == times * ONE
     )
+
+
+def test_a_layer_with_a_state_by_hand():
+    """Of 3 heads with keys of 16 and values of 8: 2 rows of 2 chunks of 64, and one token a row."""
+
+    def spec(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    def rule(q, k, v, decay, beta):
+        own = jnp.zeros((2, 128), jnp.int32)
+        return delta.delta_rule(q, k, v, decay, beta, delta.lineage(Segments(own, own)))
+
+    def loss(*args):
+        return jnp.sum(jnp.sin(rule(*args)))
+
+    args = spec(2, 128, 3, 16), spec(2, 128, 3, 16), spec(2, 128, 3, 8), *(spec(2, 128, 3),) * 2
+    # keys and queries with keys; both with the two states; weights with values; keys into the two
+    # states, and two states from two
+    products = 2 * 2 * 64 * 64 * 16 + 2 * 2 * 64 * 32 * 8 + 2 * 64 * 64 * 8
+    products += 2 * 2 * 64 * 16 * 8 + 2 * 2 * 2 * 16 * 8
+    system = 64 * 63 * (8 + 32)  # values, and keys for the two states
+    assert count(rule, *args) == 2 * 3 * 2 * (products + system)
+    # Two gradients of a product; of a system one solution for each side, and a product.
+    backward = 2 * products + 2 * system + 2 * 64 * 64 * (8 + 32)
+    both = count(jax.grad(loss, argnums=tuple(range(5))), *args)
+    assert both == 2 * 3 * 2 * (products + system + backward)
+    one = *(spec(2, 3, 16),) * 2, spec(2, 3, 8), *(spec(2, 3),) * 2, spec(2, 3, 16, 8)
+    assert count(delta._step, *one) == 2 * 3 * (2 * 16 * 8 + 2 * 16 * 8)
 
 
 def test_shapes_inside_shard_map_are_those_of_one_device(mesh8):

@@ -5,13 +5,20 @@ smallest pod.
 import dataclasses
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 from ml_collections import ConfigDict
 
 from mint_jax import mesh as mesh_lib
 from mint_jax.aot import chips, scale_up
 from mint_jax.aot.measure import Measured
+from mint_jax.aot.programs import Plan, device_bytes
+from mint_jax.aot.settings import RolloutShape
 from mint_jax.errors import UserError
+from mint_jax.lora.config import AdapterConfig
+from mint_jax.models import names
+from mint_jax.models.config import from_hf
 from tests.configs import run_config
 
 MAKE_MESH = mesh_lib.make_mesh  # before the fixture of this folder narrows it to one device
@@ -29,6 +36,23 @@ def config() -> ConfigDict:
     scope: dict = {}
     exec(CONFIG.read_text(), scope)
     return scope["get_config"]()
+
+
+def test_decoding_reads_and_writes_the_state_of_each_row_once():
+    """Bytes of Qwen3.5-35B-A3B by hand, 3 rollouts of 2 prompts of 64 tokens."""
+    cfg = from_hf(names.SHAPES["qwen3.5-35b-a3b"])
+    mesh = MAKE_MESH({"data": 1}, jax.devices()[:1])
+    plan = Plan(cfg, mesh, jnp.bfloat16, AdapterConfig(16, targets=("q",)))
+    shape = RolloutShape(adapters=1, prompts=2, rollouts=3, prompt_tokens=64, new_tokens=32)
+    prefill, decode = plan.sampling(shape)
+    # 30 of 40 layers: float32 of 32 heads, and three tokens of 8,192 channels
+    state = 30 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
+    # pages of 32 tokens: ids, and keys and values of two heads of 256 in 10 layers
+    page = 32 * (4 + 10 * 2 * 2 * 256 * 2)
+    slots, pages = 4 * 6, 2 * 2 + 6
+    assert device_bytes(decode.args[2]) == slots * state + pages * page
+    assert decode.unread == (slots - 2 * 6) * state
+    assert prefill.unread == (slots - 2 * 1) * state + (pages - 2) * page
 
 
 @pytest.mark.long
