@@ -305,7 +305,7 @@ class Checkpoint:
         if self._scheme is None or name not in self._quantised:
             return self._slice(self._names[name])
         parts = [self._slice(part) for part in self._quantised[name]]
-        return published.dequantised(name, self._scheme, parts)
+        return self._scheme.matrix(name, parts)
 
     def _slice(self, stored_name: str) -> Any:
         file = self.stored[stored_name]
@@ -498,6 +498,8 @@ def _harmless(name: str, ckpt: Checkpoint, cfg: ModelConfig) -> bool:
     # Frequencies are derived from config.json. The value head of TRL's PPO returns no logits.
     if name.endswith(".rotary_emb.inv_freq") or name.startswith("v_head."):
         return True
+    if name.endswith(".bias") and f"{name.removesuffix('bias')}weight" in ckpt.files:
+        return not np.any(ckpt.tensor(name)[:])  # GPTQ's programs write zeros for all projections
     if name == HEAD and cfg.tie_embeddings:
         return same_values(ckpt.tensor(name), ckpt.tensor(EMBED))
     found = re.match(r"(model\.layers\.(\d+)\.)(self_attn\.indexer\.)?", name)

@@ -5,7 +5,8 @@
 words of ``X.weight_packed`` (``pack-quantized``: Kimi-K2-Thinking) or float8 (``float-quantized``:
 GLM-4.5-FP8), and one ``X.weight_scale`` per row and group of columns, or per block. ``mxfp4``
 (gpt-oss) stores experts as pairs of 4-bit floats, ``X_blocks``, with one exponent for 32 columns,
-``X_scales``. Numbers equal those of transformers and compressed-tensors bit by bit.
+``X_scales``. Numbers equal those of transformers and compressed-tensors bit by bit. ``gptq`` and
+``awq`` are in ``models.words``.
 """
 
 import dataclasses
@@ -20,6 +21,7 @@ import ml_dtypes
 import numpy as np
 
 from mint_jax.errors import UserError
+from mint_jax.models.words import Words
 from mint_jax.safetensors_header import header_size, parse_object
 
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors package
@@ -29,7 +31,7 @@ _FLOAT8 = {
 }
 _SCALES = ("F32", "BF16", "F16")
 _KINDS = {"", "_blocks", "_scales", ".weight", ".weight_scale", ".weight_scale_inv"}
-_KINDS |= {".weight_packed", ".weight_zero_point"}
+_KINDS |= {".weight_packed", ".weight_zero_point", ".qweight", ".qzeros", ".scales", ".g_idx"}
 _REMEDY = "take an unquantised checkpoint, or write one with transformers (dequantize)"
 
 
@@ -65,6 +67,10 @@ class Scheme:
         """Suffix of the dequantised tensor."""
         return "" if self.pairs else ".weight"
 
+    def matrix(self, name: str, parts: list["Slice"]) -> "Slice":
+        """Returns one quantised tensor; raises ``UserError`` if its parts do not fit together."""
+        return Pairs(name, *parts) if self.pairs else Dequantised(name, self, parts)
+
 
 MXFP4 = Scheme(0, (1, 32), pairs=True)
 # Values of e2m1 are twice, and powers half of what they are: 2 to the power of 128 is infinite.
@@ -82,7 +88,7 @@ class Slice(Protocol):
     def __getitem__(self, index: Any) -> np.ndarray: ...
 
 
-def scheme_of(config: Mapping[str, Any]) -> Scheme | None:
+def scheme_of(config: Mapping[str, Any]) -> Scheme | Words | None:
     """Returns the scheme of a ``config.json``; None if its weights are not quantised.
 
     Raises:
@@ -95,6 +101,7 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme | None:
     given = config[key]
     method = given.get("quant_method") if isinstance(given, dict) else given
     readers = {"fp8": _fp8, "compressed-tensors": _compressed, "mxfp4": lambda _: MXFP4}
+    readers |= {"gptq": _gptq, "awq": _awq}
     if key == "quantization" or method not in readers:
         raise UserError(
             f"the checkpoint is quantised (quant_method {method!r}); only {' and '.join(readers)}"
@@ -188,7 +195,7 @@ def _compressed(given: Mapping[str, Any]) -> Scheme:
     return Scheme(bits, (1, size), compressed=True)
 
 
-def read_scheme(directory: Path) -> Scheme | None:
+def read_scheme(directory: Path) -> Scheme | Words | None:
     """Returns the scheme of a checkpoint directory; None without a ``config.json``. Classes of
     several media may have it in their ``text_config``.
     """
@@ -197,14 +204,43 @@ def read_scheme(directory: Path) -> Scheme | None:
     return scheme_of(config) or scheme_of(config.get("text_config") or {})
 
 
-def quantised_modules(scheme: Scheme, names: Iterable[str]) -> list[str]:
+def _gptq(given: Mapping[str, Any]) -> Words:
+    where, off = "quantization_config", (False, None, {}, "")
+    formats = {"gptq": 1, "gptq_v2": 0}  # of these, what is missing from stored zero points
+    given = {"bits": None, "group_size": None, "checkpoint_format": "gptq"} | dict(given)
+    _only(given, where, bits=(2, 4, 8), checkpoint_format=tuple(formats), pack_dtype=("int32",))
+    _only(given, where, dynamic=off, lm_head=off, is_marlin_format=off)
+    return Words(given["bits"], _group(given, where), offset=formats[given["checkpoint_format"]])
+
+
+def _awq(given: Mapping[str, Any]) -> Words:
+    where = "quantization_config"
+    given = {"bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"} | dict(given)
+    given["version"] = str(given["version"]).lower()  # as transformers does
+    _only(
+        given, where, bits=(4,), zero_point=(True,), version=("gemm",), backend=("auto", "autoawq")
+    )
+    return Words(4, _group(given, where), is_awq=True)
+
+
+def _group(given: Mapping[str, Any], where: str) -> int:
+    size = given["group_size"]
+    if type(size) is not int or (size < 1 and size != -1):
+        raise UserError(
+            f"config.json: {where}.group_size is {size!r}; expected a positive integer or -1:"
+            f" {_REMEDY}"
+        )
+    return max(size, 0)
+
+
+def quantised_modules(scheme: Scheme | Words, names: Iterable[str]) -> list[str]:
     """Returns the modules among tensor ``names`` that have quantised weights.
 
     Raises:
         UserError: a module has a part of them only, or two kinds of weights.
     """
     names = set(names)
-    marks = scheme.parts if scheme.pairs else scheme.parts[1:2]
+    marks = [part for part in scheme.parts if part not in (".weight", ".weight_shape")]
     found = [(mark, name) for mark in marks for name in names if name.endswith(mark)]
     modules = {name.removesuffix(mark): name for mark, name in found}
     for module, one in modules.items():
@@ -217,11 +253,6 @@ def quantised_modules(scheme: Scheme, names: Iterable[str]) -> list[str]:
                 " that is not part of it"
             )
     return list(modules)
-
-
-def dequantised(name: str, scheme: Scheme, parts: list[Slice]) -> Slice:
-    """Returns one quantised tensor; raises ``UserError`` if its parts do not fit together."""
-    return Pairs(name, *parts) if scheme.pairs else Dequantised(name, scheme, parts)
 
 
 class Pairs:

@@ -91,7 +91,7 @@ REFUSED = [  # fields, words of the message
     ({"rope_scaling": {"type": "linear", "factor": "8"}}, "factor is '8'"),
     ({"architectures": ["MambaForCausalLM"]}, "supported: LlamaForCausalLM, Qwen2ForCausalLM"),
     ({"architectures": None}, "(none)"),
-    ({"quantization_config": {"quant_method": "gptq"}}, "quantised (quant_method 'gptq')"),
+    ({"quantization_config": {"quant_method": "hqq"}}, "quantised (quant_method 'hqq')"),
     ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu' or 'swish'"),
     ({"layer_types": ["sliding_attention"]}, "sliding-window attention is not"),
     ({"head_dim": 7}, "7 dimensions of a head rotate; expected an even"),

@@ -15,6 +15,7 @@ from compressed_tensors.compressors import (
     FloatQuantizationCompressor,
     PackedQuantizationCompressor,
 )
+from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQConverter
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -22,6 +23,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from mint_jax.errors import UserError
 from mint_jax.mesh import make_mesh
 from mint_jax.models import hf, published, transformer
+from mint_jax.models import words as words_lib
 from tests import oracles
 from tests.exchange import looser
 
@@ -135,6 +137,41 @@ def write_floats(source: Path, directory: Path, block: tuple[int, int] | None) -
     return _write(directory, tensors, quantization | {"config_groups": {"group_0": group}})
 
 
+def write_words(
+    source: Path, directory: Path, method: str, rng: np.random.Generator, bits: int = 4, **options
+) -> Path:
+    """Writes a checkpoint as AutoAWQ or GPTQModel does, with random words: zero points differ, and
+    with ``desc_act`` inputs are in groups in random order.
+    """
+    shutil.copytree(source, directory)
+    tensors, group, per_word = load_file(source / "model.safetensors"), 8, 32 // bits
+    for name in _matrices(tensors):
+        outputs, inputs = tensors.pop(name).shape
+        words = (inputs, outputs // per_word) if method == "awq" else (inputs // per_word, outputs)
+        scales = rng.uniform(1e-3, 1e-2, (inputs // group, outputs))
+        zeros = rng.integers(0, (1 << bits) - 1, scales.shape)  # the largest is refused by GPTQ
+        packed = sum(zeros[:, i::per_word] << (i * bits) for i in range(per_word))
+        parts = {"qweight": rng.integers(0, 1 << 32, words, np.uint32).view(np.int32)}
+        parts |= {"qzeros": packed.astype(np.uint32).view(np.int32)}
+        parts |= {"scales": scales.astype(np.float16)}
+        if method == "gptq":
+            of = np.arange(inputs, dtype=np.int32) // group
+            parts["g_idx"] = rng.permutation(of) if options.get("desc_act") else of
+        module = name.removesuffix("weight")
+        tensors |= {f"{module}{part}": torch.tensor(x) for part, x in parts.items()}
+    given = {"quant_method": method, "bits": bits, "group_size": group, **options}
+    return _write(directory, tensors, given)
+
+
+def gptq_weight(parts: dict[str, torch.Tensor], bits: int, offset: int) -> torch.Tensor:
+    """Returns a matrix ``[out, in]`` by GPTQ's formula, in the dtype of its scales."""
+    q, zeros, scales, of = (x.numpy() for x in parts.values())
+    shifts = np.arange(0, 32, bits)
+    q = (q[:, None] >> shifts[None, :, None] & (1 << bits) - 1).reshape(-1, q.shape[1])
+    zeros = (zeros[..., None] >> shifts & (1 << bits) - 1).reshape(scales.shape) + offset
+    return torch.tensor(((q - zeros[of]) * scales[of].astype(np.float64)).T).half()
+
+
 def decompressed(directory: Path) -> dict[str, torch.Tensor]:
     """Returns the tensors of a checkpoint as compressed-tensors decompresses them."""
     config = json.loads((directory / "config.json").read_text())["quantization_config"]
@@ -194,6 +231,48 @@ def test_packed_integers_are_the_numbers_of_compressed_tensors(
         np.testing.assert_array_equal(value, theirs[key].float().numpy(), err_msg=key)
 
 
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3_dense"])
+def test_awq_has_the_numbers_of_compressed_tensors(name, hf_dirs, tmp_path, mesh, rng):
+    directory = write_words(hf_dirs(name), tmp_path / "awq", "awq", rng)
+    weights = QuantizationArgs(num_bits=4, symmetric=False, strategy="group", group_size=8)
+    scheme = QuantizationScheme(targets=["Linear"], weights=weights)
+    theirs = AutoAWQConverter(group_size=8).process(load_file(directory / "model.safetensors"))
+    ours = loaded(directory, mesh)
+    for module in [n.removesuffix("_packed") for n in theirs if n.endswith(".weight_packed")]:
+        names = (f"weight_{part}" for part in ("packed", "scale", "shape", "zero_point"))
+        state = {n: theirs.pop(f"{module.removesuffix('weight')}{n}") for n in names}
+        theirs[module] = PackedQuantizationCompressor.decompress(state, scheme)["weight"]
+    assert ours.keys() == theirs.keys()
+    for key, value in ours.items():
+        np.testing.assert_array_equal(value, theirs[key].float().numpy(), err_msg=key)
+
+
+@pytest.mark.parametrize(
+    ("bits", "options"),
+    [(4, {"desc_act": True}), (8, {}), (2, {"checkpoint_format": "gptq_v2"})],
+)
+def test_gptq_has_the_numbers_of_its_formula(bits, options, hf_dirs, tmp_path, mesh, rng):
+    directory = write_words(hf_dirs("qwen3"), tmp_path / "gptq", "gptq", rng, bits, **options)
+    theirs, ours = load_file(directory / "model.safetensors"), loaded(directory, mesh)
+    for module in [n.removesuffix("qweight") for n in theirs if n.endswith(".qweight")]:
+        parts = {p: theirs.pop(module + p) for p in ("qweight", "qzeros", "scales", "g_idx")}
+        theirs[f"{module}weight"] = gptq_weight(parts, bits, 0 if bits == 2 else 1)
+    assert ours.keys() == theirs.keys()
+    for key, value in ours.items():
+        np.testing.assert_array_equal(value, theirs[key].float().numpy(), err_msg=key)
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-3])
+def test_a_bias_that_the_model_does_not_have_must_be_zero(value, published_dirs, tmp_path, mesh):
+    directory = Path(shutil.copytree(published_dirs["gptq"], tmp_path / "gptq"))
+    _replaced(bias=lambda x: torch.full((64,), value))(directory)
+    if value:
+        with pytest.raises(UserError, match=f"does not read 1 of the tensors.*{Q}bias"):
+            loaded(directory, mesh)
+    else:
+        assert f"{Q}bias" not in loaded(directory, mesh)
+
+
 @pytest.mark.parametrize("block", [None, (2, 4)])
 @pytest.mark.parametrize("name", ["glm4", "qwen3"])
 def test_compressed_floats_are_the_numbers_of_compressed_tensors(
@@ -237,13 +316,15 @@ def test_blocks_may_reach_beyond_a_matrix(scales, hf_dirs, tmp_path, mesh):
         np.testing.assert_array_equal(ours[key], expected.astype(np.float32), err_msg=key)
 
 
-@pytest.mark.parametrize("kind", ["fp8", "packed"])
+@pytest.mark.parametrize("kind", ["fp8", "packed", "awq", "gptq"])
 def test_every_slice_is_that_of_the_whole(kind, hf_dirs, tmp_path, rng):
     source = hf_dirs("qwen3")
     if kind == "fp8":
         directory = write_fp8(source, tmp_path / kind, (7, 9))
-    else:
+    elif kind == "packed":
         directory = write_packed(source, tmp_path / kind, 4, 16)
+    else:
+        directory = write_words(source, tmp_path / kind, kind, rng, desc_act=True)
     part = hf.Checkpoint(directory).tensor("model.layers.1.mlp.down_proj.weight")
     rows, columns = part.get_shape()
     whole = part[:]
@@ -342,7 +423,7 @@ def test_all_pairs_and_scales_and_any_part_of_an_expert(hf_dirs, tmp_path, rng):
             whole = np.asarray(one[(slice(None),) * len(one.get_shape())])
             assert list(whole.shape) == one.get_shape()
             for _ in range(5):
-                ends = [sorted(rng.integers(0, n + 1, 2)) for n in whole.shape]
+                ends = [sorted(rng.choice(n + 1, 2, replace=False)) for n in whole.shape]
                 part = tuple(slice(*map(int, pair)) for pair in ends)
                 np.testing.assert_array_equal(one[part], whole[part])
 
@@ -385,12 +466,12 @@ BAD_FP8 = {
     "static activations": (_configured(activation_scheme="static"), ["activation_scheme"]),
     "e5m2": (_configured(fmt="e5m2"), ["fmt is 'e5m2'"]),
     "experts in 4 bits": (_configured(expert_dtype="fp4"), ["expert_dtype is 'fp4'"]),
-    "another method": (_configured(quant_method="gptq"), ["'gptq'", "fp8", "compressed-tensors"]),
+    "another method": (_configured(quant_method="hqq"), ["'hqq'", "fp8", "compressed-tensors"]),
     "no method": (_configured(quant_method=None), ["quant_method None"]),
     "truncated": (_truncated, ["model.safetensors", "fetch the checkpoint again"]),
 }
 BAD_PACKED = {
-    "no scales": (_replaced(weight_scale=_dropped), ["no tensor", Q]),
+    "no scales": (_replaced(weight_scale=_dropped), ["no " + Q + "weight_scale"]),
     "no words": (_replaced(weight_packed=_dropped), ["no " + Q + "weight_packed"]),
     "no shape": (_replaced(weight_shape=_dropped), ["no " + Q + "weight_shape"]),
     "zero points": (_replaced(weight_zero_point=lambda x: torch.ones(1)), ["weight_zero_point"]),
@@ -460,21 +541,54 @@ BAD_FLOATS = {
     ),
     "no format": (_configured(format=None), ["format is None"]),
 }
+BAD_GPTQ = {
+    "no words": (_replaced(qweight=_dropped), ["no " + Q + "qweight"]),
+    "no scales": (_replaced(scales=_dropped), ["no " + Q + "scales"]),
+    "no order": (_replaced(g_idx=_dropped), ["no " + Q + "g_idx"]),
+    "plain too": (_replaced(weight=lambda x: torch.ones(64, 48)), ["both", Q + "weight"]),
+    "words in int64": (_replaced(qweight=torch.Tensor.long), ["I64"]),
+    "transposed words": (_replaced(qweight=lambda x: x.T), ["[64, 6]"]),
+    "flat words": (_replaced(qweight=lambda x: x.flatten()), ["expected matrices"]),
+    "a short order": (_replaced(g_idx=lambda x: x[:40]), ["[40]", "[48]"]),
+    "fewer zeros": (_replaced(qzeros=lambda x: x[:, :7]), ["[6, 7]", "[6, 8]"]),
+    "fewer scales": (_replaced(scales=lambda x: x[:2]), ["[2, 64]", "[6, 64]"]),
+    "integer scales": (_replaced(scales=torch.Tensor.int), ["BF16"]),
+    "other groups": (_configured(group_size=16), ["[6, 64]", "[3, 64]"]),
+    "groups of nothing": (_configured(group_size=0), ["group_size is 0"]),
+    "3 bits": (_configured(bits=3), ["bits is 3", "2 or 4 or 8"]),
+    "8 bits": (_configured(bits=8), ["[6, 64]", "[24]"]),
+    "marlin": (_configured(checkpoint_format="marlin"), ["checkpoint_format is 'marlin'"]),
+    "several precisions": (_configured(dynamic={"a": {"bits": 8}}), ["dynamic is {'a'"]),
+    "a quantised head": (_configured(lm_head=True), ["lm_head is True"]),
+}
+BAD_AWQ = {
+    "no zeros": (_replaced(qzeros=_dropped), ["no " + Q + "qzeros"]),
+    "gptq's order": (_replaced(g_idx=lambda x: torch.ones(1)), ["both", Q + "g_idx"]),
+    "words of gptq": (_replaced(qweight=lambda x: x.T), ["[8, 48]"]),
+    "symmetric": (_configured(zero_point=False), ["zero_point is False"]),
+    "gemv": (_configured(version="GEMV"), ["version is 'gemv'"]),
+    "8 bits": (_configured(bits=8), ["bits is 8"]),
+    "another program": (_configured(backend="llm-awq"), ["backend is 'llm-awq'"]),
+}
 BAD = [("fp8", name, *case) for name, case in BAD_FP8.items()]
 BAD += [("packed", name, *case) for name, case in BAD_PACKED.items()]
 BAD += [("floats", name, *case) for name, case in BAD_FLOATS.items()]
+BAD += [("gptq", name, *case) for name, case in BAD_GPTQ.items()]
+BAD += [("awq", name, *case) for name, case in BAD_AWQ.items()]
 BAD += [("mxfp4", name, *case) for name, case in BAD_MXFP4.items()]
 
 
 @pytest.fixture(scope="module")
 def published_dirs(hf_dirs, tmp_path_factory):
     root = tmp_path_factory.mktemp("published")
-    source = hf_dirs("qwen3")
+    source, rng = hf_dirs("qwen3"), np.random.default_rng(0)
     return {
+        "gptq": write_words(source, root / "gptq", "gptq", rng),
+        "awq": write_words(source, root / "awq", "awq", rng),
         "fp8": write_fp8(source, root / "fp8"),
         "packed": write_packed(source, root / "packed", 4, 8),
         "floats": write_floats(source, root / "floats", None),
-        "mxfp4": write_mxfp4(hf_dirs("gpt_oss"), root / "mxfp4", np.random.default_rng(0)),
+        "mxfp4": write_mxfp4(hf_dirs("gpt_oss"), root / "mxfp4", rng),
     }
 
 
@@ -494,7 +608,24 @@ def test_a_bad_quantised_checkpoint_is_refused_before_a_value_is_read(
 
     monkeypatch.setattr(published.Dequantised, "__getitem__", read)
     monkeypatch.setattr(published.Pairs, "__getitem__", read)
+    monkeypatch.setattr(words_lib.WordMatrix, "__getitem__", read)
     monkeypatch.setattr(jax, "make_array_from_callback", read)
     with pytest.raises(UserError) as caught:
         hf.load(directory, hf.read_model(directory), mesh)
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (_replaced(g_idx=lambda x: x + 1), "g_idx .* is 1 to 6; expected 0 to 5"),
+        (_replaced(qzeros=lambda x: torch.full_like(x, -1)), "a zero point of 0"),
+    ],
+)
+def test_gptq_words_that_have_no_meaning_are_refused(
+    change, reason, published_dirs, tmp_path, mesh
+):
+    directory = Path(shutil.copytree(published_dirs["gptq"], tmp_path / "gptq"))
+    change(directory)
+    with pytest.raises(UserError, match=reason):
+        loaded(directory, mesh)

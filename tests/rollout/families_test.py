@@ -85,7 +85,8 @@ def test_mixed_adapters_of_every_family_are_transformers(rng, tiny_base, hf_dirs
             atol = 1e-4 * looser(base.cfg, 5.0)
             np.testing.assert_allclose(c.logprobs[:n], wanted[:n], atol=atol)
             bare = torch_logprobs(models[None], tokens)[-NEW:]
-            assert name is None or np.abs(wanted - bare).max() > 1e-2, "the adapter must matter"
+            moved = np.abs(wanted - bare).max()
+            assert name is None or moved > 4 * atol, "the comparison would not show the adapter"
         if request.temperature == 0:
             greedy = torch_greedy(models[name], request.prompt, NEW)
             assert_greedy(completions[0].tokens[:n], greedy[:n], models[name], request.prompt, atol)
