@@ -96,7 +96,7 @@ def _require(x, ys, buckets, layer, ends, op) -> None:
     """Raises ``NotImplementedError`` if kernels cannot serve each device's part of a projection."""
     mesh: Any = jax.sharding.get_abstract_mesh()
     for y, bucket, end in zip(ys, buckets, ends):
-        a, b, split = bucket.factors["a"], bucket.factors["b"], _split(x, y, end)
+        a, b, split = bucket.factors.get("a"), bucket.factors.get("b"), _split(x, y, end)
         inward, outward = (sharding.mesh_axes(axis, mesh) for axis in (split.inward, split.outward))
         if both := set(inward) & set(outward):
             raise NotImplementedError(f"mesh axis {min(both)} splits inputs and outputs")
@@ -109,7 +109,7 @@ def _require(x, ys, buckets, layer, ends, op) -> None:
         def part(size: int, axis: str | None) -> int:
             return size // (sharding.ways(axis, mesh) if axis else 1)
 
-        M, W, R = part(x[..., 0].size, split.rows), a.shape[0] * a.shape[1], a.shape[2]
+        M, (layers, S, R, _) = part(x[..., 0].size, split.rows), (b if a is None else a).shape
         D, F = part(x.shape[-1], split.inward), part(y.shape[-1], split.outward)
         more_in, more_out = (
             math.prod(mesh.shape[axis] for axis in swapped)
@@ -117,17 +117,22 @@ def _require(x, ys, buckets, layer, ends, op) -> None:
         )
         x_MD = jax.ShapeDtypeStruct((M * more_in, D), x.dtype)
         y_MF = jax.ShapeDtypeStruct((M * more_out, F), y.dtype)
-        a_WRD = jax.ShapeDtypeStruct((W, R, D), a.dtype)
-        b_WRF = jax.ShapeDtypeStruct((W, R, F), b.dtype)
-        if split.inward is None and not split.swap_out:
+        a_WRD, b_WRF = (
+            w if w is None else jax.ShapeDtypeStruct((layers * S, R, end), w.dtype)
+            for w, end in ((a, D), (b, F))
+        )
+        if _whole(bucket) and split.inward is None and not split.swap_out:
             op.require_add(x_MD, a_WRD, b_WRF, y_MF)
-        else:
+            continue
+        if a_WRD is not None:
             op.require_shrink(x_MD, a_WRD)
+        if b_WRF is not None:
             op.require_expand(b_WRF, y_MF)
 
 
 def _by_kernel(x, ys, buckets, layer, ends, op, interpret=False) -> tuple[jax.Array, ...]:
-    if op is not slot_lora.pallas_gpu or not sharding.one_device():
+    one_launch = op is slot_lora.pallas_gpu and sharding.one_device()
+    if not one_launch or not all(map(_whole, buckets)):
         return tuple(
             _one_by_kernel(x, y, bucket, layer, end, op, interpret)
             for y, bucket, end in zip(ys, buckets, ends)
@@ -147,49 +152,65 @@ def _by_kernel(x, ys, buckets, layer, ends, op, interpret=False) -> tuple[jax.Ar
         slot_M,
         jnp.repeat(own.scale[jnp.maximum(own.slots, 0)], T),
         layer * own.scale.shape[0],
-        own.turn if own.turn is not None and own.turn.rows.shape == slot_M.shape else None,
+        _turn_of(own, x),
         interpret=interpret,
     )
     return tuple(one.reshape(y.shape) for one, y in zip(made, ys))
 
 
+def _turn_of(bucket: Any, x: jax.Array) -> Turn | None:
+    turn = bucket.turn
+    return turn if turn is not None and turn.rows.size == x[..., 0].size else None
+
+
+def _whole(bucket: Any) -> bool:
+    return bucket.factors.keys() == {"a", "b"}
+
+
 def _one_by_kernel(x, y, bucket, layer, ends, op, interpret) -> jax.Array:
     rows, inward, outward, swap_in, swap_out = _split(x, y, ends)
+    more: dict[str, Any] = {"interpret": interpret}
+    if op is slot_lora.pallas_gpu and sharding.one_device():
+        more["order"] = _turn_of(bucket, x)
 
     # With split inputs only x A^T, [M, R], is communicated.
     def shrunk(x_MD, a, slot_M, first):
         if not swap_in:
             over = sharding.mesh_axes(inward, jax.sharding.get_abstract_mesh())
-            h_MR = op.shrink(x_MD, a, slot_M, first, interpret=interpret)
+            h_MR = op.shrink(x_MD, a, slot_M, first, **more)
             return jax.lax.psum(h_MR, over) if over else h_MR
         slots = jax.lax.all_gather(slot_M, swap_in, tiled=True)
         parts = jax.lax.all_to_all(x_MD, swap_in, 1, 0, tiled=True)
-        h_MR = op.shrink(parts, a, slots, first, interpret=interpret)
+        h_MR = op.shrink(parts, a, slots, first, **more)
         return jax.lax.psum_scatter(h_MR, swap_in, tiled=True)
 
     def expanded(h_MR, b, y_MF, slot_M, first):
         if not swap_out:
-            return op.expand(h_MR, b, y_MF, slot_M, first, interpret=interpret)
+            return op.expand(h_MR, b, y_MF, slot_M, first, **more)
         h_MR, slot_M = (jax.lax.all_gather(one, swap_out, tiled=True) for one in (h_MR, slot_M))
         parts = jax.lax.all_to_all(y_MF, swap_out, 1, 0, tiled=True)
-        parts = op.expand(h_MR, b, parts, slot_M, first, interpret=interpret)
+        parts = op.expand(h_MR, b, parts, slot_M, first, **more)
         return jax.lax.all_to_all(parts, swap_out, 0, 1, tiled=True)
 
-    def local(x_BTD, y_BTF, a_LSRD, b_LSRF, scale_S, slots_B, layer):
+    def local(x_BTD, y_BTF, factors, scale_S, slots_B, layer):
         T, S = x_BTD.shape[1], scale_S.shape[0]
         x_MD, y_MF = x_BTD.reshape(-1, x_BTD.shape[-1]), y_BTF.reshape(-1, y_BTF.shape[-1])
-        a, b = (w.reshape(-1, *w.shape[2:]) for w in (a_LSRD, b_LSRF))
+        a, b = (w if w is None else w.reshape(-1, *w.shape[2:]) for w in factors)
         slot_M, scale_M = (jnp.repeat(v, T) for v in (slots_B, scale_S[jnp.maximum(slots_B, 0)]))
         first = layer * S
-        if inward is None and not swap_out:
+        if _whole(bucket) and inward is None and not swap_out:
             made = op.add(x_MD, a, b, y_MF, slot_M, scale_M, first, interpret=interpret)
             return made.reshape(y_BTF.shape)
-        h_MR = shrunk(x_MD, a, slot_M, first) * scale_M[:, None]
-        return expanded(h_MR, b, y_MF, slot_M, first).reshape(y_BTF.shape)
+        h_MR = (x_MD if a is None else shrunk(x_MD, a, slot_M, first)) * scale_M[:, None]
+        if b is None:
+            own = jnp.pad(h_MR, ((0, 0), (0, y_MF.shape[1] - h_MR.shape[1])))
+            return (y_MF + own.astype(y_MF.dtype)).reshape(y_BTF.shape)
+        return expanded(h_MR[:, : b.shape[1]], b, y_MF, slot_M, first).reshape(y_BTF.shape)
 
-    args = x, y, bucket.factors["a"], bucket.factors["b"], bucket.scale, bucket.slots, layer
+    factors = bucket.factors.get("a"), bucket.factors.get("b")
+    args = x, y, factors, bucket.scale, bucket.slots, layer
     of_x = rows, None, None if swap_in else inward
     of_y = rows, None, None if swap_out else outward
     of_a, of_b = ((None, None, None, axis) for axis in (inward, outward))
-    specs = of_x, of_y, of_a, of_b, (None,), (rows,), ()
+    specs = of_x, of_y, (of_a, of_b), (None,), (rows,), ()
     return sharding.over_devices(local, args, specs, of_y)

@@ -8,6 +8,7 @@ out, E experts, C distinct adapters of a batch. arXiv 2106.09685, section 4.1.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -152,6 +153,13 @@ class AdapterView:
             raise ValueError(f"{rows} rows do not divide into {self.total_blocks} equal blocks")
         return rows // self.total_blocks
 
+    def half(self, factor: str) -> "AdapterView":
+        """Returns one projection's adapters with one factor alone, see ``add_deltas``."""
+        own = ({factor: b.factors[factor]} if b.factors else {} for b in self.buckets)
+        buckets = (dataclasses.replace(b, factors=f) for b, f in zip(self.buckets, own))
+        kernel = "xla" if self.kernel == "cpu" else self.kernel  # it has no halves
+        return dataclasses.replace(self, buckets=tuple(buckets), kernel=kernel)
+
     def packed(self, bucket: RankBucket, blocks: int) -> tuple[Any, jax.Array, jax.Array | None]:
         """Returns experts' factors, each block's index before ``[E, R, .]``, and other scales."""
         if not self.by_rows:
@@ -244,12 +252,12 @@ class AdapterView:
         return jax.tree.map(deal, self._take(bucket, bucket.distinct, dtype))
 
     def _take(self, bucket: RankBucket, slots: jax.Array, dtype: Any) -> Any:
-        """Gathers the factors of slots, B scaled; rank 1 is padded to 2."""
+        """Gathers the factors of slots, the last one scaled; rank 1 is padded to 2."""
         layer = 0 if self.layer is None else self.layer
-        a, b = bucket.factors["a"][layer, slots], bucket.factors["b"][layer, slots]
-        b = b * bucket.scale[slots][:, None, None]
-        a, b = (jnp.pad(x, ((0, 0), (0, 1), (0, 0))) if x.shape[1] == 1 else x for x in (a, b))
-        return {"a": a.astype(dtype), "b": b.astype(dtype)}
+        taken = {f: stack[layer, slots] for f, stack in bucket.factors.items()}
+        taken[max(taken)] *= bucket.scale[slots][:, None, None]
+        pad = {f: ((0, 0), (0, x.shape[1] == 1), (0, 0)) for f, x in taken.items()}
+        return {f: jnp.pad(x, pad[f]).astype(dtype) for f, x in taken.items()}
 
 
 def attach_blocks(
@@ -375,23 +383,36 @@ def _named(stack: AdapterStack, slots_B: jax.Array, kernel: str, tokens: int) ->
     return RankBucket(stack.factors, stack.scale, slots_B, None, form, distinct, order, turn)
 
 
-def _of_blocks(factors: Any, x: jax.Array) -> jax.Array:
-    def delta(x_MD, a_RD, b_RF):
+def _of_blocks(factors: Any, x: jax.Array, d_out: int) -> jax.Array:
+    def delta(x_MD, factors):
         # Through the rank, R (D + F) numbers per row. B A would be D F numbers per adapter.
-        return product("MR,RF->MF", product("MD,RD->MR", x_MD, a_RD), b_RF)
+        if "a" in factors:
+            x_MD = product("MD,RD->MR", x_MD, factors["a"])
+        if "b" not in factors:
+            return _fit(x_MD, d_out)
+        return product("MR,RF->MF", _fit(x_MD, factors["b"].shape[0]), factors["b"])
 
-    return jax.vmap(delta)(x.reshape(x.shape[0], -1, x.shape[-1]), factors["a"], factors["b"])
+    return jax.vmap(delta)(x.reshape(x.shape[0], -1, x.shape[-1]), factors)
+
+
+def _fit(h_MR: jax.Array, R: int) -> jax.Array:
+    """Returns the first R columns, zeros if there are fewer."""
+    return jnp.pad(h_MR[:, :R], ((0, 0), (0, max(0, R - h_MR.shape[1]))))
 
 
 def batch_delta(x_BTD: jax.Array, lora: AdapterView, d_out: int) -> jax.Array | None:
     """Returns the deltas of a projection, ``[B, T, F]``; None if no adapter targets it."""
-    return lora.over(_of_blocks, x_BTD, d_out, x_BTD.dtype)
+    return lora.over(functools.partial(_of_blocks, d_out=d_out), x_BTD, d_out, x_BTD.dtype)
 
 
 def add_deltas(
     x: jax.Array, ys: Sequence[jax.Array], loras: Sequence[AdapterView], ends: Sequence[Ends]
 ) -> list[jax.Array]:
-    """Returns results ``[B, T, F]`` of projections of ``x [B, T, D]`` plus their deltas."""
+    """Returns results ``[B, T, F]`` of projections of ``x [B, T, D]`` plus their deltas.
+
+    Of an adapter with A alone the delta is ``x A^T``, with as many columns as the result has; of
+    one with B alone x has the ranks of all buckets, and its own come first.
+    """
     out, first = list(ys), loras[0]
     if not first.by_rows:
         deltas = [batch_delta(x, lora, y.shape[-1]) for y, lora in zip(out, loras)]
@@ -402,8 +423,8 @@ def add_deltas(
     ) -> tuple[jax.Array, ...]:
         own = dataclasses.replace(first, layer=layer)
         return tuple(
-            y + own.of_rows(bucket, _of_blocks, x, y.shape[-1], y.dtype, 1)
-            for y, bucket in zip(ys, buckets)
+            y + own.of_rows(bucket, functools.partial(_of_blocks, d_out=F), x, F, y.dtype, 1)
+            for y, F, bucket in zip(ys, (y.shape[-1] for y in ys), buckets)
         )
 
     layer = jnp.int32(0) if first.layer is None else first.layer

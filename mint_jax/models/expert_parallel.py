@@ -21,11 +21,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from mint_jax import sharding
-from mint_jax.lora.config import SHARED_OUTER
 from mint_jax.lora.view import AdapterView
-from mint_jax.models.experts import expert_mlp
+from mint_jax.models import experts
+from mint_jax.models.experts import Results, Tokens, expert_mlp
 
-Mlp = Callable[..., jax.Array]  # ``expert_mlp``, or a partial call of it
+Mlp = Callable[..., Results]  # ``expert_mlp``, or a partial call of it
 GATHER_TOKENS = 4096  # largest number of tokens of an exchange that are gathered
 SLACK = 1.5  # capacity of a round relative to what equally loaded experts need
 
@@ -33,7 +33,7 @@ SLACK = 1.5  # capacity of a round relative to what equally loaded experts need
 class Visits(NamedTuple):
     """Tokens and their routes; every array may have batch axes in front."""
 
-    x: jax.Array  # `[N, D]`
+    x: Tokens
     ids: jax.Array  # `[N, X]` int32 experts; -1 is none
     weights: jax.Array  # `[N, X]` float32
     block: jax.Array  # `[N]` int32 block of adapters, see `block_of_rows`
@@ -52,7 +52,8 @@ def routed(
     Args:
         p: ``{"gate": {"w": [E, D, F]}, "up": ..., "down": ...}``, E sharded by ``sharding.RULES``;
             or of all layers, with the layer's number, see ``expert_mlp``.
-        lora: adapters of the experts, ``[P, E, R, D]`` and ``[P, E, R, F]``, E sharded likewise.
+        lora: adapters of the experts, ``[P, E, R, D]`` and ``[P, E, R, F]``, E sharded likewise;
+            factors that experts share are ``[P, R, D]`` and multiply tokens here, before and after.
     """
     chex.assert_rank([x_BTD, ids_BTX], 3)
     B, T, D = x_BTD.shape
@@ -69,16 +70,23 @@ def routed(
         x = jnp.pad(x, [(0, pad)] + [(0, 0)] * (x.ndim - 1), constant_values=fill) if pad else x
         return x.reshape((B + pad) * T, *x.shape[2:])
 
-    x, ids, weights = flat(x_BTD), flat(ids_BTX, -1), flat(weights_BTX)
+    x: Tokens = jax.tree.map(flat, (x_BTD, experts.inner(x_BTD, lora)))
+    ids, weights, own = flat(ids_BTX, -1), flat(weights_BTX), experts.without_shared(lora)
     block, X = flat(jnp.broadcast_to(block_B[:, None], (B, T))), ids.shape[1]
     if mesh.empty or mesh.size == 1:
-        y_MD = mlp(x, X, ids.reshape(-1), jnp.repeat(block, X), p, lora)
-        y_NXD = y_MD.reshape(*ids.shape, D)
-        y = jnp.einsum("NXD,NX->ND", y_NXD, weights, preferred_element_type=jnp.float32)
-        y = y.astype(x.dtype)
+        rows = mlp(x, X, ids.reshape(-1), jnp.repeat(block, X), p, own)
+
+        def summed(y_MD: jax.Array) -> jax.Array:
+            y_NXD = y_MD.reshape(*ids.shape, y_MD.shape[1])
+            y = jnp.einsum("NXD,NX->ND", y_NXD, weights, preferred_element_type=jnp.float32)
+            return y.astype(y_MD.dtype)
+
+        made: Any = jax.tree.map(summed, rows)
     else:
-        y: Any = _sharded(x, weights, lora, ids, block, p, of_block, mlp)
-    return y.reshape(B + pad, T, D)[:B]
+        made: Any = _sharded(x, weights, own, ids, block, p, of_block, mlp)
+    made = jax.tree.map(lambda y: y.reshape(B + pad, T, y.shape[1])[:B], made)
+    y, z = made
+    return experts.outer(y, z, lora)
 
 
 # The backward pass is written out: JAX cannot reverse a loop of as many rounds as data says.
@@ -92,25 +100,15 @@ def _specs(mesh: Any, lora: AdapterView | None, p: Any) -> tuple[PartitionSpec, 
     axes = sharding.partition(("experts",), mesh)
     rows = sharding.partition(("batch",), mesh)
     # Factors are packed by expert, ``[P, E, R, D]`` or, for rows that name slots, ``[L, S, E, R,
-    # D]``; other leaves are numbers, or shared by all experts.
+    # D]``; other leaves are numbers.
     spec_of = {4: PartitionSpec(None, *axes), 5: PartitionSpec(None, None, *axes)}
-
-    def of_adapters(path: Any, x: jax.Array) -> PartitionSpec:
-        return PartitionSpec() if _is_shared(path) else spec_of.get(x.ndim, PartitionSpec())
-
     # Experts are ``[E, D, F]``, or ``[L, E, D, F]`` with the layer's number; scales are ``[E, F]``.
     spec_of_p = {0: PartitionSpec(), 4: spec_of[4]}
     return (
         rows,
-        jax.tree_util.tree_map_with_path(of_adapters, lora),
+        jax.tree.map(lambda x: spec_of.get(x.ndim, PartitionSpec()), lora),
         jax.tree.map(lambda x: spec_of_p.get(x.ndim, axes), p),
     )
-
-
-def _is_shared(path: Any) -> bool:
-    """Returns True for a leaf of adapters that all experts share, see ``lora.tree``."""
-    keys = [getattr(key, "key", None) for key in path]
-    return SHARED_OUTER in keys and (keys[-2] == "down") == (keys[-1] == "b")
 
 
 def _locally(fn: Any, of_block: int | None, args: Any, *more: Any) -> Any:
@@ -143,15 +141,9 @@ def _backward(of_block, mlp, residuals, g):
 
     def back(exchange, v, p, lora, g):
         dx, dw, dlora = exchange.back(v, p, lora, g, mlp)
-
         # An expert's adapters are replicated over the axes that split rows but not experts. The
-        # replicas' gradients are of different rows, and replicas stay equal only with the sum. A
-        # shared factor is replicated over experts too, of which each device has its own.
-        def summed(path: Any, d: jax.Array) -> jax.Array:
-            return jax.lax.psum(d, experts) if _is_shared(path) else d
-
-        dlora = jax.lax.psum(dlora, replicas) if replicas else dlora
-        return dx, dw, jax.tree_util.tree_map_with_path(summed, dlora)
+        # replicas' gradients are of different rows, and replicas stay equal only with the sum.
+        return dx, dw, jax.lax.psum(dlora, replicas) if replicas else dlora
 
     return *_locally(back, of_block, residuals, g), None, None, None
 
@@ -225,10 +217,20 @@ class Plan(NamedTuple):
         return pair, real, jnp.where(real, self.expert[pair], -1)
 
 
-def _weighted(x_MD, expert_M, block_M, weight_M, p, lora, mlp):
-    """Returns the experts' results of rows times their weights, float32 ``[M, D]``."""
-    y_MD = mlp(x_MD, 1, expert_M, block_M, p, lora)
-    return y_MD.astype(jnp.float32) * weight_M[:, None]
+def _weighted(x, expert_M, block_M, weight_M, p, lora, mlp):
+    """Returns the experts' results of rows times their weights, float32."""
+    made = mlp(x, 1, expert_M, block_M, p, lora)
+    return jax.tree.map(lambda y: y.astype(jnp.float32) * weight_M[:, None], made)
+
+
+def _zeros(x: Tokens, lora: AdapterView | None) -> Results:
+    """Returns sums of ``_weighted`` to start with."""
+    y, R = jnp.zeros(x[0].shape, jnp.float32), experts.inner_rank(lora)
+    return y, None if R is None else jnp.zeros((len(y), R), jnp.float32)
+
+
+def _add(sums: Any, at: jax.Array, real: jax.Array, parts: Any) -> Any:
+    return jax.tree.map(lambda s, part: s.at[at].add(_masked(real, part)), sums, parts)
 
 
 def _masked(real: jax.Array, x: jax.Array) -> jax.Array:
@@ -301,57 +303,61 @@ class Exchange:
         return Plan.of(jnp.where(here, block, keys), keys, local, capacity)
 
     def _enter_all(self, v: Visits) -> Visits:
-        return Visits(*(self.enter(x, -1 if x is v.ids else 0) for x in v))
+        return Visits(
+            *(jax.tree.map(lambda x: self.enter(x, -1 if x is v.ids else 0), part) for part in v)
+        )
 
     def _send(self, v: Visits, plan: Plan, r: jax.Array) -> Any:
         """Returns pairs, tokens and reality of a round, and the rows that came here."""
         pair, real, expert = plan.round(r)
         token = pair // v.ids.shape[1]
         weight = jnp.where(real, v.weights.reshape(-1)[pair], 0.0)
-        return pair, token, real, self.swap((v.x[token], expert, v.block[token], weight))
+        x = jax.tree.map(lambda x: x[token], v.x)
+        return pair, token, real, self.swap((x, expert, v.block[token], weight))
 
-    def run(self, v: Visits, p: Any, lora: AdapterView | None, mlp: Mlp) -> jax.Array:
-        tokens, dtype = v.x.shape[0], v.x.dtype
+    def run(self, v: Visits, p: Any, lora: AdapterView | None, mlp: Mlp) -> Results:
+        tokens, dtype = v.x[0].shape[0], v.x[0].dtype
         v = self._enter_all(v)
         plan = self.plan(v)
 
         def body(r, y):
             _, token, real, (x, expert, block, weight) = self._send(v, plan, r)
             own = _weighted(x, expert, block, weight, p, lora, mlp)
-            own = self.swap(own.astype(dtype)) if self.blocks else own
+            if self.blocks:
+                own = self.swap(jax.tree.map(lambda y: y.astype(dtype), own))
             # A token's experts may be in different rounds, which add to the same row. The sum is
             # float32 in the order of the pairs, so it does not depend on other tokens.
-            return y.at[token].add(_masked(real, own))
+            return _add(y, token, real, own)
 
-        y = jax.lax.fori_loop(0, plan.rounds, body, jnp.zeros(v.x.shape, jnp.float32))
-        return self.leave(y.astype(dtype), tokens)
+        y = jax.lax.fori_loop(0, plan.rounds, body, _zeros(v.x, lora))
+        return jax.tree.map(lambda y: self.leave(y.astype(dtype), tokens), y)
 
     def back(
-        self, v: Visits, p: Any, lora: AdapterView | None, g: jax.Array, mlp: Mlp
-    ) -> tuple[jax.Array, jax.Array, Any]:
-        tokens, dtype = v.x.shape[0], v.x.dtype
-        v, g = self._enter_all(v), self.enter(g)
+        self, v: Visits, p: Any, lora: AdapterView | None, g: Results, mlp: Mlp
+    ) -> tuple[Tokens, jax.Array, Any]:
+        tokens, dtype = v.x[0].shape[0], v.x[0].dtype
+        v, g = self._enter_all(v), jax.tree.map(self.enter, g)
         plan = self.plan(v, 1 if lora is None else lora.total_blocks)
 
         def body(r, sums):
             pair, token, real, (x, expert, block, weight) = self._send(v, plan, r)
-            g_row = self.swap(jnp.where(real[:, None], g[token], 0))
+            g_row = self.swap(jax.tree.map(lambda g: jnp.where(real[:, None], g[token], 0), g))
             _, vjp = jax.vjp(
                 lambda x, w, lora: _weighted(x, expert, block, w, p, lora, mlp), x, weight, lora
             )
-            dx, dw, dlora = vjp(g_row.astype(jnp.float32))
+            dx, dw, dlora = vjp(jax.tree.map(lambda g: g.astype(jnp.float32), g_row))
             dx, dw = self.swap((dx, dw))
             return (
-                sums[0].at[token].add(_masked(real, dx)),
-                sums[1].at[pair].add(_masked(real, dw)),
+                _add(sums[0], token, real, dx),
+                _add(sums[1], pair, real, dw),
                 jax.tree.map(lambda s, d: s + d.astype(s.dtype), sums[2], dlora),
             )
 
-        dlora = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), lora)
-        zeros = jnp.zeros(v.x.shape, jnp.float32), jnp.zeros((v.ids.size,), jnp.float32), dlora
+        like = v.x, v.weights.reshape(-1), lora
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), like)
         dx, dw, dlora = jax.lax.fori_loop(0, plan.rounds, body, zeros)
         return (
-            self.leave(dx.astype(dtype), tokens),
+            jax.tree.map(lambda d: self.leave(d.astype(dtype), tokens), dx),
             self.leave(dw.reshape(v.ids.shape), tokens),
             jax.tree.map(lambda x, y: x.astype(y.dtype), dlora, lora),
         )

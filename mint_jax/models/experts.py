@@ -5,10 +5,14 @@ The base multiplies each expert's rows of all adapters together. An adapter of r
 work for its own rows only, whatever the number of resident adapters.
 
 Axes: N tokens, M rows (a token and one of its experts), E local experts, D model width, F expert
-width, P blocks of a rank bucket, R rank. Factors are packed, ``[P, E, R, D]`` and ``[P, E, R, F]``;
-one that experts share is ``[P, R, D]``.
+width, P blocks of a rank bucket, R rank. Factors are packed, ``[P, E, R, D]`` and ``[P, E, R, F]``.
+
+The factor on the hidden side may be one for all experts (``SHARED_OUTER``), ``[P, R, D]``. It is
+applied to tokens, not to their X rows each: before the experts for gate and up, and after the
+weighted sum of a token's rows for down.
 """
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -18,7 +22,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from mint_jax.lora.config import SHARED_OUTER
-from mint_jax.lora.view import AdapterView
+from mint_jax.lora.view import AdapterView, RankBucket, add_deltas
 from mint_jax.models import packed_lora
 from mint_jax.models.config import Kernels
 from mint_jax.models.layers import Activation, swiglu
@@ -79,8 +83,15 @@ def sort_rows(expert_M: jax.Array, block_M: jax.Array, E: int, blocks: int) -> O
     )
 
 
+# of gate and up `[N, R]`, the product with the factor A that experts share, or None
+Inner = tuple[jax.Array | None, jax.Array | None]
+Tokens = tuple[jax.Array, Inner]  # `[N, D]`, and its products
+# `[M, D]`, and of down `[M, R]`, to be multiplied by the factor B that experts share, or None
+Results = tuple[jax.Array, jax.Array | None]
+
+
 def expert_mlp(
-    x_ND: jax.Array,
+    tokens: Tokens,
     each: int,
     expert_M: jax.Array,
     block_M: jax.Array,
@@ -88,26 +99,99 @@ def expert_mlp(
     lora: AdapterView | None,
     kernels: Kernels = Kernels(),
     activation: Activation = swiglu,
-) -> jax.Array:
-    """Computes ``down(silu(gate x) * up x)`` of each row's expert with its block's adapter, ``[M,
-    D]``; zeros for rows without an expert.
+) -> Results:
+    """Computes ``down(silu(gate x) * up x)`` of each row's expert with its block's adapter; zeros
+    for rows without an expert.
 
     Args:
-        x_ND: tokens, each with ``each`` consecutive rows.
+        tokens: each has ``each`` consecutive rows. R is the largest of all rank buckets.
         expert_M: expert of each row, 0 to E - 1; other values are no expert.
         block_M: block of each row, see ``block_of_rows``.
         p: ``{"gate": {"w": [E, D, F]}, "up": ..., "down": {"w": [E, F, D]}}``, with an optional
             ``"b": [E, F]``; with ``"layer"`` in each, ``w`` is of all layers, ``[L, E, D, F]``.
     """
-    chex.assert_rank([x_ND, expert_M], [2, 1])
+    chex.assert_rank([tokens[0], expert_M], [2, 1])
     chex.assert_equal_shape([expert_M, block_M])
     blocks = 1 if lora is None else lora.total_blocks
     order = sort_rows(expert_M, block_M, p["gate"]["w"].shape[-3], blocks)
-    x: Any = _rows_of(x_ND, order.order, order.inverse, each)
+    x, inner = jax.tree.map(lambda t: _rows_of(t, order.order, order.inverse, each), tokens)
     gate, up = _project(x, p, lora, ("gate", "up"), order, kernels)
+    gate, up = (
+        y if h is None else _expand(h, y, lora, name, order, kernels)
+        for name, h, y in zip(("gate", "up"), inner, (gate, up))
+    )
     gate, up = checkpoint_name(gate, "expert_gate"), checkpoint_name(up, "expert_up")
-    (y,) = _project(activation(gate, up), p, lora, ("down",), order, kernels)
-    return _put_back(y, order.order, order.inverse)
+    made = activation(gate, up)
+    (y,) = _project(made, p, lora, ("down",), order, kernels)
+    results = y, _shrink(made, lora, order, kernels)
+    return jax.tree.map(lambda y: _put_back(y, order.order, order.inverse), results)
+
+
+def inner(x_BTD: jax.Array, lora: AdapterView | None) -> Inner:
+    """Returns ``x A^T`` with the factors that experts share, of gate and up, see ``Tokens``."""
+    pairs = [_shared(lora, name, "a") for name in ("gate", "up")]
+    at = [pair for pair in pairs if pair]
+    zeros = [jnp.zeros((*x_BTD.shape[:2], _rank(pair, "a")), x_BTD.dtype) for pair in at]
+    made = iter(add_deltas(x_BTD, zeros, at, [(None, None)] * len(at)) if at else ())
+    gate, up = (pair and next(made) for pair in pairs)
+    return gate, up
+
+
+def outer(y_BTD: jax.Array, z_BTR: jax.Array | None, lora: AdapterView | None) -> jax.Array:
+    """Returns ``y + z B`` with the factor that experts share, of down, see ``Results``."""
+    pair = _shared(lora, "down", "b")
+    if pair is None or z_BTR is None:
+        return y_BTD
+    return add_deltas(z_BTR, [y_BTD], [pair], [(None, None)])[0]
+
+
+def without_shared(lora: AdapterView | None) -> AdapterView | None:
+    """Returns the adapters without factors that experts share."""
+
+    def own(bucket: RankBucket) -> RankBucket:
+        shared = bucket.factors.get(SHARED_OUTER, {})
+        pairs = {
+            n: {f: pair[f] for f in ("a" if n == "down" else "b")} for n, pair in shared.items()
+        }
+        return dataclasses.replace(
+            bucket, factors=bucket.factors | ({SHARED_OUTER: pairs} if pairs else {})
+        )
+
+    return lora and dataclasses.replace(lora, buckets=tuple(map(own, lora.buckets)))
+
+
+def _shared(lora: AdapterView | None, name: str, factor: str) -> AdapterView | None:
+    pair = lora and lora.at(SHARED_OUTER).at(name).half(factor)
+    return pair if pair and pair.targeted else None
+
+
+def _rank(pair: AdapterView, factor: str) -> int:
+    """Returns the largest rank of the buckets."""
+    return max(one.factors[factor].shape[-2] for one in pair.buckets if one.factors)
+
+
+def inner_rank(lora: AdapterView | None) -> int | None:
+    """Returns the columns of the second of ``Results``; None if down shares no factor."""
+    pair = _shared(lora, "down", "a")
+    return pair and _rank(pair, "a")
+
+
+def _expand(h_MR, y_MF, lora, name, order, kernels):
+    for tree, groups, _ in _buckets(lora, order):
+        if pair := tree.get(SHARED_OUTER, {}).get(name):
+            b = pair["b"].reshape(-1, *pair["b"].shape[-2:])
+            y_MF = packed_lora.expand(h_MR[:, : b.shape[1]], b, y_MF, groups, kernels)
+    return y_MF
+
+
+def _shrink(x_MF, lora, order, kernels):
+    parts, R = [], inner_rank(lora) or 0
+    for tree, groups, _ in _buckets(lora, order):
+        if pair := tree.get(SHARED_OUTER, {}).get("down"):
+            a = pair["a"].reshape(-1, *pair["a"].shape[-2:])
+            h = packed_lora.shrink(x_MF, a, groups, kernels)
+            parts.append(jnp.pad(h, ((0, 0), (0, R - h.shape[1]))))
+    return sum(parts[1:], parts[0]) if parts else None
 
 
 # Gradients of permutations are gathers: a scatter is slower, and on a GPU it adds a token's rows in
@@ -137,25 +221,31 @@ _put_back.defvjp(
 )
 
 
-def _project(x_MD, p, lora, names, order, kernels):
-    adapters, first = [], 0
+def _buckets(lora, order):
+    """Yields the factors of each bucket, its groups of rows, and scales that B does not include."""
+    first = 0
     lora = AdapterView(()) if lora is None else lora
     for bucket, blocks in zip(lora.buckets, lora.blocks):
         tree, place, scale_P = lora.packed(bucket, blocks)
-        for form in (tree, tree.get(SHARED_OUTER) or {}):
-            pairs = tuple(
-                tuple(form[name][f].reshape(-1, *form[name][f].shape[-2:]) for f in "ab")
-                if form.get(name)
-                else None
-                for name in names
-            )
-            if any(pairs):
-                scale_M = None
-                if scale_P is not None:
-                    index = jnp.clip(order.block - first, 0, blocks - 1)
-                    scale_M = jnp.where(order.block < first + blocks, scale_P[index], 1.0)
-                adapters.append(Adapters(groups_of(order, first, place), pairs, scale_M))
+        scale_M = None
+        if scale_P is not None:
+            index = jnp.clip(order.block - first, 0, blocks - 1)
+            scale_M = jnp.where(order.block < first + blocks, scale_P[index], 1.0)
+        yield tree, groups_of(order, first, place), scale_M
         first += blocks
+
+
+def _project(x_MD, p, lora, names, order, kernels):
+    adapters = []
+    for tree, groups, scale_M in _buckets(lora, order):
+        pairs = tuple(
+            tuple(tree[name][f].reshape(-1, *tree[name][f].shape[-2:]) for f in "ab")
+            if tree.get(name)
+            else None
+            for name in names
+        )
+        if any(pairs):
+            adapters.append(Adapters(groups, pairs, scale_M))
     with jax.named_scope("_".join(names)):
         bases, sizes = [_of_layer(p[name]) for name in names], jnp.sum(order.counts, axis=1)
         out = packed_lora.project(x_MD, bases, sizes, adapters, kernels)

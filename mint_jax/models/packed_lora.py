@@ -9,7 +9,6 @@ Axes: M rows, E experts, G groups, W adapter factors, D in, F out, R rank. arXiv
 4.1.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -26,6 +25,7 @@ from pallas_kernels.dispatch import Implementation, anything, named, run
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.grouped_matmul.tiles import schedule
 from pallas_kernels.grouped_matmul.xla import finite, group_of_rows
+from pallas_kernels.packed_lora import halves
 from pallas_kernels.products import dot
 
 # Average rows of an expert up to which packed matmul on TPU also serves rows without adapters: one
@@ -52,8 +52,7 @@ class Groups:
     contiguous: bool = struct.field(pytree_node=False, default=False)
 
 
-# A [W, R, D], B [W, R, F]; one that an adapter's E experts share has W / E matrices
-Factors = tuple[jax.Array, jax.Array]
+Factors = tuple[jax.Array, jax.Array]  # A [W, R, D], B [W, R, F]
 
 
 class Adapters(NamedTuple):
@@ -64,17 +63,6 @@ class Adapters(NamedTuple):
     factors: tuple[Factors | None, ...]
     # `[M]` float32 scale of each row's adapter, if B does not include it; forward only
     scale: jax.Array | None = None
-
-    @property
-    def share(self) -> bool:
-        """True if experts share factors, which kernels do not read."""
-        return any(pair is not None and len(pair[0]) != len(pair[1]) for pair in self.factors)
-
-
-def _places(index: jax.Array, a: jax.Array, b: jax.Array) -> list[jax.Array]:
-    """Returns the indices in A and in B of factors; a shared matrix stands for consecutive ones."""
-    most = max(len(a), len(b))
-    return [index if len(w) == most else index // (most // len(w)) for w in (a, b)]
 
 
 def project(
@@ -154,16 +142,12 @@ def outer(left_MA: jax.Array, right_MB: jax.Array, sizes_G: jax.Array) -> jax.Ar
     return jnp.where(bad_G[:, None, None], jnp.nan, sums)
 
 
-def _factor_gradient(left_MA, right_MB, groups, like, experts):
+def _factor_gradient(left_MA, right_MB, groups, like):
     if not groups.contiguous:
         front, _ = _in_front(groups)
         left_MA, right_MB = left_MA[front], right_MB[front]
-    sums_G, index = outer(left_MA, right_MB, groups.sizes), groups.index
-    if experts > 1:
-        # Groups are ordered by expert. A scatter to equal indices adds in any order on a GPU.
-        sums_G = jnp.sum(sums_G.reshape(experts, -1, *sums_G.shape[1:]), axis=0)
-        index = index[: len(sums_G)]
-    return jnp.zeros(like.shape, jnp.float32).at[index].add(sums_G).astype(like.dtype)
+    sums_G = outer(left_MA, right_MB, groups.sizes)
+    return jnp.zeros(like.shape, jnp.float32).at[groups.index].add(sums_G).astype(like.dtype)
 
 
 def _scale_rows(y: jax.Array, scale_EF: jax.Array, sizes: jax.Array) -> jax.Array:
@@ -178,29 +162,21 @@ def _base_grouped(x, base, sizes, transposed, kernel):
     return _scale_rows(y, base["scale"], sizes) if "scale" in base and not transposed else y
 
 
-def _groups_of(groups: Groups, a: jax.Array, b: jax.Array) -> list[Groups]:
-    places = _places(groups.index, a, b)
-    return [dataclasses.replace(groups, index=g) for g in places]
-
-
 def _add_grouped(x, a, b, onto, factor, scale=None, *, groups, kernel):
-    own = [_groups_of(groups, *pair) for pair in zip(a, b)]
-    h = [_grouped(x, one, of_a, True, kernel) for one, (of_a, _) in zip(a, own)]
+    h = [_grouped(x, one, groups, True, kernel) for one in a]
     h = h if scale is None else [(one * scale[:, None]).astype(one.dtype) for one in h]
     return tuple(
-        y + _grouped(one, w, of_b, False, kernel).astype(y.dtype)
-        for y, one, w, (_, of_b) in zip(onto, h, b, own)
+        y + _grouped(one, w, groups, False, kernel).astype(y.dtype) for y, one, w in zip(onto, h, b)
     )
 
 
 def _back_grouped(x, a, b, g, dx, factor, *, groups, kernel):
     da, db = [], []
     for a_k, b_k, g_k in zip(a, b, g):
-        of_a, of_b = _groups_of(groups, a_k, b_k)
-        h, dh = _grouped(x, a_k, of_a, True, kernel), _grouped(g_k, b_k, of_b, True, kernel)
-        da.append(_factor_gradient(dh, x, of_a, a_k, max(1, len(b_k) // len(a_k))))
-        db.append(_factor_gradient(h, g_k, of_b, b_k, max(1, len(a_k) // len(b_k))))
-        dx = dx + _grouped(dh, a_k, of_a, False, kernel).astype(dx.dtype)
+        h, dh = _grouped(x, a_k, groups, True, kernel), _grouped(g_k, b_k, groups, True, kernel)
+        da.append(_factor_gradient(dh, x, groups, a_k))
+        db.append(_factor_gradient(h, g_k, groups, b_k))
+        dx = dx + _grouped(dh, a_k, groups, False, kernel).astype(dx.dtype)
     return dx, tuple(da), tuple(db)
 
 
@@ -217,8 +193,7 @@ def _products_kernels(x, bases, sizes, adapters, kernels):
     one_pass = kernels.packed_matmul
     if one_pass == "auto" and {kernels.packed_lora, kernels.grouped_matmul} != {"auto"}:
         one_pass = "xla"
-    whole = (n for n, one in enumerate(adapters) if all(one.factors) and not one.share)
-    first = next(whole, None)
+    first = next((n for n, one in enumerate(adapters) if all(one.factors)), None)
     if one_pass == "xla" or (first is None and not _reads_few(x, bases, sizes)):
         out = [_base_grouped(x, base, sizes, False, kernels.grouped_matmul) for base in bases]
         return tuple(_add(x, out, adapters, kernels))
@@ -260,15 +235,8 @@ def _reads_few(x: jax.Array, bases: Sequence[dict[str, jax.Array]], sizes: jax.A
 
 def _add(x, out, adapters, kernels):
     out = list(out)
-    for one in adapters:
-        groups, factors, scale = one
+    for groups, factors, scale in adapters:
         present, (a, b) = _present(factors)
-        if one.share:
-            args = x, a, b, [out[k] for k in present], groups.factor, scale
-            made = _add_grouped(*args, groups=groups, kernel=kernels.grouped_matmul)
-            for k, y in zip(present, made):
-                out[k] = y
-            continue
         table = _table(op.ADD, _add_grouped, groups, kernels)
         args = x, a, b, [out[k] for k in present], groups.factor, scale
         for k, y in zip(present, run("packed_lora", table, kernels.packed_lora, args)):
@@ -282,16 +250,11 @@ def _gradients_kernels(x, bases, sizes, adapters, g, kernels):
     ]
     dx = sum(parts[1:], parts[0])
     grads = []
-    for one in adapters:
-        groups, factors, _ = one
+    for groups, factors, _ in adapters:
         present, (a, b) = _present(factors)
+        table = _table(op.BACKWARD, _back_grouped, groups, kernels)
         args = x, a, b, [g[k] for k in present], dx, groups.factor
-        if one.share:
-            made = _back_grouped(*args, groups=groups, kernel=kernels.grouped_matmul)
-        else:
-            table = _table(op.BACKWARD, _back_grouped, groups, kernels)
-            made = run("packed_lora backward", table, kernels.packed_lora, args)
-        dx, da, db = made
+        dx, da, db = run("packed_lora backward", table, kernels.packed_lora, args)
         given = dict(zip(present, zip(da, db)))
         grads.append(tuple(given.get(k) for k in range(len(bases))))
     return dx, tuple(grads)
@@ -300,6 +263,81 @@ def _gradients_kernels(x, bases, sizes, adapters, g, kernels):
 def _present(factors):
     present = [k for k, pair in enumerate(factors) if pair]
     return present, tuple([factors[k][i] for k in present] for i in range(2))
+
+
+# Products with one factor of adapters whose experts share the other.
+
+
+def shrink(
+    x_MD: jax.Array, a_WRD: jax.Array, groups: Groups, kernels: Kernels = Kernels()
+) -> jax.Array:
+    """Returns ``x A^T``, ``[M, R]`` in the dtype of ``x``; zeros for rows of no group."""
+    return _shrink(kernels, x_MD, a_WRD, groups)
+
+
+def expand(
+    h_MR: jax.Array,
+    b_WRF: jax.Array,
+    onto_MF: jax.Array,
+    groups: Groups,
+    kernels: Kernels = Kernels(),
+) -> jax.Array:
+    """Returns ``onto + h B``, ``[M, F]``."""
+    return _expand(kernels, h_MR, b_WRF, onto_MF, groups)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _shrink(kernels, x, a, groups):
+    return _half("shrink", kernels, groups, x, a)
+
+
+def _shrink_backward(kernels, args, dh):
+    x, a, groups = args
+    dx = _half("expand", kernels, groups, dh, a, jnp.zeros_like(x))
+    return dx, _half("outer", kernels, groups, dh, x, a), None
+
+
+_shrink.defvjp(lambda kernels, *args: (_shrink(kernels, *args), args), _shrink_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _expand(kernels, h, b, onto, groups):
+    return _half("expand", kernels, groups, h, b, onto)
+
+
+def _expand_backward(kernels, args, g):
+    h, b, groups = args
+    dh = _half("shrink", kernels, groups, g, b)
+    return dh, _half("outer", kernels, groups, h, g, b), g, None
+
+
+_expand.defvjp(
+    lambda kernels, h, b, onto, groups: (_expand(kernels, h, b, onto, groups), (h, b, groups)),
+    _expand_backward,
+)
+
+
+def _half(kind, kernels, groups, *args):
+    of_kernels = functools.partial(_half_kernels, kind)
+    return _by_platform(kernels, _HALVES[kind][0], of_kernels, groups, *args)
+
+
+def _half_kernels(kind, groups, *args, kernels):
+    form = functools.partial(_HALVES[kind][1], groups=groups, kernel=kernels.grouped_matmul)
+    table = (*(one[kind] for one in halves.KERNELS), Implementation("xla", None, form, anything))
+    return run(f"packed_lora {kind}", table, kernels.packed_lora, (*args, groups.factor))
+
+
+def _shrink_grouped(x, w, factor, *, groups, kernel):
+    return _grouped(x, w, groups, True, kernel)
+
+
+def _expand_grouped(h, w, onto, factor, *, groups, kernel):
+    return onto + _grouped(h, w, groups, False, kernel).astype(onto.dtype)
+
+
+def _outer_grouped(left, right, like, factor, *, groups, kernel):
+    return _factor_gradient(left, right, groups, like)
 
 
 # CPU: loops over tiles of a group's rows, exact for any distribution of rows. XLA's CPU form of
@@ -413,11 +451,10 @@ def _add_tiles(x, a, b, onto, adapters):
     def body(tile, group, ys):
         rows, i, out = tile.read(x), groups.index[group], []
         for y, a_k, b_k in zip(ys, a, b):
-            i_a, i_b = _places(i, a_k, b_k)
-            h = dot(rows, _at(a_k, i_a), (1, 1)).astype(x.dtype)
+            h = dot(rows, _at(a_k, i), (1, 1)).astype(x.dtype)
             if scale is not None:
                 h = (h * tile.read(scale)[:, None]).astype(x.dtype)
-            out.append(tile.add(y, dot(h, _at(b_k, i_b), (1, 0))))
+            out.append(tile.add(y, dot(h, _at(b_k, i), (1, 0))))
         return out
 
     return _over_tiles(body, onto, x.shape[0], groups.sizes, groups.first)
@@ -430,14 +467,12 @@ def _back_tiles(x, a, b, g, dx, groups):
         rows = tile.own(x)
         for a_k, b_k, g_k, (da, db) in zip(a, b, g, grads):
             g_t = tile.own(g_k)
-            i_a, i_b = _places(i, a_k, b_k)
             # Recomputed from rows that are read anyway; keeping it from the forward pass takes [M,
             # R] for each projection and bucket.
-            h = jnp.where(tile.is_own, dot(rows, _at(a_k, i_a), (1, 1)), 0.0).astype(x.dtype)
-            dh = jnp.where(tile.is_own, dot(g_t, _at(b_k, i_b), (1, 1)), 0.0).astype(x.dtype)
-            da, db = _add_at(da, i_a, dot(dh, rows, (0, 0))), _add_at(db, i_b, dot(h, g_t, (0, 0)))
-            new.append((da, db))
-            dx = tile.add(dx, dot(dh, _at(a_k, i_a), (1, 0)))
+            h = jnp.where(tile.is_own, dot(rows, _at(a_k, i), (1, 1)), 0.0).astype(x.dtype)
+            dh = jnp.where(tile.is_own, dot(g_t, _at(b_k, i), (1, 1)), 0.0).astype(x.dtype)
+            new.append((_add_at(da, i, dot(dh, rows, (0, 0))), _add_at(db, i, dot(h, g_t, (0, 0)))))
+            dx = tile.add(dx, dot(dh, _at(a_k, i), (1, 0)))
         return dx, new
 
     grads = [
@@ -452,3 +487,35 @@ def _back_tiles(x, a, b, g, dx, groups):
 
 def _add_at(total: jax.Array, i: jax.Array, part: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_index_in_dim(total, _at(total, i) + part, i, 0)
+
+
+def _shrink_tiles(groups, x, w):
+    def body(tile, group, y):
+        return tile.add(y, dot(tile.read(x), _at(w, groups.index[group]), (1, 1)))
+
+    y = _blank((x.shape[0], w.shape[1]), x.dtype, groups.sizes, 0)
+    return _over_tiles(body, y, x.shape[0], groups.sizes, groups.first)
+
+
+def _expand_tiles(groups, h, w, onto):
+    def body(tile, group, y):
+        return tile.add(y, dot(tile.read(h), _at(w, groups.index[group]), (1, 0)))
+
+    return _over_tiles(body, onto, h.shape[0], groups.sizes, groups.first)
+
+
+def _outer_tiles(groups, left, right, like):
+    def body(tile, group, sums):
+        part = dot(tile.own(left), tile.own(right), (0, 0))
+        return _add_at(sums, groups.index[group], part)
+
+    sums = _blank(like.shape, jnp.float32, groups.sizes, 0)
+    sums = _over_tiles(body, sums, left.shape[0], groups.sizes, groups.first)
+    return sums.astype(like.dtype)
+
+
+_HALVES = {
+    "shrink": (_shrink_tiles, _shrink_grouped),
+    "expand": (_expand_tiles, _expand_grouped),
+    "outer": (_outer_tiles, _outer_grouped),
+}

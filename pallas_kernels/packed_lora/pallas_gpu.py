@@ -292,3 +292,22 @@ def backward(
     da = _outer(of_runs, inner[K:], x, a, how, interpret)
     db = [_outer(of_runs, [h], g_k, [b_k], how, interpret)[0] for h, g_k, b_k in zip(inner, g, b)]
     return dx, tuple(da), tuple(db)
+
+
+def require_outer(left: jax.Array, right: jax.Array, like: jax.Array, *rest: Any) -> None:
+    """Raises NotImplementedError with the reason if ``outer`` cannot serve these arrays."""
+    require_add(right, [like], [])
+
+
+def outer(
+    left: jax.Array,
+    right: jax.Array,
+    like: jax.Array,
+    factor: jax.Array,
+    how: Config | None = None,
+    interpret: Any = False,
+) -> jax.Array:
+    """Implements ``pallas_tpu.outer``."""
+    how = config("packed_lora backward", right, [like]) if how is None else how
+    _, of_runs = _tiles_of(factor, like.shape[0], how)
+    return _outer(of_runs, [left], right, [like], how, interpret)[0]

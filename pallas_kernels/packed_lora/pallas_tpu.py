@@ -470,3 +470,85 @@ def backward(
     )(*runs, x, *g, *stacks, dx_onto, *zeros)
     grads = [one.astype(w.dtype) for one, w in zip(grads, factors)]
     return dx, tuple(grads[:K]), tuple(grads[K:])
+
+
+def require_outer(left: jax.Array, right: jax.Array, like: jax.Array, *rest: Any) -> None:
+    """Raises NotImplementedError with the reason if ``outer`` cannot serve these arrays."""
+    tiles.require(right, [like], [])
+    tile, n = tiles.tile_rows(right, Config()), tiles.chunk_size(like.shape[1]) * like.shape[1]
+    blocks = [(tile, y.shape[1], y.dtype) for y in (left, right)]
+    tiles.require_room(_outer_scratch(right, like, Config()), blocks, right, n)
+
+
+def _outer_kernel(
+    meta, local, left, right, zeros, out, carry, stage, turned, sem, *, C: int, R: int, columns: int
+) -> None:
+    T = right.shape[0]
+    count, rows = meta[0, 0, T + COUNT], tiles.Rows(local, T, C, R)
+    sums, sends = _Sums(meta, carry, stage, T, False), _Sends(meta, [(out, stage)], sem, C, T)
+
+    def chunk_of(chunk: jax.Array, first: bool, safe: bool) -> jax.Array:
+        if not first:
+            sends.wait(chunk - 1)
+        wide = dot(left[...].astype(jnp.float32), tiles.fold(C * R, R), (1, 1))
+        _turn([jnp.where(rows.own(chunk), wide, 0.0)], turned, C * R)
+        across = div(jax.lax.broadcasted_iota(jnp.int32, (C * R, T), 0), R) + chunk * C == local[0]
+        strange = _outer([sums], chunk, first, turned, right, across, columns, safe)
+        sends.start(chunk)
+        return tiles.not_finite(strange)
+
+    def all_chunks(safe: bool) -> jax.Array:
+        chunks, total = div(count + C - 1, C), chunk_of(jnp.int32(0), True, safe)
+        total = jax.lax.fori_loop(1, chunks, lambda i, n: n + chunk_of(i, False, safe), total)
+        sends.wait(chunks - 1)
+        return total
+
+    @pl.when(count > 0)
+    def _some() -> None:
+        strange = all_chunks(False)
+
+        @pl.when(strange > 0)
+        def _again() -> None:
+            all_chunks(True)
+
+
+def _outer_scratch(right: jax.Array, like: jax.Array, config: Config) -> list[Any]:
+    (_, R, N), tile = like.shape, tiles.tile_rows(right, config)
+    C = tiles.chunk_size(R)
+    shapes = ((2, R, N), jnp.float32), ((C, R, N), like.dtype), ((C * R, tile), right.dtype)
+    return [pltpu.VMEM(*one) for one in shapes]
+
+
+def outer(
+    left: jax.Array,
+    right: jax.Array,
+    like: jax.Array,
+    factor: jax.Array,
+    config: Config = Config(),
+    interpret: Any = False,
+) -> jax.Array:
+    """Returns the sums of outer products of rows ``left [M, R]`` and ``right [M, N]`` by factor,
+    ``[W, R, N]`` in the dtype of ``like``.
+    """
+    (M, N), (W, R, _), tile = right.shape, like.shape, tiles.tile_rows(right, config)
+    runs = runs_of(jnp.minimum(factor, W - 1), tile)
+    kernel = functools.partial(_outer_kernel, C=tiles.chunk_size(R), R=R, columns=config.columns)
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    moved = left.nbytes + right.nbytes + min(M, W) * like.nbytes // W
+    return pl.pallas_call(
+        kernel,
+        grid=(runs.local.shape[0],),
+        in_specs=[
+            *tiles.meta_specs(tile, runs.meta),
+            *tiles.row_specs(tile, [R, N]),
+            anywhere,
+        ],
+        out_specs=anywhere,
+        out_shape=jax.ShapeDtypeStruct(like.shape, like.dtype),
+        scratch_shapes=[*_outer_scratch(right, like, config), pltpu.SemaphoreType.DMA(())],
+        input_output_aliases={4: 0},
+        compiler_params=tiles.PARAMS,
+        cost_estimate=pl.CostEstimate(flops=2 * M * R * N, bytes_accessed=moved, transcendentals=0),
+        interpret=interpret,
+        name="packed_lora_outer",
+    )(*runs, left, right, jnp.zeros(like.shape, like.dtype))

@@ -328,6 +328,12 @@ def expand(
     )
 
 
+def fold(n: int, R: int) -> jax.Array:
+    """Returns ``[n, R]`` such that ``h [T, n] fold`` sums columns that are R apart."""
+    row, column = (jax.lax.broadcasted_iota(jnp.int32, (n, R), i) for i in (0, 1))
+    return jnp.where(rem(row, R) == column, 1.0, 0.0)
+
+
 def folded(made: jax.Array) -> jax.Array:
     """Returns the ``[8, 128]`` sum of ``[T, n]``."""
     parts = [

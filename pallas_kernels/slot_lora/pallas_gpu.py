@@ -14,8 +14,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from pallas_kernels import tuning
+from pallas_kernels.grouped_matmul.tiles import tiles
 from pallas_kernels.packed_lora.pallas_gpu import MOST, ranks_of
 from pallas_kernels.packed_lora.pallas_gpu import require_add as require_packed
+from pallas_kernels.packed_lora.runs import whole_runs
 from pallas_kernels.triton import Span, columns, cost, dot, power_of_two, read, write
 
 FEW = 512  # rows; with more, tiles are twice as large
@@ -68,6 +70,14 @@ def turn(slot: jax.Array, W: int) -> Turn:
         return jnp.zeros((V,), jnp.int32).at[place].set(x.astype(jnp.int32), mode="drop")
 
     return Turn(rows, of_tiles(current), of_tiles(number), of_tiles(ends), tile)
+
+
+def turn_of_runs(factor: jax.Array, W: int) -> Turn:
+    """Returns ``turn`` of rows whose equal factors are adjacent, in their own order."""
+    M, (factor_J, first_J, sizes_J) = factor.shape[0], whole_runs(factor, W)
+    tile = 16 if M <= FEW else 32
+    run_V, *ends = tiles(M, sizes_J, tile, first_J)
+    return Turn(jnp.arange(M, dtype=jnp.int32), factor_J[run_V], *ends, tile)
 
 
 def config(x: jax.Array, a: jax.Array, F: int, how: Turn) -> Config:
@@ -269,9 +279,10 @@ def shrink(
     first: jax.Array | int = 0,
     how: Config | None = None,
     interpret: Any = False,
+    order: Turn | None = None,
 ) -> jax.Array:
     """Implements ``pallas_tpu.shrink``."""
-    order = turn(slot, a.shape[0])
+    order = turn(slot, a.shape[0]) if order is None else order
     how = config(x, a, 0, order) if how is None else how
     [parts] = _parts(x, [a], order, first, how, interpret)
     return jnp.where((slot >= 0)[:, None], jnp.sum(parts, axis=0), 0.0)
@@ -285,9 +296,10 @@ def expand(
     first: jax.Array | int = 0,
     how: Config | None = None,
     interpret: Any = False,
+    order: Turn | None = None,
 ) -> jax.Array:
     """Implements ``pallas_tpu.expand``."""
-    order = turn(slot, b.shape[0])
+    order = turn(slot, b.shape[0]) if order is None else order
     how = config(onto, b, 0, order) if how is None else how
     one = jnp.ones((h.shape[0],), jnp.float32)
     return _onto([h[None]], [b], [onto], one, order, first, how, interpret)[0]

@@ -74,12 +74,6 @@ def add(
     )[0]
 
 
-def _fold(n: int, R: int) -> jax.Array:
-    """Returns ``[n, R]`` such that ``h [T, n] fold`` sums columns that are R apart."""
-    row, column = (jax.lax.broadcasted_iota(jnp.int32, (n, R), i) for i in (0, 1))
-    return jnp.where(rem(row, R) == column, 1.0, 0.0)
-
-
 def _shrink_kernel(meta, local, x, a, out, a_buf, sem, *, C: int, R: int, columns: int) -> None:
     T = x.shape[0]
     count, rows = meta[0, 0, T + COUNT], tiles.Rows(local, T, C, R)
@@ -89,7 +83,7 @@ def _shrink_kernel(meta, local, x, a, out, a_buf, sem, *, C: int, R: int, column
 
     def chunk_of(chunk: jax.Array, first: bool) -> jax.Array:
         [h] = tiles.shrink(x, [a_buf], rem(chunk, 2), rows.own(chunk), columns)
-        out[...] += dot(h, _fold(C * R, R), (1, 0))  # a row is zero in all columns but its own
+        out[...] += dot(h, tiles.fold(C * R, R), (1, 0))  # a row is zero in all columns but its own
         return jnp.int32(0)
 
     @pl.when(count > 0)
@@ -110,7 +104,7 @@ def _expand_kernel(
         out[...] = onto[...]
 
     def chunk_of(chunk: jax.Array, first: bool, safe: bool) -> jax.Array:
-        across = dot(h[...], _fold(C * R, R), (1, 1))
+        across = dot(h[...].astype(jnp.float32), tiles.fold(C * R, R), (1, 1))
         own = rows.own(chunk)
         h_ref[...] = jnp.where(own, across, 0.0).astype(h_ref.dtype)
         return tiles.not_finite(

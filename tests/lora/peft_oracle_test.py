@@ -83,7 +83,10 @@ def logits_and_gradients(params, stacks, tokens_BT, pull_BTV, cfg, blocks, base_
         # experts chosen group by group, shared ones, and a dense layer
         pytest.param("deepseek_v3", EXPERTS, marks=pytest.mark.long),
         pytest.param("deepseek_v3", SHARED, marks=pytest.mark.long),
-        pytest.param("qwen3_5_moe", SHARED, marks=pytest.mark.long),
+        *(
+            pytest.param(family, SHARED, marks=pytest.mark.long)
+            for family in ("qwen3_5_moe", "gpt_oss", "glm4")
+        ),
         pytest.param("glm4", EXPERTS, marks=pytest.mark.long),
         pytest.param("glm4_lite", EXPERTS, marks=pytest.mark.long),
         pytest.param("deepseek_v3_dense", LATENT, marks=pytest.mark.long),

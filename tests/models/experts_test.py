@@ -4,6 +4,8 @@ Axes: B rows, T tokens, X experts of a token, E experts, D model width, F expert
 rank.
 """
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +16,7 @@ from mint_jax.lora.config import SHARED_OUTER
 from mint_jax.lora.view import AdapterView, RankBucket
 from mint_jax.models.expert_parallel import routed
 from tests.marks import first
+from tests.pallas_kernels import gpu
 
 X, D, F = 3, 12, 8
 WIDTHS = {"gate": (D, F), "up": (D, F), "down": (F, D)}
@@ -63,7 +66,8 @@ def problem(rng, counts, base, left_out, rows=2, E=6, T=9, forms=()):
     ids = np.argsort(rng.random((B, T, E)), axis=-1)[..., :X].astype(np.int32)
     ids[rng.random(ids.shape) < 0.2] = -1  # visits nobody
     ids[:, 0] = -1
-    return _normal(rng, (B, T, D)), ids, _normal(rng, (B, T, X)), p, lora, _normal(rng, (B, T, D))
+    x, g = (_normal(rng, (B, T, WIDTHS["gate"][0])) for _ in range(2))
+    return x, ids, _normal(rng, (B, T, X)), p, lora, g
 
 
 def _problem(rng, name):
@@ -170,3 +174,25 @@ def test_outputs_and_gradients_equal_a_loop(name, form, request, rng):
     _assert_close((y, grads), _loop(*problem))
     assert not np.any(y[:, 0]), "a token that visits nobody gets nothing"
     assert not np.any(np.asarray(grads[1])[ids < 0])
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_kernels_multiply_with_what_experts_do_not_share(platform, monkeypatch, rng):
+    """Both passes, lowered without an accelerator, have no grouped products but the base's."""
+    for name in WIDTHS:
+        monkeypatch.setitem(WIDTHS, name, (128, 128))
+    x, ids, weights, p, lora, g = _problem(rng, "shared")
+
+    def text(lora):
+        with gpu.abstract() if platform == "cuda" else contextlib.nullcontext():
+            traced = jax.jit(_ours).trace(x, ids, weights, p, lora, g)
+            return traced.lower(lowering_platforms=(platform,)).as_text()
+
+    bare = AdapterView((), base_blocks=lora.total_blocks)
+    mine, base = text(lora), text(bare)
+    assert mine.count("ragged_dot") == base.count("ragged_dot")
+    kernels = {
+        "tpu": ("slot_lora_shrink", "slot_lora_expand", "packed_lora_outer"),
+        "cuda": ("_slot_lora_shrink", "_slot_lora_expand", "_packed_lora_factors"),
+    }
+    assert all(name in mine and name not in base for name in kernels[platform])

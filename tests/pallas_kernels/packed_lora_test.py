@@ -11,7 +11,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import dispatch, packed_lora
-from pallas_kernels.packed_lora import pallas_gpu, pallas_tpu, reference, xla
+from pallas_kernels.packed_lora import halves, pallas_gpu, pallas_tpu, reference, xla
 from tests.marks import first
 
 # Several tiles and blocks of columns.
@@ -19,6 +19,32 @@ SMALL, SMALL_GPU = (
     pallas_tpu.Config(rows=32, columns=128),
     pallas_gpu.Config(rows=16, depth=64, sums=32, warps=4),
 )
+
+
+def in_halves(kernels):
+    """Both passes by products with one factor each."""
+    shrink, expand, outer = (
+        functools.partial(kernels[kind].call, interpret=True)
+        for kind in ("shrink", "expand", "outer")
+    )
+
+    def add(x, a, b, onto, factor, scale=None):
+        h = [shrink(x, one, factor) for one in a]
+        h = h if scale is None else [(one * scale[:, None]).astype(one.dtype) for one in h]
+        return [expand(one, b_k, y, factor) for one, b_k, y in zip(h, b, onto)]
+
+    def backward(x, a, b, g, dx, factor):
+        da, db = [], []
+        for a_k, b_k, g_k in zip(a, b, g):
+            h, dh = shrink(x, a_k, factor), shrink(g_k, b_k, factor)
+            da.append(outer(dh, x, a_k, factor))
+            db.append(outer(h, g_k, b_k, factor))
+            dx = expand(dh, a_k, dx, factor)
+        return dx, da, db
+
+    return jax.jit(add), jax.jit(backward)
+
+
 FORMS = {
     "pallas_tpu": tuple(
         jax.jit(functools.partial(f, config=SMALL, interpret=True))
@@ -29,7 +55,14 @@ FORMS = {
         for f in (pallas_gpu.add, pallas_gpu.backward)
     ),
     "xla": (jax.jit(xla.add), jax.jit(xla.backward)),
+    "halves, tpu": in_halves(halves.KERNELS[0]),
+    "halves, gpu": in_halves(halves.KERNELS[1]),
 }
+
+
+def dtype_of(form, dtype):
+    """XLA has no product of bfloat16 on CPUs as the interpreted ``outer`` of TPUs makes it."""
+    return "float32" if form == "halves, tpu" else dtype
 
 
 def random_factor(rng, M: int, W: int) -> np.ndarray:
@@ -76,6 +109,7 @@ CASES = [
 @pytest.mark.parametrize("case", first(1, CASES), ids=str)
 def test_values_and_gradients_are_those_of_float64(rng, form, case):
     add, backward = FORMS[form]
+    case = (*case[:-1], dtype_of(form, case[-1]))
     x, a, b, onto, factor = arguments(rng, *case)
     scale = jnp.array(rng.uniform(0.5, 2, x.shape[0]), jnp.float32)
     for scales in (None, scale):
@@ -123,7 +157,7 @@ def test_what_is_not_finite_stays_with_its_adapter(rng, form, case):
     """Also beside it in the matrix unit."""
     run, R, dtype = case
     add, backward = FORMS[form]
-    x, a, b, onto, factor = arguments(rng, 90, 128, (128, 256), R, 30, dtype)
+    x, a, b, onto, factor = arguments(rng, 90, 128, (128, 256), R, 30, dtype_of(form, dtype))
     factor = jnp.array(np.repeat(rng.permutation(30)[: -(-90 // run)], run)[:90].astype(np.int32))
 
     def both(x, a, b, onto, factor, g):
