@@ -4,6 +4,10 @@ transformers stores the experts of a layer as two 3-D parameters, ``gate_up_proj
 rows first) and ``down_proj [E, D, F]``; PEFT wraps their module once for each, with one pair of
 matrices for all experts. In gpt-oss, which has no other layout, rows of gate and up alternate.
 
+SGLang's layout has a pair of 3-D tensors for each projection of a layer's experts, ``w1``, ``w2``
+and ``w3``: A ``[E, R, D]`` and B ``[E, F, R]``, with 1 in place of E for a factor that the experts
+share.
+
 Axes: L layers, E experts, R rank, D in, F out.
 """
 
@@ -19,6 +23,7 @@ from mint_jax.lora.tree import Projection
 
 # Fused parameter -> projections whose rows it stacks.
 PARAMETERS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
+STACKED = {"w1": "gate", "w3": "up", "w2": "down"}  # SGLang's names of projections
 PLAIN_SINCE = (0, 19, 1)  # first PEFT version without the swap
 
 
@@ -169,6 +174,60 @@ def read_fused(
                 numbered = {parameter.first + e: pair for e, pair in enumerate(pairs)}
                 found.setdefault(path, {}).update(numbered)
     return found
+
+
+def read_stacked(
+    take: Take, fused: Mapping[str, Mapping[str, Fused]], patterns: Patterns, where: str
+) -> tuple[Found, bool]:
+    """Takes the pairs in SGLang's layout out of a file, and returns them by projection and expert,
+    and True if all of their factors on the hidden side are shared.
+
+    Raises:
+        UserError: shapes that do not fit.
+    """
+    found: Found = {}
+    shared = []
+    for experts, parameters in fused.items():
+        if any(one.alternate for one in parameters.values()):  # gpt-oss has other names
+            continue
+        by_part = {
+            path.rsplit("/", 1)[1]: (one, path) for one in parameters.values() for path in one.paths
+        }
+        for name, part in STACKED.items():
+            if part not in by_part or (pair := take(f"{experts}.{name}")) is None:
+                continue
+            (one, path), (a, b) = by_part[part], pair
+            R, (D, F) = patterns.rank(f"{experts}.{name}"), (one.d_in, one.d_out // len(one.paths))
+            shapes = [{(n, R, D) for n in (1, one.count)}, {(n, F, R) for n in (1, one.count)}]
+            if a.shape not in shapes[0] or b.shape not in shapes[1]:
+                raise UserError(
+                    f"{where}: {experts}.{name} has lora_A {a.shape} and lora_B {b.shape}; this"
+                    f" base and rank {R} need one of {sorted(shapes[0])} and of"
+                    f" {sorted(shapes[1])}: it was trained on another model"
+                )
+            shared.append(len(b if part == "down" else a) == 1)
+            scale = patterns.scale(f"{experts}.{name}", R)
+            found.setdefault(path, {}).update(
+                (one.first + e, Pair(a[e % len(a)], b[e % len(b)], scale)) for e in range(one.count)
+            )
+    return found, bool(shared) and all(shared)
+
+
+def stacked_factors(
+    modules: Sequence[str], a: np.ndarray, b: np.ndarray
+) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+    """Yields one projection's pairs in SGLang's layout, layer by layer, with their names.
+
+    Args:
+        modules: names of its experts in all layers.
+        a, b: ``[L, E, R, D]`` and ``[L, E, R, F]``, without E if the experts share the factor.
+    """
+    name = {f"{part}_proj": name for name, part in STACKED.items()}
+    each = len(modules) // len(a)
+    for layer, (a_ERD, b_ERF) in enumerate(zip(a, b)):
+        experts, _, projection = modules[layer * each].rsplit(".", 2)
+        a_ERD, b_ERF = (x if x.ndim == 3 else x[None] for x in (a_ERD, b_ERF))
+        yield f"{experts}.{name[projection]}", a_ERD, b_ERF.swapaxes(1, 2)
 
 
 def _split(

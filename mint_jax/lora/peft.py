@@ -7,6 +7,7 @@ their scales folded into B. Routed experts are written one by one, which every p
 read in that form or fused (``fused.py``).
 """
 
+import dataclasses
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -30,9 +31,18 @@ from mint_jax.lora.fused import (
     fused_parameters,
     is_targeted,
     read_fused,
+    read_stacked,
+    stacked_factors,
     target_fields,
 )
-from mint_jax.lora.tree import AdapterConfig, Projection, check_finite, expanded
+from mint_jax.lora.tree import (
+    SHARED_OUTER,
+    AdapterConfig,
+    Projection,
+    check_finite,
+    expanded,
+    shared_outer,
+)
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -102,11 +112,13 @@ def write_peft(
     names: Names,
     base_name: str = "",
     moe_type: bool = False,
+    stacked: bool = False,
 ) -> None:
     """Writes an adapter so that PEFT loads it with the same outputs; the directory is created
     atomically.
 
-    PEFT has no factors that experts share, so each expert gets a copy of a shared-outer adapter's.
+    PEFT has no factors that experts share, so each expert gets a copy of a shared-outer adapter's,
+    but for ``stacked``.
     PEFT cannot load an adapter of only gate or only up of routed experts, and raises. For gpt-oss
     the other one is written as zeros.
 
@@ -114,6 +126,8 @@ def write_peft(
         base_name: name by which other programs open the base.
         moe_type: the base's transformers class has routed experts, even if all its layers are
             dense.
+        stacked: experts have SGLang's layout, see ``fused.py``, which PEFT does not read, with
+            factors that experts share as they are.
     """
     directory = Path(directory)
     if directory.is_file():
@@ -122,6 +136,13 @@ def write_peft(
         raise UserError(f"output {directory} is not empty: choose a new directory, or remove it")
     flat = dict(params_lib.leaves_with_path(expanded(adapter)))
     tensors: dict[str, np.ndarray] = {}
+    targets: dict[str, Any] = {}
+    if stacked:
+        paths = {leaf.rsplit("/", 1)[0] for leaf in flat}
+        last = {module.rsplit(".", 1)[-1] for path in paths for module in names[path]}
+        targets = {"target_modules": sorted(last), "use_rslora": False}
+        targets["lora_alpha"] = config.scale * config.rank
+        tensors = _take_stacked(flat, adapter, names)
     fused = _add_lacking(flat) if _alternate(names) else {}
     of_fused = {path: names[path] for path in fused}
     for experts, parameters in fused_parameters(of_fused, fused, alternate=True).items():
@@ -140,7 +161,7 @@ def write_peft(
         "r": config.rank,
         "lora_alpha": config.alpha,
         "use_rslora": config.rslora,
-        **_targets(flat, config, names, moe_type),
+        **(targets or _targets(flat, config, names, moe_type)),
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -195,6 +216,21 @@ def _stacks(flat: Mapping[str, Any]) -> dict[str, Projection]:
         if len(stack) == 2:
             out[path] = Projection(tuple(stack), d_in, d_out, ())
     return out
+
+
+def _take_stacked(flat: dict[str, Any], adapter: Any, names: Names) -> dict[str, np.ndarray]:
+    """Removes routed experts from the factors; returns their tensors in SGLang's layout."""
+    if _alternate(names):
+        raise UserError("format sglang is not known for experts of this base: choose peft")
+    tensors, own = {}, dict(params_lib.leaves_with_path(adapter))
+    for path in _stacks(flat):
+        parent, _, name = path.rpartition("/")
+        kept = path if f"{path}/a" in own else f"{parent}/{SHARED_OUTER}/{name}"
+        pairs = stacked_factors(names[path], *(np.asarray(own[f"{kept}/{f}"]) for f in "ab"))
+        for module, *pair in pairs:
+            tensors |= zip(_tensor_names("", module), map(np.ascontiguousarray, pair))
+        del flat[f"{path}/a"], flat[f"{path}/b"]
+    return tensors
 
 
 def _add_lacking(flat: dict[str, Any]) -> dict[str, Projection]:
@@ -254,7 +290,7 @@ def read_peft(
             )
         return (tensors.pop(name_a), tensors.pop(name_b)) if name_a in tensors else None
 
-    found = _find(take, config, names, projections, directory)
+    found, shares = _find(take, config, names, projections, directory)
     if isinstance(names, BaseNames):
         _take_base_weights(tensors, names, directory)
     if tensors:
@@ -282,6 +318,11 @@ def read_peft(
         flat[f"{path}/a"] = a_all.reshape(*stack, rank, D)
         flat[f"{path}/b"] = b_all.reshape(*stack, rank, F)
     adapter = params_lib.nest(flat)
+    if shares:
+        adapter, result = (
+            shared_outer(adapter, str(directory)),
+            dataclasses.replace(result, experts=SHARED_OUTER),
+        )
     if finite:
         check_finite(adapter, str(directory))
     return adapter, result
@@ -342,13 +383,17 @@ def _find(
     names: Names,
     projections: Mapping[str, Projection],
     directory: Path,
-) -> Found:
-    """Removes the factors of all known modules from a file's tensors and returns them."""
+) -> tuple[Found, bool]:
+    """Removes the factors of all known modules from a file's tensors and returns them, and True if
+    its experts share factors.
+    """
     targets = config.get("target_parameters") or ()
     patterns = Patterns(config)
     fused = fused_parameters(names, projections, _alternate(names))
     _check_target_parameters(targets, names, fused, directory)
     found = read_fused(take, fused, patterns, config.get("peft_version"), str(directory))
+    stacked, shares = read_stacked(take, fused, patterns, str(directory))
+    found |= stacked
     for path, modules in names.items():
         for i, module in enumerate(modules):
             if (pair := take(module, path)) is None:
@@ -375,7 +420,7 @@ def _find(
                 f"{directory}: target_parameters names {parameter.name}, but the file has no"
                 f" factors of {lacking[0]} for it"
             )
-    return found
+    return found, shares
 
 
 def _check_target_parameters(

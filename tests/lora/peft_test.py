@@ -14,7 +14,7 @@ import peft
 import pytest
 import torch
 import transformers
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from mint_jax.errors import UserError
 from mint_jax.lora import tree
@@ -94,6 +94,38 @@ def test_peft_loads_what_we_write_and_reading_it_back_is_exact(
     )
     chex.assert_trees_all_equal(back, tree.expanded(adapter))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out"], "nothing of the staging may stay"
+
+
+@pytest.mark.parametrize("form", ["shared_outer", "each"])
+def test_experts_are_written_and_read_with_the_names_of_sglang(form, rng, tiny_base, tmp_path):
+    base = tiny_base("qwen3_moe")
+    config = AdapterConfig(3, 5.0, ("q", "gate", "up", "down"), experts=form)
+    adapter, (names, shapes) = random_adapter(rng, base, config), tables(base)
+    write_peft(tmp_path / "out", adapter, config, names, stacked=True)
+    back, read = read_peft(tmp_path / "out", names, shapes)
+    assert read == config
+    chex.assert_trees_all_equal(back, adapter)
+    E, F, D = base.cfg.experts.count, base.cfg.experts.width, base.cfg.d_model
+    one, own = 1 if form == "shared_outer" else E, adapter["moe"]["moe"]["experts"]
+    tensors = load_file(tmp_path / "out" / WEIGHTS)
+    for layer in range(base.cfg.stacks["moe"]):
+        for name, ours, a, b in (
+            ("w1", "gate", (one, 3, D), (E, F, 3)),
+            ("w3", "up", (one, 3, D), (E, F, 3)),
+            ("w2", "down", (E, 3, F), (one, D, 3)),
+        ):
+            pair = own.get("shared_outer", own)[ours]
+            key = f"base_model.model.model.layers.{layer}.mlp.experts.{name}.lora_"
+            got_a, got_b = (tensors.pop(f"{key}{f}.weight") for f in "AB")
+            assert (got_a.shape, got_b.shape) == (a, b)
+            np.testing.assert_array_equal(got_a, pair["a"][layer].reshape(a))
+            want = pair["b"][layer].reshape(b[0], 3, b[1]).swapaxes(1, 2)
+            np.testing.assert_array_equal(got_b, want)
+    assert all(".q_proj." in name for name in tensors)
+    tensors |= {f"{key}A.weight": got_a[:, :2], f"{key}B.weight": got_b}
+    save_file(tensors, tmp_path / "out" / WEIGHTS)
+    with pytest.raises(UserError, match=r"experts\.w2 has lora_A"):
+        read_peft(tmp_path / "out", names, shapes)
 
 
 def test_an_adapter_of_a_class_of_several_media_is_read(rng, tiny_base, tmp_path):

@@ -382,7 +382,7 @@ def _gc(args: Args, catalog: Catalog) -> Result:
     "write a revision to files",
     arg("name", help=REVISION),
     arg("directory", nargs="?", type=path, help="a new directory"),
-    arg("--format", choices=("peft", "orbax"), default="peft", help="of the directory"),
+    arg("--format", choices=("peft", "sglang", "orbax"), default="peft", help="of the directory"),
     arg("--base-name", metavar="NAME", help="the base in a PEFT directory: hub name, or directory"),
     arg("--packed", type=path, metavar="FILE", help="write one safetensors file instead"),
     *BASE,
@@ -399,7 +399,7 @@ def _export(args: Args, catalog: Catalog) -> Result:
                 raise UserError(f"output {args.packed} exists: choose a new file, or remove it")
             write_file(Path(args.packed), data.tobytes(), replace=False)
             return _shown(written | {"packed": args.packed})
-        if args.format == "peft":
+        if args.format != "orbax":
             written["base_name"] = _write_peft(args, found, data)
         else:
             from mint_jax.catalog import orbax_files  # imports Orbax, which takes seconds
@@ -434,5 +434,6 @@ def _write_peft(args: Args, found: Resolved, data: np.ndarray) -> str:
         )
     tree.check_fits(adapter, schema.config, base.specs, args.name, finite=False)
     name, is_moe = args.base_name or public_name(args.base), hf.is_moe_type(base.cfg)
-    peft.write_peft(args.directory, adapter, schema.config, base.tables[0], name, is_moe)
+    modules, stacked = base.tables[0], args.format == "sglang"
+    peft.write_peft(args.directory, adapter, schema.config, modules, name, is_moe, stacked)
     return name

@@ -17,7 +17,7 @@ from mint_jax.catalog.packed import Schema, pack, unpack
 from mint_jax.errors import UserError
 from mint_jax.lora import peft, tree
 from mint_jax.lora.config import MAX_RANK, SHARED_OUTER
-from mint_jax.lora.fused import DEFAULT_ALPHA, DEFAULT_RANK
+from mint_jax.lora.fused import DEFAULT_ALPHA, DEFAULT_RANK, STACKED
 from mint_jax.models.outline import Outline
 from mint_jax.safetensors_header import header_size, parse_json, parse_object
 
@@ -53,7 +53,7 @@ def packed_object(
     tags = _check_directory(source, base, max_bytes)
     names, projections = base.tables
     adapter, config = peft.read_peft(source.path, names, projections, finite=not force)
-    if experts == SHARED_OUTER:
+    if experts == SHARED_OUTER and config.experts != experts:
         adapter = tree.shared_outer(adapter, source.path.name)
         config = dataclasses.replace(config, experts=experts)
     tree.check_fits(adapter, config, base.specs, source.path.name, finite=False)
@@ -182,6 +182,7 @@ def _unpacked_bytes(tensors: set[str], base: Outline, rank: int) -> int:
         fused = (
             {name.rsplit(".", 2)[0] for name in own} if len(projections[path].stack) == 2 else set()
         )
+        fused |= {f"{name}.{part}" for name in fused for part in STACKED}
         if modules & {*own, *fused}:
             targets.add(path.rsplit("/", 1)[-1])
     chosen = [projections[path] for path in names if path.rsplit("/", 1)[-1] in targets]
