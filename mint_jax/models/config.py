@@ -361,6 +361,7 @@ class Family:
     activation: str = "silu"
 
 
+_GATES = {"attn_output_gate": (None, True), "output_gate_type": (None, "swish", "silu")}
 _HYBRID: dict[str, Any] = {"qk_norm": True, "gated_attention": True, "rotary": 0.25}
 _HYBRID |= {"norm_offset": 1.0}
 FAMILIES = {  # `architectures` entry ->
@@ -425,19 +426,17 @@ FAMILIES = {  # `architectures` entry ->
         _LATENT_ONLY | {"rope_interleave": (True,)},
         any_head_dim=False,
     ),
-    "Qwen3_5ForCausalLM": Family(
-        "qwen3_5_text", _GROUPED | _QWEN3_5, {"attn_output_gate": (None, True)}, **_HYBRID
-    ),
+    "Qwen3_5ForCausalLM": Family("qwen3_5_text", _GROUPED | _QWEN3_5, _GATES, **_HYBRID),
     "Qwen3_5MoeForCausalLM": Family(
         "qwen3_5_moe_text",
         {k: v for k, v in (_GROUPED | _QWEN3_5 | _SHARED).items() if k != "intermediate_size"},
-        _ALL_SPARSE | {"attn_output_gate": (None, True), "norm_topk_prob": (None, True)},
+        _ALL_SPARSE | _GATES | {"norm_topk_prob": (None, True)},
         **_HYBRID,
     ),
     "Qwen3NextForCausalLM": Family(
         "qwen3_next",
         _GROUPED | _QWEN3_NEXT,
-        _ALL_SPARSE | {"attn_output_gate": (None, True)},
+        _ALL_SPARSE | _GATES,
         **_HYBRID,
         joint_delta=True,
     ),
