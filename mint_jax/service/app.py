@@ -73,7 +73,7 @@ def make(
         *endpoints.routes(endpoints.tinker_endpoints(), others, *parts),
         *endpoints.routes(endpoints.operators(), others, *parts),
         *endpoints.routes(endpoints.openai_endpoints(), openai),
-        *console_routes(server, browsers, openai),
+        *console_routes(server, browsers),
     ]
     app = Starlette(routes=routes, exception_handlers=HANDLERS | {HTTPException: unrouted})
     metrics = monitoring.HttpMetrics(server.metrics)

@@ -157,7 +157,7 @@ def openai_endpoints() -> Iterator[Endpoint]:
 
 
 def console_endpoints() -> Iterator[Endpoint]:
-    every, train, sample = ("read", "train", "admin"), ("train", "admin"), ("sample",)
+    every, train = ("read", "train", "admin"), ("train", "admin")
     pages = (
         ("GET", "/sign-in", None, "sign_in_page"),
         ("POST", "/sign-in", None, "sign_in"),
@@ -171,13 +171,9 @@ def console_endpoints() -> Iterator[Endpoint]:
         ("POST", "/promote/{policy:path}", train, "promote"),
         ("POST", "/rollback/{policy:path}", train, "rollback"),
         ("GET", "/server", ("admin",), "state"),
-        ("GET", "/playground", sample, "playground"),
-        ("POST", "/playground/completions", sample, "completions"),
-        ("POST", "/playground/chat", sample, "chats"),
     )
     for method, path, scopes, call in pages:
-        data = path.startswith("/playground/")
-        yield Endpoint(method, f"/console{path}", scopes, call=call, data=data)
+        yield Endpoint(method, f"/console{path}", scopes, call=call)
 
 
 class Table:

@@ -20,7 +20,7 @@ from mint_jax.service.quotas import Busy, OverQuota
 from mint_jax.service.server_db import Overloaded
 
 # errors on these have OpenAI's form
-OPENAI_PATHS = ("/v1/", "/oai/", "/console/playground/")
+OPENAI_PATHS = ("/v1/", "/oai/")
 LONGEST_REASON = 2000  # characters of an error
 RETRY_AFTER_S = 5.0  # with 503, if nothing says better
 

@@ -26,6 +26,7 @@ from mint_jax.service import bodies
 from mint_jax.service.binding import check_hosts, is_ours
 from mint_jax.service.console.sessions import Browsers, covers, sign_in_first
 from mint_jax.service.endpoints import TABLE, Endpoint
+from mint_jax.service.errors import OPENAI_PATHS
 from mint_jax.service.exchange import Left, Refusal, Reply, Source, path_of, replay, values
 from mint_jax.service.keys import SCOPES, Keys
 from mint_jax.service.monitoring import HttpMetrics
@@ -37,7 +38,6 @@ log = logging.getLogger("mint_jax.service")
 
 Headers = list[tuple[bytes, bytes]]
 _KEY_LIKE = re.compile(r"[A-Za-z0-9_-]{43,}")
-_OPENAI = ("/v1/", "/oai/")
 _POLLS = ("/retrieve_future", "/retrieve_futures")  # not counted: they use a connection alone
 # of the gate alone: the app gets a whole, plain body and no key
 _HIDDEN = (b"content-encoding", b"content-length", b"transfer-encoding", b"x-api-key")
@@ -149,8 +149,8 @@ class Gate:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         started, client, path = time.perf_counter(), Client(), path_of(scope)
-        reply, source = Reply(send, uuid.uuid4().hex, path.startswith(_OPENAI)), Source(receive)
-        endpoint = TABLE.find(scope["method"], path)
+        reply = Reply(send, uuid.uuid4().hex, path.startswith(OPENAI_PATHS))
+        source, endpoint = Source(receive), TABLE.find(scope["method"], path)
         try:
             # an absolute URI, whose host would count in place of the header's, or `*`
             if not path.startswith("/"):

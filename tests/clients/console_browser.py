@@ -5,9 +5,8 @@ of its own.
 
 Every page is looked at in light, dark and narrow, by axe-core too (WCAG 2.1 A and AA: labels,
 roles, contrast), with no error in the browser's console and nothing wider than the window. Then
-what people do: sign in, search, promote and roll back, keys alone, charts, two answers side by
-side, a policy whose name is a script. Chromium is no Python package: Debian's ``chromium`` is
-looked for.
+what people do: sign in, search, promote and roll back, keys alone, charts, a policy whose name is a
+script. Chromium is no Python package: Debian's ``chromium`` is looked for.
 """
 
 import argparse
@@ -96,7 +95,6 @@ def looks(browser: Browser, told: dict, pictures: Path | None) -> None:
         "training": "/console/training",
         "costs": "/console/costs",
         "server": "/console/server",
-        "playground": "/console/playground",
         "missing": "/console/policies/nobody",
     }
     for kind in SIZES:
@@ -145,7 +143,7 @@ def with_keys_alone(browser: Browser, told: dict) -> None:
     expect(page.locator(".skip")).to_be_focused()
     page.keyboard.press("Enter")
     expect(page.locator("#main")).to_be_focused()
-    for key, path in zip("scltp", ("server", "costs", "playground", "training", "policies")):
+    for key, path in zip("sctp", ("server", "costs", "training", "policies")):
         page.keyboard.press("g")
         page.keyboard.press(key)
         expect(page).to_have_url(re.compile(f"/console/{path}$"))
@@ -160,31 +158,6 @@ def with_keys_alone(browser: Browser, told: dict) -> None:
     assert page.evaluate(background) == "rgb(20, 23, 26)", "the next page has it too"
     person.check("keys")
     print("keys", flush=True)
-
-
-def plays(browser: Browser, told: dict, pictures: Path | None) -> None:
-    """Two answers: the base beside a revision, both of themselves alike, one that is not there."""
-    person = Person(browser, told, "ann")
-    page = person.go("/console/playground")
-    page.get_by_label("Tokens at most").fill("32")
-    page.get_by_role("combobox", name="Right").fill(f"{told['model']}@1")
-    page.get_by_role("button", name="Sample").click()
-    said = page.get_by_role("status").filter(has_text=re.compile("alike|differ"))
-    expect(said).to_be_visible(timeout=120_000)
-    for side, revision in (("a", "base"), ("b", "[0-9a-f]{12}")):
-        text = re.compile(rf"revision {revision}; \d+ tokens")
-        expect(page.locator(f"[data-side={side}] .told")).to_contain_text(text)
-    person.check("playground")
-    if pictures is not None:
-        page.screenshot(path=pictures / "playground-sampled.png")
-    left = page.get_by_role("combobox", name="Left").input_value()
-    page.get_by_role("combobox", name="Right").fill(left)
-    page.get_by_role("textbox", name="Prompt").press("Control+Enter")
-    expect(said).to_have_text("Both answers are alike.", timeout=120_000)
-    page.get_by_role("combobox", name="Right").fill("bob/secret")
-    page.get_by_role("button", name="Sample").click()
-    expect(page.locator("[data-side=b] .answer")).to_contain_text("does not exist here")
-    print("playground", flush=True)
 
 
 def main() -> None:
@@ -204,7 +177,6 @@ def main() -> None:
         looks(browser, told, given.pictures)
         moves(browser, told)
         with_keys_alone(browser, told)
-        plays(browser, told, given.pictures)
         browser.close()
 
 

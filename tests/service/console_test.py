@@ -24,7 +24,6 @@ from mint_jax.service.console.sessions import COOKIE, Browsers
 from mint_jax.service.costs import Payer
 from mint_jax.service.gate import Gate
 from mint_jax.service.keys import Keys
-from mint_jax.service.openai import OpenAI
 from mint_jax.service.training_calls import ForwardBackward, Optim, Trained
 from mint_jax.train.blocks import Datum
 from mint_jax.train.losses import LossCoefs
@@ -177,7 +176,6 @@ def test_tenants_see_their_own_and_operators_all(people):
         ("sam", "policies", 403),
     ):
         assert people[who].get(f"/console/{path}").status_code == status
-    assert people["sam"].get("/console").headers["location"] == "/console/playground"
     shown = page(people["root"], "policies/bob/secret")
     assert shown.all("form", action="/console/promote/bob/secret")
 
@@ -336,24 +334,8 @@ def test_costs_are_shown_to_those_who_made_them_and_to_operators(people, guarded
     assert [text in own.text for text in ("ann-s-model", "30.0 s", EVIL)] == [True, True, False]
 
 
-def test_the_playground_samples_for_pages_of_ours_alone(people, guarded, monkeypatch):
-    shown = page(people["ann"], "playground?b=x")
-    assert {"chat", "chat-short"} <= {have["value"] for have in shown.all("option")}
-    body, path = {"model": "bob/secret", "prompt": "a b"}, "/console/playground/completions"
-    evil = {"origin": "https://evil.example"}
-    assert people["ann"].post(path, json=body, headers=evil).status_code == 403
-    assert people["eve"].post(path, json=body).status_code == 403
-    answer = people["ann"].post(path, json=body)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
-    wrong = people["ann"].post(path, json=body | {"model": "ann/chat@2", "max_tokens": -1})
-    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "max_tokens")
-    mute = dataclasses.replace(guarded.server.base, tokenizer=None)
-    monkeypatch.setattr(guarded.server, "base", mute)
-    assert "without a tokenizer" in page(people["ann"], "playground").text
-
-
 def test_without_keys_it_is_open_to_this_machine_alone(guarded):
-    routes = console_routes(guarded.server, Browsers(None), OpenAI(guarded.server))
+    routes = console_routes(guarded.server, Browsers(None))
     transport = httpx.ASGITransport(Gate(Starlette(routes=routes), None))
     ours = {"origin": "http://localhost:8000"}
 

@@ -1,17 +1,15 @@
-"""The console's pages, under ``/console``: policies, training, costs, the server's state, sign-in,
-and the playground, which samples through OpenAI's API.
+"""The console's pages, under ``/console``: policies, training, costs, the server's state, sign-in.
 
 With scope admin a visitor sees and moves the policies of all tenants; others see their own, and
 move aliases with scope train. Another tenant's policy gets the same error as a missing one.
 """
 
 import urllib.parse
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -25,11 +23,10 @@ from mint_jax.service.book import Model, NotFound
 from mint_jax.service.checkpoints import found_or_none
 from mint_jax.service.console import visit as visit_lib
 from mint_jax.service.console.sessions import COOKIE, ROOT, SESSION_S, Browsers, covers
-from mint_jax.service.console.visit import Visit, check_origin
+from mint_jax.service.console.visit import Visit
 from mint_jax.service.costs import KINDS
 from mint_jax.service.errors import Forbidden
 from mint_jax.service.monitoring import state_of
-from mint_jax.service.openai import OpenAI
 from mint_jax.service.server import Server
 from mint_jax.service.validation import Body, Natural, PageQuery
 
@@ -38,12 +35,11 @@ REVISIONS = 20  # of a policy's page, likewise its audit log
 BRANCHES = 20
 ANCESTORS = 10
 ROLLOUTS = 1000  # points of the curve of rewards
-SUGGESTED = 100  # names that the playground's fields offer
 FREQUENT = ("rollout", "checkpoint")  # log entries that a job makes at every step
 NO_SUCH_KEY = "This key is unknown, revoked or expired. Ask the server's operator for another."
 
 
-def console_routes(server: Server, browsers: Browsers, openai: OpenAI) -> list[Route]:
+def console_routes(server: Server, browsers: Browsers) -> list[Route]:
     """Returns the console's routes."""
 
     def sign_in_page(visit: Visit) -> Response:
@@ -74,28 +70,17 @@ def console_routes(server: Server, browsers: Browsers, openai: OpenAI) -> list[R
         browsers.sign_out(visit.session)
         return visit.to(f"{ROOT}/sign-in")
 
-    def from_our_pages(sample: Callable[[Request], Awaitable[Response]]) -> Any:
-        async def handler(request: Request) -> Response:
-            check_origin(request)
-            return await sample(request)
-
-        return handler
-
     pages = (sign_in_page, sign_in, sign_out, home, policies, policy, promote, rollback)
-    pages += (training, costs, state, playground)
+    pages += (training, costs, state)
     by_name = {page.__name__: page for page in pages}
     handlers = visit_lib.endpoints(server, browsers.keys is not None, by_name)
-    handlers |= {
-        "static": visit_lib.static,
-        "completions": from_our_pages(openai.completions),
-        "chats": from_our_pages(openai.chats),
-    }
+    handlers["static"] = visit_lib.static
     return endpoints.routes(endpoints.console_endpoints(), SimpleNamespace(**handlers))
 
 
 def home(visit: Visit) -> Response:
-    """Redirects to the first page that a key may see."""
-    return visit.to(ROOT + ("/policies" if visit.may("read", "train", "admin") else "/playground"))
+    """Redirects to the first page."""
+    return visit.to(f"{ROOT}/policies")
 
 
 # -- policies
@@ -249,7 +234,7 @@ def _may_move(visit: Visit, policy: str) -> bool:
     return visit.may("admin") or (visit.may("train") and owner == visit.tenant)
 
 
-# -- training, costs, the server, the playground
+# -- training, costs, the server
 
 
 def training(visit: Visit) -> Response:
@@ -296,15 +281,3 @@ def _named(server: Server, digest: str) -> tuple[str, str]:
     if found is not None:
         return f"{found.policy}@{found.number}", found.policy
     return ", ".join(name for name in server.weights.names_of(digest) if name != digest), ""
-
-
-def playground(visit: Visit) -> Response:
-    server, tokenizer = visit.server, visit.server.base.tokenizer
-    values = {
-        "names": [card["id"] for card in server.weights.page(visit.tenant, limit=SUGGESTED).cards],
-        "a": visit.query.get("a", "") or server.name,
-        "b": visit.query.get("b", ""),
-        "has_tokenizer": tokenizer is not None,
-        "chats": tokenizer is not None and tokenizer.chats,
-    }
-    return visit.page("playground.html", values)

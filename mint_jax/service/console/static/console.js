@@ -1,4 +1,4 @@
-// The console's own script: theme, keys, charts, the playground, and what is said when the server does not answer.
+// The console's own script: theme, keys, charts, and what is said when the server does not answer.
 "use strict";
 
 const root = document.body.dataset.root;
@@ -37,7 +37,7 @@ byId("keys-button").addEventListener("click", () => keys.showModal());
 let went = 0; // when g was pressed
 
 document.addEventListener("keydown", (event) => {
-  const writing = event.target.closest("input, textarea, select, dialog");
+  const writing = event.target.closest("input, select, dialog");
   if (writing || event.ctrlKey || event.metaKey || event.altKey) return;
   const link = performance.now() - went < 1500 && document.querySelector(`[data-key="${CSS.escape(event.key)}"]`);
   went = event.key === "g" ? performance.now() : 0;
@@ -97,130 +97,3 @@ function chart(place, curve) {
 }
 
 for (const place of document.querySelectorAll("[data-points]")) chart(place, JSON.parse(place.dataset.points));
-
-// -- playground
-
-const form = byId("playground");
-let stopping = null;
-
-function request(side) {
-  const chat = form.elements.chat?.checked;
-  const prompt = form.elements.prompt.value;
-  const body = {
-    model: form.elements[side].value.trim(),
-    max_tokens: Number(form.elements.max_tokens.value),
-    temperature: Number(form.elements.temperature.value),
-    seed: Number(form.elements.seed.value),
-    stream: true,
-    stream_options: { include_usage: true },
-    ...(chat ? { messages: [{ role: "user", content: prompt }] } : { prompt }),
-  };
-  const headers = { "content-type": "application/json" };
-  const options = { method: "POST", headers, body: JSON.stringify(body), signal: stopping.signal };
-  return fetch(`${root}/console/playground/${chat ? "chat" : "completions"}`, options);
-}
-
-async function* events(answer) {
-  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
-  let held = "";
-  for (;;) {
-    const { value, done } = await reader.read();
-    if (done) return;
-    const parts = (held + value).split("\n\n");
-    held = parts.pop();
-    for (const part of parts) if (part.startsWith("data: {")) yield JSON.parse(part.slice(6));
-  }
-}
-
-async function refusal(answer) {
-  const text = await answer.text();
-  try {
-    const told = JSON.parse(text);
-    return told.error?.message ?? told.detail ?? text;
-  } catch {
-    return text || `the server answered ${answer.status}`;
-  }
-}
-
-async function sample(side) {
-  const place = document.querySelector(`[data-side="${side}"]`);
-  const [title, told, out] = [place.querySelector("h2"), place.querySelector(".told"), place.querySelector(".answer")];
-  const name = form.elements[side].value.trim();
-  title.textContent = name || (side === "a" ? "Left" : "Right");
-  told.textContent = "\u00a0";
-  out.textContent = "";
-  out.classList.remove("failed");
-  if (!name) return "";
-  const began = performance.now();
-  const fail = (why) => {
-    out.textContent = why;
-    out.classList.add("failed");
-    return "";
-  };
-  let text = "", first = 0, revision = "base", why = "", tokens = "";
-  try {
-    const answer = await request(side);
-    if (!answer.ok) return fail(await refusal(answer));
-    for await (const chunk of events(answer)) {
-      if (chunk.error) return fail(chunk.error.message);
-      const choice = chunk.choices[0];
-      const more = choice?.text ?? choice?.delta?.content ?? "";
-      if (more && !first) first = performance.now() - began;
-      text += more;
-      if (choice?.finish_reason) why = choice.finish_reason;
-      if (chunk.usage) tokens = `${chunk.usage.completion_tokens} tokens, `;
-      if (chunk.mint_revision) revision = chunk.mint_revision.slice(0, 12);
-      out.textContent = text;
-    }
-  } catch (error) {
-    if (error.name !== "AbortError") return fail(String(error));
-    why = "stopped";
-  }
-  const took = performance.now() - began;
-  told.textContent = `revision ${revision}; ${tokens}${why}; first text after ${first.toFixed(0)} ms, all after ${took.toFixed(0)} ms`;
-  return text;
-}
-
-function compare(texts) {
-  const said = byId("differs");
-  said.textContent = "";
-  if (!texts[0] || !texts[1]) return;
-  const marks = texts.map((text) => Array.from(text));
-  let at = 0;
-  while (at < marks[0].length && marks[0][at] === marks[1][at]) at += 1;
-  if (at === marks[0].length && at === marks[1].length) return void (said.textContent = "Both answers are alike.");
-  said.textContent = `The answers differ from character ${at + 1} on.`;
-  ["a", "b"].forEach((side, i) => {
-    const other = document.createElement("span");
-    other.className = "other";
-    other.textContent = marks[i].slice(at).join("");
-    document.querySelector(`[data-side="${side}"] .answer`).replaceChildren(marks[i].slice(0, at).join(""), other);
-  });
-}
-
-async function run() {
-  const button = form.querySelector("button");
-  stopping = new AbortController();
-  byId("differs").textContent = "Sampling.";
-  button.disabled = true;
-  byId("stop").disabled = false;
-  try {
-    const texts = await Promise.all(["a", "b"].map(sample));
-    byId("differs").textContent = "";
-    compare(texts);
-  } finally {
-    button.disabled = false;
-    byId("stop").disabled = true;
-  }
-}
-
-if (form) {
-  form.addEventListener("submit", (event) => {
-    event.preventDefault();
-    run();
-  });
-  byId("stop").addEventListener("click", () => stopping?.abort());
-  form.addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && event.ctrlKey && !form.querySelector("button").disabled) form.requestSubmit();
-  });
-}
