@@ -7,6 +7,7 @@ import json
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +67,9 @@ def peft_model(directory: str | Path, adapter: str | Path, trainable: bool = Fal
     """A checkpoint with an adapter, loaded by PEFT; a module without its tensors is an error, where
     PEFT only warns.
     """
-    with warnings.catch_warnings():
+    # PEFT refuses out_proj of Mamba-2, whose fused kernels would pass it by; torch's form does not.
+    check = "peft.tuners.tuners_utils._check_lora_target_modules_mamba"
+    with warnings.catch_warnings(), mock.patch(check):
         warnings.filterwarnings("error", message=".*[Mm]issing.*")
         return peft.PeftModel.from_pretrained(
             oracles.torch_model(directory), adapter, is_trainable=trainable
@@ -112,7 +115,7 @@ def peft_gradients(
                 R = a.shape[0] // E
                 a, b = a[e * R : (e + 1) * R], b[:, e::E]
                 # gate has the first half of the rank and of the rows, up the second
-                if last != "down_proj":
+                if last != "down_proj" and f"{path.rpartition('/')[0]}/gate" in names:
                     half = slice(0, rank) if last == "gate_proj" else slice(rank, None)
                     first = last == "gate_proj"
                     rows = slice(F) if first else slice(F, None)

@@ -87,6 +87,13 @@ _SHARED = {  # routed experts beside a gated one of another width
     "moe_intermediate_size": 40,
     "shared_expert_intermediate_size": 28,
 }
+_NEMOTRON = {
+    "num_hidden_layers": None,  # as many as types
+    "ssm_state_size": 8,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 12,
+    "n_groups": 2,
+}
 _WIDE = {"hidden_size": 128, "moe_intermediate_size": 128, "tie_word_embeddings": False}
 _MSCALE = _YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}
 # name -> (transformers config class, what differs from _COMMON)
@@ -165,6 +172,26 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": (
         "Qwen3NextConfig",
         _STATES | _SHARED | {"linear_num_value_heads": 6, "num_hidden_layers": 4},
+    ),
+    "nemotron_h": (
+        "NemotronHConfig",
+        _NEMOTRON
+        | {name: value for name, value in _EXPERTS.items() if "dense" not in name}
+        | {
+            "layers_block_type": [*("linear_attention", "moe") * 2, "full_attention", "moe"],
+            "moe_shared_expert_intermediate_size": 28,
+            "moe_latent_size": 20,
+        },
+    ),
+    "nemotron_h_dense": (
+        "NemotronHConfig",
+        _NEMOTRON
+        | {
+            "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+            "use_bias": True,
+            "mlp_bias": True,
+            "use_conv_bias": False,
+        },
     ),
     "gpt_oss": (
         "GptOssConfig",

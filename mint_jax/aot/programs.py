@@ -120,7 +120,7 @@ class Plan:
         shared, own = pages_for(shape.prompt_tokens - 1, PAGE), pages_for(shape.new_tokens, PAGE)
         total_pages = shape.prompts * shared + rows * own
         dtype, lanes = jnp.dtype(self.dtype), device.lanes(self.mesh)
-        has_states = self.cfg.delta is not None
+        has_states = self.cfg.state is not None
         slots = plans.state_slots(rows // parts) * parts if has_states else 0
         specs = device.pool_specs(self.cfg, total_pages, dtype, False, lanes, slots)
         where = device.pool_shardings(self.cfg, specs, self.mesh)

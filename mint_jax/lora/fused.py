@@ -3,6 +3,7 @@
 transformers stores the experts of a layer as two 3-D parameters, ``gate_up_proj [E, 2F, D]`` (gate
 rows first) and ``down_proj [E, D, F]``; PEFT wraps their module once for each, with one pair of
 matrices for all experts. In gpt-oss, which has no other layout, rows of gate and up alternate.
+Without a gate the first is ``up_proj [E, F, D]``.
 
 SGLang's layout has a pair of 3-D tensors for each projection of a layer's experts, ``w1``, ``w2``
 and ``w3``: A ``[E, R, D]`` and B ``[E, F, R]``, with 1 in place of E for a factor that the experts
@@ -22,7 +23,7 @@ from mint_jax.errors import UserError
 from mint_jax.lora.tree import Projection
 
 # Fused parameter -> projections whose rows it stacks.
-PARAMETERS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
+PARAMETERS = {"gate_up_proj": ("gate", "up"), "up_proj": ("up",), "down_proj": ("down",)}
 STACKED = {"w1": "gate", "w3": "up", "w2": "down"}  # SGLang's names of projections
 PLAIN_SINCE = (0, 19, 1)  # first PEFT version without the swap
 
@@ -101,8 +102,8 @@ class Fused(NamedTuple):
 def fused_parameters(
     names: Mapping[str, Sequence[str]], projections: Mapping[str, Projection], alternate: bool
 ) -> dict[str, dict[str, Fused]]:
-    """Returns the fused parameters of a base, by module name and then by ``PARAMETERS``.
-    ``alternate`` is as in ``Fused``.
+    """Returns the fused parameters of these projections, by module name and then by ``PARAMETERS``.
+    ``names`` has all of the base's; ``alternate`` is as in ``Fused``.
     """
     found: dict[str, dict[str, Fused]] = {}
     packed = (path for path, projection in projections.items() if len(projection.stack) == 2)
@@ -110,7 +111,8 @@ def fused_parameters(
     for parent in parents:
         for parameter, parts in PARAMETERS.items():
             paths = tuple(f"{parent}/{part}" for part in parts)
-            if any(path not in names for path in paths):
+            without = "up_proj" if f"{parent}/gate" in names else "gate_up_proj"
+            if parameter == without or any(path not in projections for path in paths):
                 continue
             (layers, count), d_in = projections[paths[0]].stack, projections[paths[0]].d_in
             d_out = sum(projections[path].d_out for path in paths)
@@ -157,11 +159,12 @@ def read_fused(
             )
         if outer is None:
             raise UserError(
-                f"{where}: {experts} has gate_up_proj's factors (base_layer) but not down_proj's:"
-                " the file is incomplete"
+                f"{where}: {experts} has {next(iter(parameters))}'s factors (base_layer) but not"
+                " down_proj's: the file is incomplete"
             )
-        # gate_up is the inner wrapper, and then the outer one is down; alone it can be either.
-        read = [(inner, ["gate_up_proj"]), (outer, ["down_proj"])]
+        # The inner wrapper is of gate and up, and then the outer one of down; alone it can be
+        # either.
+        read = [(inner, list(parameters)[:1]), (outer, ["down_proj"])]
         for (a, b), own in read if inner is not None else [(outer, list(parameters))]:
             candidates = [parameters[name] for name in own if name in parameters]
             parameter = next((p for p in candidates if p.fits(a, b)), None)
@@ -283,7 +286,7 @@ def fused_factors(
         b_FRE = np.zeros((one.d_out, len(a) * R, one.count), np.float32)
         for i, own_ERF in enumerate(b):
             b_FRE[one.rows(i), i * R : (i + 1) * R] = own_ERF.transpose(2, 1, 0)
-        is_inner = parameter == "gate_up_proj" and len(parameters) > 1
+        is_inner = parameter != "down_proj" and len(parameters) > 1
         name = f"{experts}.base_layer" if is_inner else experts
         whole = np.concatenate(a, axis=1)
         yield name, whole.reshape(-1, one.d_in), b_FRE.reshape(one.d_out, -1)

@@ -82,16 +82,28 @@ Names = Mapping[str, Sequence[str]]
 
 class BaseNames(dict[str, list[str]]):
     """``Names`` of a base that can also compare base weights, which some adapter files contain.
-    ``alternate``: its experts have the layout of ``fused.Fused.alternate``, and no other.
+
+    Args:
+        alternate: its experts have the layout of ``fused.Fused.alternate``.
+        fused: PEFT reads factors of its experts in the fused layout only.
     """
 
-    def __init__(self, holds: Callable[[str, np.ndarray], bool | None], alternate: bool = False):
+    def __init__(
+        self,
+        holds: Callable[[str, np.ndarray], bool | None],
+        alternate: bool = False,
+        fused: bool = False,
+    ):
         super().__init__()
-        self.holds, self.alternate = holds, alternate
+        self.holds, self.alternate, self.fused = holds, alternate, fused
 
 
 def _alternate(names: Names) -> bool:
     return isinstance(names, BaseNames) and names.alternate
+
+
+def _is_fused(names: Names) -> bool:
+    return isinstance(names, BaseNames) and names.fused
 
 
 def _tensor_names(path: str, module: str) -> tuple[str, str]:
@@ -143,9 +155,8 @@ def write_peft(
         targets = {"target_modules": sorted(last), "use_rslora": False}
         targets["lora_alpha"] = config.scale * config.rank
         tensors = _take_stacked(flat, adapter, names)
-    fused = _add_lacking(flat) if _alternate(names) else {}
-    of_fused = {path: names[path] for path in fused}
-    for experts, parameters in fused_parameters(of_fused, fused, alternate=True).items():
+    fused = _add_lacking(flat, names) if _is_fused(names) else {}
+    for experts, parameters in fused_parameters(names, fused, _alternate(names)).items():
         for module, a, b in fused_factors(experts, parameters, flat):
             tensors |= dict(zip(_tensor_names("", module), (a, b)))
     for path in sorted({leaf.rsplit("/", 1)[0] for leaf in flat} - fused.keys()):
@@ -194,9 +205,9 @@ def _targets(
         for path in paths
         if path not in stacks and (modules[path] & of_experts or path in routers)
     ]
-    if not colliding and not (stacks and (config.rslora or _alternate(names))):
+    if not colliding and not (stacks and (config.rslora or _is_fused(names))):
         return {"target_modules": sorted(set().union(*modules.values()))}
-    by_module = fused_parameters({path: names[path] for path in stacks}, stacks, False)
+    by_module = fused_parameters(names, stacks, False)
     fused = [parameter for of_layer in by_module.values() for parameter in of_layer.values()]
     parameters = [one.name for one in fused]
     parameters += [f"{module}.weight" for path in colliding for module in names[path]]
@@ -233,12 +244,12 @@ def _take_stacked(flat: dict[str, Any], adapter: Any, names: Names) -> dict[str,
     return tensors
 
 
-def _add_lacking(flat: dict[str, Any]) -> dict[str, Projection]:
+def _add_lacking(flat: dict[str, Any], names: Names) -> dict[str, Projection]:
     """Adds zeros for gate where only up is adapted, and the reverse; returns all experts'."""
     for path in _stacks(flat):
         owner, _, last = path.rpartition("/")
         other = {"gate": "up", "up": "gate"}.get(last)
-        if other and f"{owner}/{other}/a" not in flat:
+        if f"{owner}/{other}" in names and f"{owner}/{other}/a" not in flat:
             flat |= {f"{owner}/{other}/{f}": np.zeros_like(flat[f"{path}/{f}"]) for f in "ab"}
     return _stacks(flat)
 

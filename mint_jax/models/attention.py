@@ -45,7 +45,7 @@ class Context(NamedTuple):
     cos: jax.Array  # this and sin: rotary tables `[B, T, rope_dim / 2]`
     sin: jax.Array
     segments: Segments | None  # of packed rows; None with a KV cache
-    lineage: Any = None  # of packed rows with layers that have a state, see `delta.Lineage`
+    lineage: Any = None  # of packed rows with layers that have a state, see `state.Lineage`
     # keys of packed rows within the window, see `pack_keys`; of one layer: those it attends to
     keys: jax.Array | None = None
     window: Any = None  # positions that a token attends to, of models with a window

@@ -60,6 +60,7 @@ class Experts:
     groups_chosen: int = 1
     # of the router and of each expert's projections; such files have gpt-oss's layout of experts
     bias: bool = False
+    latent: int = 0  # width of what routed experts read and write; 0: the model's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,18 +87,38 @@ class Indexer:
 
 
 @dataclasses.dataclass(frozen=True)
-class Delta:
-    """Gated delta nets (arXiv 2412.06464) in place of attention in some layers."""
+class State:
+    """Sizes of mixers whose memory is a state in place of keys, see ``models/state.py``."""
 
-    key_heads: int
+    key_heads: int  # of queries and keys; Mamba-2's groups
     heads: int  # of values
-    key: int  # dimensions of a key
+    key: int  # dimensions of a key; Mamba-2's state size
     value: int  # dimensions of a value
     taps: int  # of the short convolution
+
+    @property
+    def channels(self) -> int:
+        """Returns the channels of the convolution: queries, keys and values of all heads."""
+        return 2 * self.key_heads * self.key + self.heads * self.value
+
+
+@dataclasses.dataclass(frozen=True)
+class Delta(State):
+    """Gated delta nets (arXiv 2412.06464) in place of attention in some layers."""
+
     full: tuple[bool, ...]  # per layer, True if it has attention
     # queries, keys, values and gates of a key head are neighbours in one projection, its decays and
     # betas in another (Qwen3-Next)
     joint: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Ssm(State):
+    """Mamba-2 (arXiv 2405.21060), which Nemotron-H's state layers are."""
+
+    bias: bool  # of the short convolution
+    projection_bias: bool
+    step_min: float  # of a token's time step, its factor on keys and on decays
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +128,14 @@ class Windows:
     size: int  # positions of a window, the token's own included
     near: tuple[bool, ...]  # per layer, True if it has the window
     theta: float | None = None  # rotary base of these layers; None: that of the others
+
+
+# Kind of a layer -> its parts, in order, each after a norm and added to the residual stream
+PARTS = {
+    **{"dense": ("attn", "mlp"), "moe": ("attn", "moe")},
+    **{"delta": ("delta", "mlp"), "delta_moe": ("delta", "moe")},
+    **{f"only_{part}": (part,) for part in ("ssm", "attn", "mlp", "moe")},
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,23 +168,36 @@ class ModelConfig:
     latent: Latent | None = None
     indexer: Indexer | None = None
     delta: Delta | None = None
+    ssm: Ssm | None = None
+    # per layer its only part, see ``PARTS``; None: each has a mixer and an MLP
+    only: tuple[str, ...] | None = None
     windows: Windows | None = None
     gated_attention: bool = False  # queries come with a gate of attention's output
-    rotary: float = 1.0  # share of a head's dimensions with rotary position
+    rotary: float = 1.0  # share of a head's dimensions with rotary position; 0: no positions
     norm_offset: float = 0.0  # added to the scales of norms
     sinks: bool = False  # heads have a score that only adds to the sum of their weights
     post_norms: bool = False  # norms after attention and after the MLP, too
     embed_scale: float = 1.0
     score_scale: float | None = None  # of attention; None: head_dim ** -0.5
-    activation: str = "silu"  # of gate and up in MLPs and experts, see ``layers.ACTIVATIONS``
+    activation: str = "silu"  # of MLPs and experts, see ``layers.ACTIVATIONS``
     kernels: Kernels = Kernels()
     directory: str | None = dataclasses.field(default=None, compare=False, repr=False)
 
     @property
+    def state(self) -> State | None:
+        """Sizes of the mixers that have a state; None without such layers."""
+        return self.delta or self.ssm
+
+    @property
+    def gated(self) -> bool:
+        """True if MLPs and experts have a gate beside ``up``."""
+        return self.activation != "relu2"
+
+    @property
     def kinds(self) -> tuple[str, ...]:
-        """Kind of each layer: ``dense`` and ``moe`` have attention, ``delta`` and ``delta_moe``
-        have a state.
-        """
+        """Kind of each layer, a key of ``PARTS``."""
+        if self.only is not None:
+            return tuple(f"only_{part}" for part in self.only)
         dense = self.num_layers if self.experts is None else self.dense_layers
         kinds = ["dense"] * dense + ["moe"] * (self.num_layers - dense)
         if self.delta is not None:
@@ -181,8 +223,8 @@ class ModelConfig:
     @property
     def routed_layers(self) -> dict[str, slice]:
         """Places of each stack's layers among all layers with experts, by stack."""
-        routed = [i for i, kind in enumerate(self.kinds) if kind.endswith("moe")]
-        stacks = (stack for stack in self.stacks if self.kind_of(stack).endswith("moe"))
+        routed = [i for i, kind in enumerate(self.kinds) if "moe" in PARTS[kind]]
+        stacks = (stack for stack in self.stacks if "moe" in self.parts_of(stack))
         return {stack: _places(self.layers_of(stack), routed) for stack in stacks}
 
     def order_of_routes(self, stacks: Iterable[str]) -> np.ndarray:
@@ -191,13 +233,13 @@ class ModelConfig:
         places = [np.arange(self.num_layers)[layers[stack]] for stack in stacks]
         return np.argsort(np.concatenate(places))
 
-    def kind_of(self, stack: str) -> str:
-        """Returns the kind of a stack's layers."""
-        return self.kinds[self.layers_of(stack)[0]]
+    def parts_of(self, stack: str) -> tuple[str, ...]:
+        """Returns the parts of a stack's layers: a mixer, an MLP, or both."""
+        return PARTS[self.kinds[self.layers_of(stack)[0]]]
 
     def has_state(self, stack: str) -> bool:
         """Returns True if a stack's layers have a state in place of keys."""
-        return self.kind_of(stack).startswith("delta")
+        return not {"delta", "ssm"}.isdisjoint(self.parts_of(stack))
 
     def layers_of(self, stack: str) -> range:
         """Returns the layers of one stack, numbered through the model."""
@@ -312,6 +354,19 @@ _GPT_OSS |= {"num_local_experts": 128, "num_experts_per_tok": 4, "sliding_window
 _GPT_OSS |= {"layer_types": None}
 _GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False}
 _GPT_OSS_ROPE |= {"original_max_position_embeddings": 4096}
+_NEMOTRON_H = {"vocab_size": 131072, "hidden_size": 4096, "intermediate_size": 21504}
+_NEMOTRON_H |= {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+_NEMOTRON_H |= {"max_position_embeddings": 4096, "layers_block_type": None, "ssm_state_size": 128}
+_NEMOTRON_H |= {"mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8, "conv_kernel": 4}
+_NEMOTRON_H |= {"time_step_min": 0.001, "use_conv_bias": True, "use_bias": False}
+_NEMOTRON_H |= {"mlp_bias": False, "n_routed_experts": 8, "num_experts_per_tok": 2}
+_NEMOTRON_H |= {"moe_intermediate_size": 7688, "moe_shared_expert_intermediate_size": 7688}
+_NEMOTRON_H |= {"moe_latent_size": None, "routed_scaling_factor": 1.0, "n_group": 1}
+_NEMOTRON_H |= {"topk_group": 1, "norm_topk_prob": True, "layer_norm_epsilon": 1e-5}
+# Part of a layer by its letter in ``hybrid_override_pattern``, and in ``layers_block_type``
+_LETTERS = {"M": "ssm", "*": "attn", "-": "mlp", "E": "moe"}
+_BLOCKS = {"linear_attention": "ssm", "mamba": "ssm", "full_attention": "attn"}
+_BLOCKS |= {"attention": "attn", "mlp": "mlp", "moe": "moe"}
 _OFF, _ONE = (None, False), (None, 1)
 # Fields that change the forward pass, in the transformers class or in the model's original code ->
 # supported values. Other values are rejected. Fields in no table have no effect in the class.
@@ -332,6 +387,15 @@ _ALL_SPARSE = {"mlp_only_layers": (None, []), "decoder_sparse_step": (None, 1)}
 _LATENT_ONLY = dict.fromkeys(("attention_bias", "mlp_bias", "sliding_window"), _OFF)
 _LATENT_ONLY |= {"moe_layer_freq": _ONE, "scoring_func": (None, "sigmoid")}
 _LATENT_ONLY |= {"topk_method": (None, "noaux_tc")}
+# as Python writes it, as a tuple, and as transformers does
+_UNLIMITED: tuple[Any, ...] = [0.0, math.inf], (0.0, math.inf), [0.0, {"__float__": "Infinity"}]
+_NEMOTRON_ONLY: dict[str, tuple[Any, ...]] = {"time_step_limit": (None, *_UNLIMITED)}
+_NEMOTRON_ONLY |= {"mlp_hidden_act": ("relu2",), "mamba_hidden_act": ("silu",)}
+_NEMOTRON_ONLY |= dict.fromkeys(("attention_bias", "mamba_proj_bias", "sliding_window"), _OFF)
+_NEMOTRON_ONLY |= {"tie_word_embeddings": _OFF, "n_shared_experts": (1,)}
+# older names, which transformers reads before the new ones
+_NEMOTRON_OLD = "n_groups", "d_conv", "conv_bias", "dt_min", "dt_limit"
+_NEMOTRON_ONLY |= dict.fromkeys((f"mamba_{name}" for name in _NEMOTRON_OLD), (None,))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -347,7 +411,8 @@ class Family:
     any_head_dim: bool = True  # latent attention: a ``head_dim`` must be the rotary width
     shared_indexers: bool = False  # some layers reuse the choice of the one before
     gated_attention: bool = False
-    rotary: float = 1.0  # share of a head's dimensions that rotate; 1: no other is supported
+    # share of a head's dimensions that rotate; 1: no other is supported; 0: no field changes it
+    rotary: float = 1.0
     norm_offset: float = 0.0
     full_every: int = 0  # with windows: every n-th layer has none; 0: all have one
     joint_delta: bool = False  # see ``Delta.joint``
@@ -440,6 +505,9 @@ FAMILIES = {  # `architectures` entry ->
         **_HYBRID,
         joint_delta=True,
     ),
+    "NemotronHForCausalLM": Family(
+        "nemotron_h", _NEMOTRON_H, _NEMOTRON_ONLY, rotary=0.0, activation="relu2"
+    ),
 }
 # Classes of text and other media -> that of their ``text_config``
 WRAPPERS = {
@@ -500,6 +568,8 @@ def _require(holds: bool, message: str) -> None:
 
 def _rope(fields: _Fields, family: Family) -> tuple[float, RopeScaling | None]:
     """Returns base and scaling of the rotary embedding, in any spelling that transformers reads."""
+    if not family.rotary:
+        return family.theta, None
     # ``rope_scaling`` (old) overrides ``rope_parameters`` (new). A ``rope_theta`` inside overrides
     # the top-level one; a top-level ``original_max_position_embeddings`` overrides the one inside.
     raw = fields.get("rope_scaling") or fields.get("rope_parameters") or family.rope
@@ -559,6 +629,8 @@ def _ropes(fields: _Fields, family: Family) -> tuple[_Fields, float | None]:
 
 def _rotary(given: dict[str, Any], family: Family) -> float:
     """Returns the share of a head's dimensions that rotate."""
+    if not family.rotary:
+        return 0.0
     name = "partial_rotary_factor"
     found = [of.get(name) for of in (given.get("rope_scaling"), given.get("rope_parameters")) if of]
     shares = [share for share in (*found, given.get(name)) if share is not None]
@@ -618,6 +690,40 @@ def _delta(given: dict[str, Any], fields: _Fields, layers: int, joint: bool) -> 
     return Delta(*sizes, full=full, joint=joint)
 
 
+def _only_parts(given: dict[str, Any], fields: _Fields) -> tuple[str, ...]:
+    """Returns the part of each layer; by default, as in the class, one layer of each."""
+    blocks, letters = fields["layers_block_type"], given.get("hybrid_override_pattern")
+    name = "layers_block_type" if blocks else "hybrid_override_pattern"
+    known, found = _BLOCKS if blocks else _LETTERS, blocks or letters or "ME*-"
+    _require(
+        isinstance(found, str | list) and set(found) <= known.keys(),
+        f"{name} is {found!r}; expected one of {', '.join(known)} for each layer",
+    )
+    layers = given.get("num_hidden_layers")
+    _require(
+        layers is None or layers == len(found),
+        f"{name} is {found!r}, of {len(found)} layers, and num_hidden_layers is {layers!r}",
+    )
+    return tuple(known[one] for one in found)
+
+
+def _ssm(fields: _Fields) -> Ssm:
+    names = "n_groups", "mamba_num_heads", "ssm_state_size", "mamba_head_dim", "conv_kernel"
+    sizes = [fields.number(name) for name in names]
+    for name, size in zip(names, sizes):
+        _require(size > 0, f"{name} is {size}")
+    _require(
+        sizes[1] % sizes[0] == 0,
+        f"mamba_num_heads is {sizes[1]}, which n_groups {sizes[0]} does not divide",
+    )
+    return Ssm(
+        *sizes,
+        bias=bool(fields["use_conv_bias"]),
+        projection_bias=bool(fields["use_bias"]),
+        step_min=fields.number("time_step_min", float),
+    )
+
+
 def _experts(given: dict[str, Any], fields: _Fields, shared_gate: bool) -> Experts:
     number, grouped = fields.number, "n_routed_experts" in fields  # DeepSeek's
     names = ["num_experts", "num_local_experts"]
@@ -634,9 +740,13 @@ def _experts(given: dict[str, Any], fields: _Fields, shared_gate: bool) -> Exper
         _require(width > 0, f"shared_expert_intermediate_size is {width}")
         experts = dataclasses.replace(experts, shared=width, shared_gate=True)
     if grouped:
+        own = "moe_shared_expert_intermediate_size"
         experts = dataclasses.replace(
             experts,
-            shared=fields.or_zero("n_shared_experts") * experts.width,
+            shared=(
+                number(own) if own in fields else fields.or_zero("n_shared_experts") * experts.width
+            ),
+            latent=fields.or_zero("moe_latent_size") if "moe_latent_size" in fields else 0,
             scores="sigmoid",
             scale=number("routed_scaling_factor", float),
             groups=number("n_group"),
@@ -697,7 +807,9 @@ def from_hf(given: dict[str, Any]) -> ModelConfig:
     family = _checked_family(given)
     known, dense, experts, latent, indexer, delta = family.defaults, 0, None, None, None, None
     fields = _Fields(known | given)
-    heads, layers = fields.number("num_attention_heads"), fields.number("num_hidden_layers")
+    only = _only_parts(given, fields) if "layers_block_type" in known else None
+    heads = fields.number("num_attention_heads")
+    layers = len(only) if only else fields.number("num_hidden_layers")
     if fields["num_key_value_heads"] is None:
         fields["num_key_value_heads"] = heads
     kv_heads = fields.number("num_key_value_heads")
@@ -705,7 +817,7 @@ def from_hf(given: dict[str, Any]) -> ModelConfig:
         heads > 0 and kv_heads > 0 and heads % kv_heads == 0,
         f"num_attention_heads is {heads}, which num_key_value_heads {kv_heads} does not divide",
     )
-    if "num_experts_per_tok" in known:
+    if "num_experts_per_tok" in known and (only is None or "moe" in only):
         experts = _experts(given, fields, "shared_expert_intermediate_size" in known)
         experts = dataclasses.replace(experts, bias=family.expert_bias)
     if known.keys() & {"first_k_dense_replace", "mlp_layer_types"}:
@@ -742,18 +854,20 @@ def from_hf(given: dict[str, Any]) -> ModelConfig:
         fields.number("intermediate_size") if "intermediate_size" in known else 0,
         theta,
         scaling,
-        fields.number("rms_norm_eps", float),
+        fields.number("rms_norm_eps" if "rms_norm_eps" in known else "layer_norm_epsilon", float),
         qk_norm=family.qk_norm or ("use_qk_norm" in known and bool(fields["use_qk_norm"])),
         qkv_bias=bias or family.qkv_bias,
         o_bias=bias and family.o_bias,
         mlp_bias="mlp_bias" in known and bool(fields["mlp_bias"]),
-        tie_embeddings=bool(fields["tie_word_embeddings"]),
+        tie_embeddings=bool(fields.get("tie_word_embeddings")),
         context=fields.number("max_position_embeddings"),
         experts=experts,
         dense_layers=dense,
         latent=latent,
         indexer=indexer,
         delta=delta,
+        ssm=_ssm(fields) if only and "ssm" in only else None,
+        only=only,
         windows=_windows(fields, layers, family, near) if "sliding_window" in known else None,
         gated_attention=family.gated_attention,
         rotary=_rotary(given, family),

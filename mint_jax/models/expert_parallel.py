@@ -117,7 +117,7 @@ def _locally(fn: Any, of_block: int | None, args: Any, *more: Any) -> Any:
     rows, lora_spec, p_spec = _specs(mesh, args[2], args[-1])
 
     def local(x, weights, lora, ids, block, p, *more):
-        exchange = _exchange(mesh, ids.shape, p["gate"]["w"].shape[-3], of_block)
+        exchange = _exchange(mesh, ids.shape, p["up"]["w"].shape[-3], of_block)
         return fn(exchange, Visits(x, ids, weights, block), p, lora, *more)
 
     specs = rows, rows, lora_spec, rows, rows, p_spec, *(rows,) * len(more)

@@ -32,7 +32,9 @@ from mint_jax.params import ParamSpec
 NAMES = ("gate", "up", "down")
 
 
-def specs(L: int, E: int, D: int, F: int, dtype: Any, bias: bool = False) -> dict[str, Any]:
+def specs(
+    L: int, E: int, D: int, F: int, dtype: Any, bias: bool = False, gated: bool = True
+) -> dict[str, Any]:
     """Returns the specs of the matrices of ``L`` layers of ``E`` experts."""
 
     def packed(d_in: int, d_out: int, axes: tuple[str, str]) -> dict[str, ParamSpec]:
@@ -42,7 +44,8 @@ def specs(L: int, E: int, D: int, F: int, dtype: Any, bias: bool = False) -> dic
         return leaf
 
     inward, outward = ("expert_embed", "expert_ffw"), ("expert_ffw", "expert_embed")
-    return {"gate": packed(D, F, inward), "up": packed(D, F, inward), "down": packed(F, D, outward)}
+    gate = {"gate": packed(D, F, inward)} if gated else {}
+    return gate | {"up": packed(D, F, inward), "down": packed(F, D, outward)}
 
 
 def _of_layer(leaf: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -100,8 +103,8 @@ def expert_mlp(
     kernels: Kernels = Kernels(),
     activation: Activation = swiglu,
 ) -> Results:
-    """Computes ``down(silu(gate x) * up x)`` of each row's expert with its block's adapter; zeros
-    for rows without an expert.
+    """Computes ``down(silu(gate x) * up x)`` of each row's expert with its block's adapter, or
+    ``down(activation(up x))`` without a gate; zeros for rows without an expert.
 
     Args:
         tokens: each has ``each`` consecutive rows. R is the largest of all rank buckets.
@@ -113,15 +116,15 @@ def expert_mlp(
     chex.assert_rank([tokens[0], expert_M], [2, 1])
     chex.assert_equal_shape([expert_M, block_M])
     blocks = 1 if lora is None else lora.total_blocks
-    order = sort_rows(expert_M, block_M, p["gate"]["w"].shape[-3], blocks)
+    order = sort_rows(expert_M, block_M, p["up"]["w"].shape[-3], blocks)
     x, inner = jax.tree.map(lambda t: _rows_of(t, order.order, order.inverse, each), tokens)
-    gate, up = _project(x, p, lora, ("gate", "up"), order, kernels)
-    gate, up = (
-        y if h is None else _expand(h, y, lora, name, order, kernels)
-        for name, h, y in zip(("gate", "up"), inner, (gate, up))
-    )
-    gate, up = checkpoint_name(gate, "expert_gate"), checkpoint_name(up, "expert_up")
-    made = activation(gate, up)
+    names, inner_of = tuple(name for name in NAMES[:2] if name in p), dict(zip(NAMES, inner))
+    inward = []
+    for name, y in zip(names, _project(x, p, lora, names, order, kernels)):
+        if (h := inner_of[name]) is not None:
+            y = _expand(h, y, lora, name, order, kernels)
+        inward.append(checkpoint_name(y, f"expert_{name}"))
+    made = activation(*inward)
     (y,) = _project(made, p, lora, ("down",), order, kernels)
     results = y, _shrink(made, lora, order, kernels)
     return jax.tree.map(lambda y: _put_back(y, order.order, order.inverse), results)

@@ -112,6 +112,26 @@ _DELTA = _DECODER | {
 _SHARED = {name: theirs.replace("shared_experts", "shared_expert") for name, theirs in _MOE.items()}
 _SHARED |= {"moe/shared_gate/w": "mlp.shared_expert_gate.weight"}
 _JOINT = {f"delta/{name}/w": f"linear_attn.in_proj_{name}.weight" for name in ("qkvz", "ba")}
+_NEMOTRON_H = {  # a layer has one part, and its only norm before that
+    **{f"{part}/norm": "norm.weight" for part in ("ssm", "attn", "mlp", "moe")},
+    **_matrices("ssm", "mixer", "in", "out"),
+    "ssm/convolution": "mixer.conv1d.weight",
+    "ssm/convolution_bias": "mixer.conv1d.bias",
+    "ssm/log_rate": "mixer.A_log",
+    "ssm/bias": "mixer.dt_bias",
+    "ssm/skip": "mixer.D",
+    "ssm/out_norm": "mixer.norm.weight",
+    **_matrices("attn", "mixer", "q", "k", "v", "o"),
+    **_matrices("mlp", "mixer", "up", "down"),
+    "moe/router/w": "mixer.gate.weight",
+    "moe/router/choice_bias": "mixer.gate.e_score_correction_bias",
+    "moe/latent_in/w": "mixer.fc1_latent_proj.weight",
+    "moe/latent_in/b": "mixer.fc1_latent_proj.bias",
+    "moe/latent_out/w": "mixer.fc2_latent_proj.weight",
+    "moe/latent_out/b": "mixer.fc2_latent_proj.bias",
+    **_matrices("moe/experts", "mixer.experts.{e}", "up", "down"),
+    **_matrices("moe/shared", "mixer.shared_experts", "up", "down"),
+}
 LAYER_NAMES: dict[str, dict[str, str]] = {
     **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral", "ministral3"), _DECODER),
     "qwen3_moe": _DECODER | _MOE,
@@ -123,27 +143,33 @@ LAYER_NAMES: dict[str, dict[str, str]] = {
     "glm4_moe": _DECODER | _MOE,
     **dict.fromkeys(("deepseek_v3", "glm4_moe_lite"), _LATENT | _MOE),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), _SPARSE | _MOE),
+    "nemotron_h": _NEMOTRON_H,
 }
 # Prefixes of tensors of other media and of multi-token prediction, which text does not pass through
 _PICTURES = "vision_tower.", "multi_modal_projector."
 _PICTURES += tuple(f"model.{prefix}" for prefix in _PICTURES)
 OTHER_PARTS = {
     **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), ("mtp.", "model.visual.")),
-    "qwen3_next": ("mtp.",),
+    **dict.fromkeys(("qwen3_next", "nemotron_h"), ("mtp.",)),
     "deepseek_v3": ("vision_tower.", "mm_projector."),
     **dict.fromkeys(("gemma3_text", "mistral", "ministral3"), _PICTURES),
 }
 # A layer's experts in one tensor ``[E, F, D]`` -> the projections whose rows it stacks
 FUSED = {".experts.gate_up_proj": ("gate_proj", "up_proj"), ".experts.down_proj": ("down_proj",)}
+FUSED[".experts.up_proj"] = ("up_proj",)  # experts without a gate
 FLOATS = ("F64", "F32", "F16", "BF16")  # supported dtypes, as named by safetensors
 PREFIXES = {  # prefix of the decoder's names in a file -> prefix of the head's
     "model.": "",
     "": "",  # a decoder saved alone
     "language_model.model.": "language_model.",  # the text part of an image and text model
     "model.language_model.": "",
+    "backbone.": "",
 }
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 GLOBAL_NAMES = {"embed/w": EMBED, "unembed/w": HEAD, "final_norm": "model.norm.weight"}
+OTHER_NAMES = {  # of families that name them otherwise
+    "nemotron_h": {"embed/w": "model.embeddings.weight", "final_norm": "model.norm_f.weight"}
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +184,8 @@ class LeafSource:
 def source_of(path: str, spec: ParamSpec, cfg: ModelConfig) -> LeafSource:
     """Returns the tensors of the leaf at ``path``."""
     if path in GLOBAL_NAMES:
-        return LeafSource((GLOBAL_NAMES[path],), (), False)
+        own = GLOBAL_NAMES | OTHER_NAMES.get(cfg.family, {})
+        return LeafSource((own[path],), (), False)
     kind, rest = path.split("/", 1)
     name = LAYER_NAMES[cfg.family][rest]
     layers: Iterable[int] = cfg.layers_of(kind)
@@ -183,7 +210,7 @@ def module_names(cfg: ModelConfig, paths: Iterable[str]) -> BaseNames:
     """Returns PEFT's module names of each projection path, per layer, or per layer and expert."""
     specs = dict(params_lib.leaves_with_path(transformer.abstract(cfg)))
     alternate = cfg.experts is not None and cfg.experts.bias
-    out = BaseNames(functools.partial(_holds, cfg), alternate)
+    out = BaseNames(functools.partial(_holds, cfg), alternate, fused=alternate or not cfg.gated)
     for path in paths:
         leaf = f"{path}/w"
         # A tied head has no tensor.
@@ -239,7 +266,13 @@ class Checkpoint:
                     " checkpoint again"
                 )
         prefix = next(
-            (p for p in PREFIXES if f"{p}layers.0.input_layernorm.weight" in self.stored), "model."
+            (
+                prefix
+                for prefix in PREFIXES
+                for norm in ("input_layernorm", "norm")
+                if f"{prefix}layers.0.{norm}.weight" in self.stored
+            ),
+            "model.",
         )
         self._names = {_plain_name(name, prefix): name for name in self.stored}
         self._scheme = published.read_scheme(self.directory)

@@ -20,7 +20,7 @@ from mint_jax.models.config import ModelConfig, RopeScaling, rope_frequencies
 from mint_jax.models.stacked import LayerOf, products
 from mint_jax.params import ParamSpec
 
-Activation = Callable[[jax.Array, jax.Array], jax.Array]  # of gate and up
+Activation = Callable[..., jax.Array]  # of gate and up, or of up
 AXES: dict[str, Ends] = {  # logical axes of every projection's in and out dimensions
     "q": ("embed", "q_heads"),
     "k": ("embed", "kv_heads"),
@@ -40,7 +40,10 @@ AXES: dict[str, Ends] = {  # logical axes of every projection's in and out dimen
     "decay": ("embed", None),
     "qkvz": ("embed", "q_heads"),
     "ba": ("embed", None),
+    "in": ("embed", "q_heads"),
     "out": ("q_heads", "embed"),
+    "latent_in": ("embed", None),
+    "latent_out": (None, "embed"),
     "shared_gate": ("embed", None),
 }
 
@@ -179,18 +182,12 @@ def rotate_pairs(x_BTNH: jax.Array, cos_BTH: jax.Array, sin_BTH: jax.Array) -> j
     return rotate(halves, cos_BTH, sin_BTH)
 
 
-def mlp_specs(L: int, D: int, F: int, dtype: Any, bias: bool = False) -> dict[str, Any]:
-    """Returns the parameters of ``L`` stacked MLPs of width ``F``, with the norm before them."""
-    return {"norm": norm(L, D, dtype)} | mlp_matrices(L, D, F, dtype, bias)
-
-
-def mlp_matrices(L: int, D: int, F: int, dtype: Any, bias: bool = False) -> dict[str, Any]:
-    """Returns the three matrices only."""
-    return {
-        "gate": matrix("gate", L, D, F, dtype, bias),
-        "up": matrix("up", L, D, F, dtype, bias),
-        "down": matrix("down", L, F, D, dtype, bias),
-    }
+def mlp_matrices(L: int, F: int, cfg: ModelConfig, dtype: Any) -> dict[str, Any]:
+    """Returns the matrices of ``L`` stacked MLPs of width ``F``."""
+    D, bias = cfg.d_model, cfg.mlp_bias
+    inward = ("gate", "up") if cfg.gated else ("up",)
+    out = {name: matrix(name, L, D, F, dtype, bias) for name in inward}
+    return out | {"down": matrix("down", L, F, D, dtype, bias)}
 
 
 @jax.custom_vjp
@@ -221,17 +218,27 @@ def geglu(gate: jax.Array, up: jax.Array) -> jax.Array:
     return jax.nn.gelu(gate, approximate=True) * up
 
 
+@jax.checkpoint
+def relu2(up: jax.Array) -> jax.Array:
+    """Returns ``max(up, 0)^2`` (So et al. 2021, arXiv 2109.08668), for MLPs without a gate."""
+    return jnp.square(jax.nn.relu(up))
+
+
 ACTIVATIONS: dict[str, Activation] = {
     "silu": swiglu,
     "clamped": clamped_swiglu,
     "gelu_tanh": geglu,
+    "relu2": relu2,
 }
 
 
 def mlp(
     h_BTD: jax.Array, p: Any, lora: AdapterView | None, activation: Activation = swiglu
 ) -> jax.Array:
-    """Computes ``down(silu(gate h) * up h)`` (Shazeer 2020, arXiv 2002.05202)."""
-    gate, up = project_each(h_BTD, p, lora, ("gate", "up"))
-    gate, up = checkpoint_name(gate, "mlp_gate"), checkpoint_name(up, "mlp_up")
-    return project(activation(gate, up), p, lora, "down")
+    """Computes ``down(silu(gate h) * up h)`` (Shazeer 2020, arXiv 2002.05202), or
+    ``down(activation(up h))`` without a gate.
+    """
+    names = tuple(name for name in ("gate", "up") if name in p)
+    inward = zip(names, project_each(h_BTD, p, lora, names))
+    inward = [checkpoint_name(x, f"mlp_{name}") for name, x in inward]
+    return project(activation(*inward), p, lora, "down")

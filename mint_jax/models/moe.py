@@ -25,10 +25,13 @@ def specs(cfg: ModelConfig, L: int, dtype: Any) -> dict[str, Any]:
     out = {
         "norm": norm(L, D, dtype),
         "router": router_specs(L, D, e, dtype),
-        "experts": experts.specs(L, e.count, D, e.width, dtype, e.bias),
+        "experts": experts.specs(L, e.count, e.latent or D, e.width, dtype, e.bias, cfg.gated),
     }
+    if e.latent:
+        out["latent_in"] = matrix("latent_in", L, D, e.latent, dtype, cfg.mlp_bias)
+        out["latent_out"] = matrix("latent_out", L, e.latent, D, dtype, cfg.mlp_bias)
     if e.shared:
-        out["shared"] = mlp_matrices(L, D, e.shared, dtype)
+        out["shared"] = mlp_matrices(L, e.shared, cfg, dtype)
     if e.shared_gate:
         out["shared_gate"] = matrix("shared_gate", L, D, 1, dtype)
     return out
@@ -63,14 +66,17 @@ def moe(
     """Returns the layer's output ``[B, T, D]`` and the route taken; ``replay`` as in ``route``."""
     assert cfg.experts is not None
     taken = route(h_BTD, p, lora, cfg.experts, replay)
+    act = ACTIVATIONS[cfg.activation]
+    x = project(h_BTD, p, lora, "latent_in") if cfg.experts.latent else h_BTD
     with jax.named_scope("experts"):
         adapters = None if lora is None else lora.at("experts")
-        act = ACTIVATIONS[cfg.activation]
         mlp_of = functools.partial(experts.expert_mlp, kernels=cfg.kernels, activation=act)
-        out = routed(h_BTD, taken.ids, taken.weights, p["experts"], adapters, mlp_of)
+        out = routed(x, taken.ids, taken.weights, p["experts"], adapters, mlp_of)
+    if cfg.experts.latent:
+        out = project(out.astype(h_BTD.dtype), p, lora, "latent_out")
     if cfg.experts.shared:
         with jax.named_scope("shared"):
-            shared = mlp(h_BTD, p["shared"], None if lora is None else lora.at("shared"))
+            shared = mlp(h_BTD, p["shared"], None if lora is None else lora.at("shared"), act)
             if cfg.experts.shared_gate:
                 gate = project(h_BTD, p, lora, "shared_gate").astype(jnp.float32)
                 shared = shared * jax.nn.sigmoid(gate).astype(shared.dtype)

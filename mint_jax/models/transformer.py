@@ -18,7 +18,19 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mint_jax import sharding
 from mint_jax.lora.view import AdapterView, batch_delta, embedding_delta
-from mint_jax.models import delta, dsa, layers, mla, moe, paged, quantised, stacked, stored
+from mint_jax.models import (
+    delta,
+    dsa,
+    layers,
+    mla,
+    moe,
+    paged,
+    quantised,
+    ssm,
+    stacked,
+    state,
+    stored,
+)
 from mint_jax.models.attention import Context, Segments, keys_within, packed_attention
 from mint_jax.models.config import ModelConfig
 from mint_jax.models.layers import matrix, norm, project, project_each, rms_norm, rotate
@@ -56,22 +68,23 @@ def abstract(cfg: ModelConfig, dtype: Any = jnp.float32, quantise: str = "") -> 
     table = {"w": ParamSpec((cfg.vocab_size, D), ("vocab", "embed"), dtype, fan_in=D)}
     specs: dict[str, Any] = {"embed": table}
     for stack, L in cfg.stacks.items():
-        if cfg.has_state(stack):
-            mixer = {"delta": delta.specs(cfg, L, dtype)}
-        elif cfg.latent is None:
-            mixer = {"attn": attention_specs(cfg, L, dtype)}
-        else:
-            mixer = {"attn": mla.specs(cfg, L, dtype) | dsa.specs(cfg, stack, dtype)}
-        if stack in cfg.routed_layers:
-            specs[stack] = mixer | {"moe": moe.specs(cfg, L, dtype)}
-        else:
-            mlp = layers.mlp_specs(L, D, cfg.d_ff, dtype, cfg.mlp_bias)
-            mlp |= {"post_norm": norm(L, D, dtype)} if cfg.post_norms else {}
-            specs[stack] = mixer | {"mlp": mlp}
+        specs[stack] = {part: _specs(part, stack, L, cfg, dtype) for part in cfg.parts_of(stack)}
     specs["final_norm"] = ParamSpec((D,), ("norm",), dtype, "ones")
     if not cfg.tie_embeddings:
         specs["unembed"] = table
     return quantised.specs(specs, quantise) if quantise else specs
+
+
+def _specs(part: str, stack: str, L: int, cfg: ModelConfig, dtype: Any) -> dict[str, Any]:
+    """Returns one part of ``L`` stacked layers, see ``config.PARTS``."""
+    if part == "attn" and cfg.latent is not None:
+        return mla.specs(cfg, L, dtype) | dsa.specs(cfg, stack, dtype)
+    if part == "mlp":
+        D, names = cfg.d_model, ("norm", "post_norm") if cfg.post_norms else ("norm",)
+        norms = {name: norm(L, D, dtype) for name in names}
+        return norms | layers.mlp_matrices(L, cfg.d_ff, cfg, dtype)
+    of = {"attn": attention_specs, "delta": delta.specs, "ssm": ssm.specs, "moe": moe.specs}
+    return of[part](cfg, L, dtype)
 
 
 def attention_specs(cfg: ModelConfig, L: int, dtype: Any) -> dict[str, Any]:
@@ -116,7 +129,7 @@ def cache_specs(
     With latent attention ``latent [L, U, PAGE, C]`` and ``rope [L, U, PAGE, J]``, and ``index``
     with an indexer; ``{"routes": {"moe": [L, U, PAGE, X]}}`` of stacks with experts if wanted, for
     replay in training (R3). Stacks with a state have ``states`` slots instead of pages, see
-    ``delta.cache_specs``.
+    ``state.cache_specs``.
     """
 
     def entry(width: int, *heads: int, dtype: Any = dtype) -> Any:
@@ -131,9 +144,11 @@ def cache_specs(
     out = {}
     for stack, L in cfg.stacks.items():
         if cfg.has_state(stack):
-            out[stack] = delta.cache_specs(cfg, L, states, dtype)
+            assert cfg.state is not None
+            out[stack] = state.cache_specs(cfg.state, L, states, dtype)
         else:
-            out[stack] = {name: make(L) for name, make in names.items()}
+            own = names if "attn" in cfg.parts_of(stack) else {}
+            out[stack] = {name: make(L) for name, make in own.items()}
     if routes and cfg.routed and cfg.experts is not None:
         # The smallest dtype that holds an expert's number.
         kind = jnp.uint8 if cfg.experts.count <= 256 else jnp.uint16
@@ -185,7 +200,7 @@ def hidden_states(
     if segments is None and view is None:
         zeros = jnp.zeros_like(tokens_BT)
         segments = Segments(zeros, zeros)
-    lineage = None if cfg.delta is None or segments is None else delta.lineage(segments)
+    lineage = None if cfg.state is None or segments is None else state.lineage(segments)
     ctx = Context(*layers.rope_tables(positions_BT, cfg), segments, lineage)
     if cfg.windows is not None:
         size = cfg.windows.size
@@ -286,22 +301,21 @@ def _bind(stack, params, lora, inputs: DecoderInputs, ctx: Context, cfg: ModelCo
 
 def _layer(x, chosen, p, lora, cache, indexer, replay, ctx, cfg):
     x = constrain(checkpoint_name(x, "residual"), "batch", "tokens", "act_embed")
-    if "delta" in p:
-        with jax.named_scope("delta"):
-            h, own = _norm(x, p["delta"]["norm"], cfg), _below(lora, "delta")
-            out, pool = delta.mixer(h, p["delta"], own, ctx.lineage, cache, cfg)
-    else:
-        with jax.named_scope("attn"):
-            h = _norm(x, p["attn"]["norm"], cfg)
-            arguments = h, p["attn"], _below(lora, "attn"), cache, ctx, cfg
-            if cfg.latent is None:
-                out, pool = _attention(*arguments)
+    pool = None if cache is None else cache.pool
+    if part := next((part for part in ("attn", "delta", "ssm") if part in p), ""):
+        with jax.named_scope(part):
+            h, own = _norm(x, p[part]["norm"], cfg), _below(lora, part)
+            if part != "attn":
+                mixer = delta.mixer if part == "delta" else ssm.mixer
+                out, pool = mixer(h, p[part], own, ctx.lineage, cache, cfg)
+            elif cfg.latent is None:
+                out, pool = _attention(h, p[part], own, cache, ctx, cfg)
             else:
+                arguments = h, p[part], own, cache, ctx, cfg
                 out, pool, chosen = mla.latent_attention(*arguments, indexer, chosen)
-    mixer = p.get("attn", {})
-    if "post_norm" in mixer:
-        out = _norm(out, mixer["post_norm"], cfg)
-    x = constrain(checkpoint_name(x + out, "residual"), "batch", "tokens", "act_embed")
+        if "post_norm" in p[part]:
+            out = _norm(out, p[part]["post_norm"], cfg)
+        x = constrain(checkpoint_name(x + out, "residual"), "batch", "tokens", "act_embed")
     if "moe" in p:
         with jax.named_scope("moe"):
             h = _norm(x, p["moe"]["norm"], cfg)
@@ -310,6 +324,8 @@ def _layer(x, chosen, p, lora, cache, indexer, replay, ctx, cfg):
                 recorded = paged.record(pool["routes"], route.ids, cache, cache_heads(cfg))
                 pool = pool | {"routes": recorded}
             return x + out, chosen, pool, route
+    if "mlp" not in p:
+        return x, chosen, pool, None
     with jax.named_scope("mlp"):
         h = _norm(x, p["mlp"]["norm"], cfg)
         out = layers.mlp(h, p["mlp"], _below(lora, "mlp"), layers.ACTIVATIONS[cfg.activation])

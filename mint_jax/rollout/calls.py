@@ -86,7 +86,7 @@ class DeviceCalls:
         self._swapped: dict[int, list[Any]] = {}
         self._visited: dict[int, np.ndarray] = {}  # expert ids of this call, if followers answer
         self._open, self._answered = False, False
-        has_states = base.cfg.delta is not None
+        has_states = base.cfg.state is not None
         self.states = plans.state_slots(-(-rows // self.parts)) if has_states else 0
         self.pages = 0
         self.most = multihost.agree("pages of the cache", lambda: self._count(nbytes))

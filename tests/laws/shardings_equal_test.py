@@ -89,9 +89,16 @@ HYBRID = STATES | {
     **{"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
     "shared_expert_intermediate_size": 20,
 }
+ONLY = {k: v for k, v in DENSE.items() if k != "num_hidden_layers"} | {
+    "architectures": ["NemotronHForCausalLM"],
+    "hybrid_override_pattern": "MEM*-E",
+    **{"ssm_state_size": 8, "mamba_num_heads": 4, "mamba_head_dim": 12, "n_groups": 2},
+    **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
+    "moe_shared_expert_intermediate_size": 20,
+}
 FAMILIES = {
     **{"dense": DENSE, "experts": SPARSE, "latent": LATENT, "indexed": INDEXED},
-    **{"states": STATES, "hybrid": HYBRID},
+    **{"states": STATES, "hybrid": HYBRID, "only": ONLY},
     "windows": WINDOWS,
 }
 MESHES = {
@@ -103,8 +110,11 @@ MESHES = {
 # into how many parts a dense projection falls
 SPLITS = {"data8": 1, "fsdp8": 8, "tensor2_fsdp2_data2": 4, "expert4_tensor2": 2}
 DENSE_MESHES = [("dense", name) for name in ("data8", "fsdp8", "tensor2_fsdp2_data2")]
-SPARSE_MESHES = [(family, "expert4_tensor2") for family in ("experts", "indexed", "windows")]
+SPARSE_MESHES = [
+    (family, "expert4_tensor2") for family in ("experts", "indexed", "windows", "only")
+]
 STATE_MESHES = [("states", name) for name in ("data8", "tensor2_fsdp2_data2")]
+STATE_MESHES += [("only", "tensor2_fsdp2_data2")]
 CASES = [
     pytest.param(*case, marks=pytest.mark.long)
     for case in [*DENSE_MESHES, *SPARSE_MESHES, *STATE_MESHES, ("hybrid", "expert4_tensor2")]

@@ -77,6 +77,9 @@ def logits_and_gradients(params, stacks, tokens_BT, pull_BTV, cfg, blocks, base_
         ("gpt_oss", EXPERTS),
         ("qwen3_5", STATES),
         ("qwen3_next", EXPERTS),
+        ("nemotron_h", EXPERTS),
+        pytest.param("nemotron_h", SHARED, marks=pytest.mark.long),
+        pytest.param("nemotron_h_dense", EXPERTS, marks=pytest.mark.long),
         pytest.param("qwen3_5_moe", EXPERTS, marks=pytest.mark.long),
         # the embedding is scaled, and the head is tied to it
         pytest.param("gemma3", MIXED, marks=pytest.mark.long),

@@ -62,6 +62,9 @@ EXPORTS = [
     ("qwen3_5", AdapterConfig(3, 5.0, (tree.ALL_LINEAR,))),
     ("qwen3_5_moe", AdapterConfig(3, 5.0, (tree.ALL_LINEAR, "router"), rslora=True)),
     ("qwen3_next", AdapterConfig(3, 5.0, (tree.ALL_LINEAR,))),
+    ("nemotron_h", AdapterConfig(3, 5.0, (tree.ALL_LINEAR, "embed", "router"))),
+    ("nemotron_h", AdapterConfig(2, 5.0, ("up", "in", "q"), rslora=True)),
+    ("nemotron_h_dense", AdapterConfig(2, 5.0, ("up", "in", "q"))),
     # a dense layer and shared experts beside routed ones
     ("deepseek_v3", AdapterConfig(3, 5.0, (tree.ALL_LINEAR,))),
     # PEFT takes the names of MLPs for those of experts by the type of the model

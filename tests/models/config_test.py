@@ -128,6 +128,8 @@ SMALL_LATENT |= {"topk_group": 1, "first_k_dense_replace": 1}
 SMALL_STATES = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
 SMALL_STATES |= {"linear_value_head_dim": 6, "num_hidden_layers": 4}
 SMALL_SHARED = SMALL_EXPERTS | {"num_experts": 8, "shared_expert_intermediate_size": 20}
+SMALL_SSM = {"ssm_state_size": 6, "mamba_num_heads": 4, "mamba_head_dim": 5, "n_groups": 2}
+SMALL_SSM |= {"n_routed_experts": 8, "moe_shared_expert_intermediate_size": 20}
 SMALL_INDEXER = {"index_topk": 4, "index_head_dim": 16, "index_n_heads": 2}
 TINY = {
     **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral", "ministral3"), SMALL),
@@ -136,6 +138,7 @@ TINY = {
     "qwen3_moe": SMALL | SMALL_EXPERTS | {"num_experts": 8},
     "qwen3_5_text": SMALL | SMALL_STATES,
     **dict.fromkeys(("qwen3_5_moe_text", "qwen3_next"), SMALL | SMALL_STATES | SMALL_SHARED),
+    "nemotron_h": SMALL | SMALL_EXPERTS | SMALL_SSM | {"num_hidden_layers": 4},
     "deepseek_v3": SMALL | SMALL_LATENT,
     "glm4_moe": SMALL | SMALL_EXPERTS | {"n_routed_experts": 8},
     "glm4_moe_lite": SMALL | SMALL_LATENT | {"n_group": 1},
@@ -152,6 +155,11 @@ NO_EFFECT["pretraining_tp"] = 2  # only in training, and not in transformers 5
 NO_EFFECT["sliding_window"] = 4  # disabled by use_sliding_window
 NO_EFFECT["num_mtp_layers"] = 3  # layers after the last one, for speculative decoding
 NO_EFFECT["head_dim"] = 6  # replaced by qk_rope_head_dim
+NO_EFFECT |= {"num_logits_to_keep": 2, "use_mamba_kernels": False, "expand": 3, "chunk_size": 7}
+NO_EFFECT |= {"time_step_max": 0.5, "time_step_floor": 0.5, "residual_in_fp32": True}
+NO_EFFECT |= {"mamba_ssm_cache_dtype": "bfloat16", "moe_shared_expert_overlap": False}
+NO_EFFECT |= {"mtp_layers_block_type": ["moe"], "hidden_dropout": 0.5}
+NO_EFFECT |= {"rescale_prenorm_residual": False}
 # In published files, but not in a class.
 NO_EFFECT |= {"auto_map": {"AutoConfig": "x.Y"}, "ep_size": 4, "aux_loss_alpha": 0.1}
 NO_EFFECT |= {"seq_aux": True, "num_nextn_predict_layers": 3, "qk_head_dim": 7}
@@ -196,6 +204,8 @@ def test_defaults_are_those_of_the_classes_of_transformers(family):
     assert all(theirs[name] in values for name, values in refused.items()), (
         "what a file leaves out is never refused"
     )
+    if family == "nemotron_h":  # no positions
+        return
     rope = cls().rope_parameters
     rope = rope.get("full_attention", rope)
     assert rope["rope_theta"] == from_hf(_given(family)).rope_theta

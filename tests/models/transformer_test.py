@@ -151,7 +151,8 @@ def _assert_same_gradients(tree, theirs, cfg):
 @pytest.mark.parametrize(
     ("name", "remat"),
     [("qwen3", remat) for remat in transformer.REMAT]
-    + [("llama_bias", "none"), ("qwen3_5", "names"), ("gemma3", "names"), *LATENT],
+    + [("llama_bias", "none"), ("qwen3_5", "names"), ("gemma3", "names"), *LATENT]
+    + [pytest.param("nemotron_h_dense", "names", marks=pytest.mark.long)],
 )
 def test_gradients_equal_torch_under_every_remat_policy(
     name, remat, hf_dirs, tiny_base, rng, monkeypatch
@@ -169,7 +170,9 @@ def test_gradients_equal_torch_under_every_remat_policy(
     _assert_same_gradients(grads, _grads_under_torch(hf_dirs(name), tokens_BT, g_BTV), base.cfg)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "deepseek_v3_dense", "qwen3_5", "gemma3"])
+@pytest.mark.parametrize(
+    "name", first(4, ["qwen3", "deepseek_v3_dense", "qwen3_5", "gemma3", "nemotron_h_dense"])
+)
 def test_a_packed_row_equals_its_rows_apart(name, hf_dirs, tiny_base, rng):
     """A prompt, three rollouts that see it, an unrelated text, and padding, all in one row."""
     base, V = tiny_base(name), tiny_base(name).cfg.vocab_size

@@ -41,7 +41,10 @@ FAMILIES = (
     "llama",
     "qwen3_5",
     "qwen3_next",
-    *(pytest.param(name, marks=pytest.mark.long) for name in ("qwen3_moe", "gpt_oss")),
+    *(
+        pytest.param(name, marks=pytest.mark.long)
+        for name in ("qwen3_moe", "gpt_oss", "nemotron_h")
+    ),
     *LATENT,
 )
 VOCAB = 96  # of the smallest base

@@ -59,9 +59,12 @@ def merged(directory, cfg, config, factors):
                 experts, e, kind = re.fullmatch(
                     r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj", name
                 ).groups()
-                whole = weights[f"{experts}.{'down' if kind == 'down' else 'gate_up'}_proj"][int(e)]
+                fused = "gate_up" if cfg.gated and kind != "down" else kind
+                whole = weights[f"{experts}.{fused}_proj"][int(e)]
                 F = len(delta_FD)
-                if cfg.experts.bias:  # gpt-oss: transposed, rows of gate and up alternate
+                if fused == kind != "down":
+                    whole += delta_FD
+                elif cfg.experts.bias:  # gpt-oss: transposed, rows of gate and up alternate
                     of = slice(None) if kind == "down" else slice(kind == "up", None, 2)
                     whole.T[of] += delta_FD
                 else:

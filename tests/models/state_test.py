@@ -1,5 +1,6 @@
-"""Layers with a state against transformers' recurrence in float64: packed rows with parents, blocks
-and steps of a cache, and how a config is read.
+"""Layers with a state against recurrences in float64, transformers' of a gated delta net and
+Mamba-2's definition: packed rows with parents, blocks and steps of a cache, and how a config is
+read.
 """
 
 import json
@@ -15,10 +16,11 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_d
 
 from mint_jax.errors import UserError
 from mint_jax.models import config as config_lib
-from mint_jax.models import delta, hf
+from mint_jax.models import hf, state
 from mint_jax.models.attention import Segments
 from mint_jax.models.paged import EMPTY, FOLLOW, StateSlots
 from tests import oracles
+from tests.exchange import decoder_logits
 
 B, N, K, V, TAPS = 2, 3, 8, 5, 4
 
@@ -44,62 +46,74 @@ def arguments(rng, T):
     return q, k, v, decay, beta
 
 
-def exact(q, k, v, decay, beta):
-    """``o [T, N, V]`` of one sequence, from an empty state; float64."""
-    args = (torch.tensor(x[None]) for x in (q * K**0.5, k, v, decay, beta))
-    return torch_recurrent_gated_delta_rule(*args)[0][0].numpy()
+def exact(corrects, *args):
+    """``o [T, N, V]`` of one sequence, torch, from an empty state; float64."""
+    q, k, v, decay, beta = args
+    if corrects:
+        args = (x[None] for x in (q * K**0.5, k, v, decay, beta))
+        return torch_recurrent_gated_delta_rule(*args)[0][0]
+    state, out = torch.zeros(N, K, V, dtype=torch.float64), []
+    for t in range(len(q)):
+        new = torch.einsum("nk,nv->nkv", k[t], beta[t][:, None] * v[t])
+        state = decay[t].exp()[:, None, None] * state + new
+        out.append(torch.einsum("nk,nkv->nv", q[t], state))
+    return torch.stack(out)
 
 
 def floats(arrays):
     return [jnp.asarray(x, jnp.float32) for x in arrays]
 
 
-@pytest.mark.parametrize("T", [1, 63, 300])
-def test_packed_rows_are_their_lineages_apart(rng, T):
+@pytest.mark.parametrize(("T", "corrects"), [(1, True), (63, True), (300, True), (300, False)])
+def test_packed_rows_are_their_lineages_apart(rng, T, corrects):
     own, parent = (np.array(x, np.int32) for x in zip(*(rows(rng, T) for _ in range(B))))
-    args, of = arguments(rng, T), delta.lineage(Segments(jnp.asarray(own), jnp.asarray(parent)))
-    made = np.asarray(jax.jit(lambda *x: delta.delta_rule(*x, of))(*floats(args)))
-    before = np.asarray(delta.previous(of, TAPS))
+    args, of = arguments(rng, T), state.lineage(Segments(jnp.asarray(own), jnp.asarray(parent)))
+    made = np.asarray(
+        jax.jit(lambda *x: state.recurrence(*x, of=of, corrects=corrects))(*floats(args))
+    )
+    before = np.asarray(state.previous(of, TAPS))
     for b in range(B):
         for segment in np.unique(own[b]):
             [mine] = np.where(own[b] == segment)
             [above] = np.where(own[b] == parent[b, mine[0]])
             ids = mine if above[0] == mine[0] else np.concatenate([above, mine])
             first = len(ids) - len(mine)
-            want = exact(*(x[b, ids] for x in args))[first:]
-            # float32 against float64; a chunk's triangular system has 64 rows of size 1
-            np.testing.assert_allclose(made[b, mine], want, rtol=0, atol=2e-4)
+            want = exact(corrects, *(torch.tensor(x[b, ids]) for x in args))[first:].numpy()
+            # float32 against float64; a chunk's triangular system has 64 rows of size 1, and
+            # without corrections a state sums over all tokens
+            atol = 2e-4 if corrects else 1e-5 * max(1, np.abs(want).max())
+            np.testing.assert_allclose(made[b, mine], want, rtol=0, atol=atol)
             for i, token in enumerate(mine, first):
                 ancestors = [ids[i - m] if i >= m else -1 for m in range(1, TAPS)]
                 assert before[b, token].tolist() == ancestors
 
 
-def test_gradients_are_those_of_the_recurrence(rng):
+@pytest.mark.parametrize("corrects", [True, False])
+def test_gradients_are_those_of_the_recurrence(rng, corrects):
     T = 130
     args, g = arguments(rng, T), rng.normal(size=(B, T, N, V))
-    one = delta.lineage(Segments(*(jnp.zeros((B, T), jnp.int32),) * 2))
+    one = state.lineage(Segments(*(jnp.zeros((B, T), jnp.int32),) * 2))
 
     def loss(*x):
-        return jnp.sum(delta.delta_rule(*x, one) * g)
+        return jnp.sum(state.recurrence(*x, of=one, corrects=corrects) * g)
 
     made = jax.grad(loss, argnums=range(5))(*floats(args))
     leaves = [torch.tensor(x, requires_grad=True) for x in args]
-    q, *rest = leaves
-    out, _ = torch_recurrent_gated_delta_rule(q * K**0.5, *rest)
-    (out * torch.tensor(g)).sum().backward()
+    for b in range(B):
+        (exact(corrects, *(x[b] for x in leaves)) * torch.tensor(g[b])).sum().backward()
     for ours, theirs in zip(made, leaves, strict=True):
         want = theirs.grad.numpy()
         np.testing.assert_allclose(ours, want, rtol=0, atol=1e-4 * np.abs(want).max())
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_blocks_in_any_calls_and_steps_are_the_recurrence(rng, bad):
+@pytest.mark.parametrize(("bad", "corrects"), [(np.nan, True), (np.inf, True), (np.nan, False)])
+def test_blocks_in_any_calls_and_steps_are_the_recurrence(rng, bad, corrects):
     """A row's blocks in calls beside another row's, which is not finite: states pass from block to
     block, through slots between calls, and to single tokens.
     """
     T, P = 101, 32
     q, k, v, decay, beta = (x[0] for x in arguments(rng, T))
-    want = exact(q, k, v, decay, beta)
+    want = exact(corrects, *map(torch.tensor, (q, k, v, decay, beta))).numpy()
     pool = jnp.full((1, 4, N, K, V), np.nan, jnp.float32)  # slots hold anything before
 
     def call(blocks, load, save, keep, pool):
@@ -116,7 +130,7 @@ def test_blocks_in_any_calls_and_steps_are_the_recurrence(rng, bad):
         used = np.arange(P)[None] < np.array(count)[:, None]
         pad[3], pad[4] = (np.where(used[..., None], x, 0) for x in pad[3:])
         slots = StateSlots(*(jnp.asarray(x, jnp.int32) for x in (load, save, keep, count)))
-        out, pool = delta._blocks(floats(pad), slots, pool, jnp.int32(0))
+        out, pool = state._blocks(floats(pad), slots, pool, jnp.int32(0), corrects)
         return [np.asarray(o)[:n] for o, n in zip(out, count)], pool
 
     first, pool = call([0, 1, -1], [EMPTY, FOLLOW, EMPTY], [9, 2, 3], [0, 9, 9], pool)
@@ -126,9 +140,9 @@ def test_blocks_in_any_calls_and_steps_are_the_recurrence(rng, bad):
     assert again[0].tobytes() == first[1].tobytes()
     whole = np.concatenate([first[0], first[1], second[1]])
     np.testing.assert_allclose(whole, want[:96], rtol=0, atol=2e-4)
-    state = pool[0, 2][None]
+    one = pool[0, 2][None]
     for t in range(96, T):
-        o, state = delta._step(*floats(x[t][None] for x in (q, k, v, decay, beta)), state)
+        o, one = state._step(*floats(x[t][None] for x in (q, k, v, decay, beta)), one, corrects)
         np.testing.assert_allclose(o[0], want[t], rtol=0, atol=2e-4)
 
 
@@ -188,6 +202,56 @@ def test_a_config_that_does_not_fit_is_refused(changes, words, hf_dirs):
     config = json.loads((hf_dirs("qwen3_5") / "config.json").read_text())
     with pytest.raises(UserError, match=words):
         config_lib.from_hf(config | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"layers_block_type": ["mamba", "mixer"]}, r"'mixer'\]; expected one of linear_attention"),
+        (
+            {"hybrid_override_pattern": "MEX*"},
+            "pattern is 'MEX\\*'; expected one of M, \\*, -, E for",
+        ),
+        ({"hybrid_override_pattern": "ME*", "num_hidden_layers": 4}, "of 3 layers, and .* is 4"),
+        ({"hybrid_override_pattern": 5}, "pattern is 5; expected one of M"),
+        ({"mamba_num_heads": 5}, "mamba_num_heads is 5, which n_groups 2 does not divide"),
+        ({"ssm_state_size": 0}, "ssm_state_size is 0"),
+        ({"mlp_hidden_act": "silu"}, "mlp_hidden_act is 'silu'; only 'relu2'"),
+        ({"time_step_limit": [0.0, 0.1]}, "time_step_limit is .0.0, 0.1."),
+        ({"mamba_d_conv": 4}, "mamba_d_conv is 4; only None"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings is True"),
+    ],
+)
+def test_a_config_of_one_part_a_layer_that_does_not_fit_is_refused(changes, words, hf_dirs):
+    config = json.loads((hf_dirs("nemotron_h") / "config.json").read_text())
+    if "hybrid_override_pattern" in changes:
+        del config["layers_block_type"]
+    with pytest.raises(UserError, match=words):
+        config_lib.from_hf(config | changes)
+
+
+def test_a_pattern_of_letters_is_a_list_of_types(hf_dirs):
+    config = json.loads((hf_dirs("nemotron_h") / "config.json").read_text())
+    cfg = config_lib.from_hf(config)
+    del config["layers_block_type"]
+    assert config_lib.from_hf(config | {"hybrid_override_pattern": "MEME*E"}) == cfg
+    dense = config_lib.from_hf(config | {"hybrid_override_pattern": "M-*M"})
+    assert dense.experts is None
+    assert dense.only == ("ssm", "mlp", "attn", "ssm")
+
+
+@pytest.mark.parametrize("shortest", [0.001, 0.9])
+def test_time_steps_have_a_least_length_in_any_call(shortest, hf_dirs, mesh, tmp_path, rng):
+    """As in transformers' chunks; its decoding step lacks it."""
+    directory = shutil.copytree(hf_dirs("nemotron_h_dense"), tmp_path / "base")
+    config = json.loads((directory / "config.json").read_text()) | {"time_step_min": shortest}
+    (directory / "config.json").write_text(json.dumps(config))
+    cfg, tokens = hf.read_model(directory), rng.integers(3, 97, (1, 40)).astype(np.int32)
+    params = hf.load(directory, cfg, mesh)
+    theirs = oracles.torch_logits(oracles.torch_model(directory), tokens)
+    ours = decoder_logits(params, None, tokens, cfg=cfg)
+    # float32 sums in another order
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
 
 
 def test_layers_are_grouped_by_their_pattern():

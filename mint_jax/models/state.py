@@ -1,0 +1,342 @@
+"""Mixers whose memory is a state in place of keys: what gated delta nets (``delta.py``) and Mamba-2
+(``ssm.py``) share.
+
+A head's state is ``S [K, V]``, and ``o_t = q_t S_t``. Mamba-2 adds to the decayed state; a gated
+delta net corrects what the state already says of the key:
+
+    S_t = exp(g_t) S_{t-1} + k_t beta_t v_t^T
+    S_t = exp(g_t) S_{t-1} + k_t beta_t (v_t - k_t exp(g_t) S_{t-1})^T
+
+A chunk of tokens reads the states before it by matmuls (arXiv 2405.21060, section 6); with
+corrections it solves one triangular system (arXiv 2406.06484, section 3). In packed rows a segment
+begins with an empty state, or with that of its parent. States are float32.
+
+Axes: B rows or blocks, T tokens, Q chunks, C tokens of a chunk, N heads, K key dim, V value dim, M
+taps of the short convolution, W its channels.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from mint_jax import sharding
+from mint_jax.models import paged
+from mint_jax.models.attention import Segments
+from mint_jax.models.config import ModelConfig, State
+from mint_jax.models.layers import AXES
+from mint_jax.models.paged import EMPTY, FOLLOW, StateSlots
+from mint_jax.params import ParamSpec
+
+CHUNK = 64
+# Queries, keys and values of every head, of the convolved channels
+Heads = Callable[[jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
+
+
+class Lineage(NamedTuple):
+    """Ancestry of the tokens of packed rows; a segment follows its parent, or a sibling."""
+
+    own: jax.Array  # [B, T] int32 segment of each token, and of its parent, or the same
+    parent: jax.Array
+    start: jax.Array  # [B, T] first token of the token's segment
+    end: jax.Array  # [B, T] last token of its parent; -1 without one
+
+
+def lineage(segments: Segments) -> Lineage:
+    """Returns the ancestry of packed rows."""
+    own, parent = segments
+    at = jnp.arange(own.shape[1], dtype=jnp.int32)[None]
+    before = jnp.pad(own, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
+    first = own != before
+    start = jax.lax.cummax(jnp.where(first, at, 0), axis=1)
+    end = jax.lax.cummax(jnp.where(first & (before == parent), at - 1, -1), axis=1)
+    return Lineage(own, parent, start, jnp.where(parent == own, -1, end))
+
+
+def previous(of: Lineage, taps: int) -> jax.Array:
+    """Returns the tokens that a short convolution reads, ``[B, T, M - 1]`` int32: the m-th ancestor
+    of each token; -1 where it has none.
+    """
+    at = jnp.arange(of.own.shape[1], dtype=jnp.int32)[None]
+    out = []
+    for m in range(1, taps):
+        across = of.end - (m - 1 - (at - of.start))  # counted from the parent's end
+        segment = jnp.take_along_axis(of.own, jnp.maximum(across, 0), axis=1)
+        valid = (of.end >= 0) & (across >= 0) & (segment == of.parent)
+        out.append(jnp.where(at - m >= of.start, at - m, jnp.where(valid, across, -1)))
+    return jnp.stack(out, axis=-1)
+
+
+class _Chunk(NamedTuple):
+    """Parts of a chunk that do not depend on the states before it; float32.
+
+    Two states enter and leave a chunk: that of the running lineage, and that of the last parent,
+    with which its further children begin.
+    """
+
+    q: jax.Array  # [B, N, C, 2K] queries that read the two states
+    w: jax.Array | None  # [B, N, C, 2K] keys that correct the values by the two states
+    u: jax.Array  # [B, N, C, V] values of a chunk that begins with empty states
+    attn: jax.Array  # [B, N, C, C] weights of the chunk's own values
+    k: jax.Array  # [B, N, 2, C, K] keys that enter the two states after the chunk
+    keep: jax.Array  # [B, N, 2, 2] decay from the states before to the states after
+
+
+def recurrence(
+    q_BTNK: jax.Array,
+    k_BTNK: jax.Array,
+    v_BTNV: jax.Array,
+    decay_BTN: jax.Array,
+    beta_BTN: jax.Array,
+    of: Lineage,
+    corrects: bool,
+) -> jax.Array:
+    """Returns ``o [B, T, N, V]`` float32 of packed rows.
+
+    Args:
+        decay_BTN: ``g``, at most 0.
+        corrects: values are corrected by the state, whose keys have norm 1; beta is 0 to 1 then.
+    """
+    B, T, N, V = v_BTNV.shape
+    K, pad = q_BTNK.shape[-1], -T % CHUNK
+
+    def chunks(x: jax.Array) -> jax.Array:
+        # Padding continues the last segment and changes no result.
+        x = jnp.pad(x, ((0, 0), (0, pad)) + ((0, 0),) * (x.ndim - 2), mode="edge")
+        return x.reshape(B, -1, CHUNK, *x.shape[2:])
+
+    heads = (
+        jnp.moveaxis(chunks(x.astype(jnp.float32)), 3, 2)
+        for x in (q_BTNK, k_BTNK, v_BTNV, decay_BTN, beta_BTN)
+    )
+    of = Lineage(*map(chunks, of))
+    parts = _prepare(*heads, of=of, corrects=corrects, continues=False)
+
+    def step(states: jax.Array, part: _Chunk) -> tuple[jax.Array, jax.Array]:
+        new = part.u if part.w is None else part.u - part.w @ states  # of states [B, N, 2K, V]
+        out = part.q @ states + part.attn @ new
+        kept = jnp.einsum("bnij,bnjkv->bnikv", part.keep, states.reshape(B, N, 2, K, V))
+        after = kept + jnp.einsum("bnick,bncv->bnikv", part.k, new)
+        return after.reshape(B, N, 2 * K, V), out
+
+    empty = jnp.zeros((B, N, 2 * K, V), jnp.float32)
+    _, out = jax.lax.scan(step, empty, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), parts))
+    return out.transpose(1, 0, 3, 2, 4).reshape(B, T + pad, N, V)[:, :T]
+
+
+def _prepare(q, k, v, g, beta, of: Lineage, corrects: bool, continues: bool) -> _Chunk:
+    """Returns the parts of all chunks, ``[B, Q, N, ...]``; ``continues``: the first chunk goes on
+    with the running state.
+    """
+    B, Q, _, C, K = q.shape
+    first = jnp.arange(Q, dtype=jnp.int32)[None, :, None] * C
+    own, parent = of.own, of.parent
+    start, end = of.start - first, of.end - first  # relative to the chunk; negative before it
+
+    def at(x: jax.Array, i: jax.Array) -> jax.Array:
+        """Returns ``x [B, Q, N, C]`` at ``i [B, Q, C]``, 0 where i is negative."""
+        i = i[:, :, None]
+        found = jnp.take_along_axis(x, jnp.broadcast_to(jnp.maximum(i, 0), x.shape), axis=3)
+        return jnp.where(i < 0, 0.0, found)
+
+    # Log decay from the lineage's first token in this chunk. Differences of sums over whole rows
+    # would lose digits.
+    total = jnp.cumsum(g, axis=-1)
+    log = total - at(total, start - 1)
+    log += at(log, end)
+    i = jnp.arange(C)
+    causal = (i[:, None] >= i[None])[None, None]
+    ancestor = own[..., :, None] == own[..., None, :]
+    ancestor = (ancestor | (parent[..., :, None] == own[..., None, :])) & causal
+    between = log[..., :, None] - log[..., None, :]
+    weights = jnp.exp(jnp.where(ancestor[:, :, None], between, -jnp.inf))
+
+    # States with which a token's lineage enters the chunk: the running one or the last parent's.
+    none = own[:, :1, 0] if continues else jnp.full((B, 1), -2, jnp.int32)
+    last, last_parent = (
+        jnp.concatenate([none, x[:, :-1, -1]], axis=1)[..., None] for x in (own, parent)
+    )
+    running = (own == last) | (parent == last)
+    sibling = (parent == last_parent) & (parent != own) & ~running
+    enters = jnp.stack([running, sibling], axis=-1)[:, :, None] * jnp.exp(log)[..., None]
+
+    def reads(x: jax.Array) -> jax.Array:
+        return (enters[..., None] * x[..., None, :]).reshape(*x.shape[:-1], 2 * K)
+
+    u, w = v * beta[..., None], None
+    if corrects:
+        strictly = (i[:, None] > i[None])[None, None, None]
+        system = jnp.where(strictly, (k @ k.mT) * weights, 0.0) * beta[..., None]
+        right = jnp.concatenate([u, reads(k) * beta[..., None]], axis=-1)
+        solved = jax.lax.linalg.triangular_solve(
+            system, right, left_side=True, lower=True, unit_diagonal=True
+        )
+        u, w = jnp.split(solved, [v.shape[-1]], axis=-1)
+    # Afterwards: the state of the last token's lineage, and that of its parent. A segment without a
+    # parent may become one, so that both are the same then.
+    child = (parent != own)[..., -1:]
+    whole = jnp.full_like(child, C - 1, jnp.int32)
+    ends = jnp.concatenate([whole, jnp.where(child, end[..., -1:], whole)], axis=-1)
+    inside, to = ((x[:, :, None, :, None]) for x in (ends >= 0, jnp.maximum(ends, 0)))
+
+    def ending(x: jax.Array) -> jax.Array:
+        to_x = jnp.broadcast_to(to, (*x.shape[:3], 2, x.shape[-1]))
+        return jnp.take_along_axis(x, to_x, axis=3)
+
+    stays = jnp.asarray([[0.0, 0.0], [0.0, 1.0]])[None, None, None]  # a parent before the chunk
+    return _Chunk(
+        reads(q),
+        w,
+        u,
+        (q @ k.mT) * weights,
+        jnp.where(inside, ending(weights), 0.0)[..., None] * k[:, :, :, None],
+        jnp.where(inside, ending(enters), stays),
+    )
+
+
+def short_convolution(x_BTW: jax.Array, w_MW: jax.Array, before_BTM: jax.Array) -> jax.Array:
+    """Returns a causal convolution of each channel along lineages, float32; the last tap is the
+    token's own. ``before_BTM``: see ``previous``.
+    """
+    x, w = x_BTW.astype(jnp.float32), w_MW.astype(jnp.float32)[:, None, None]
+    out = x * w[-1]
+    for m in range(before_BTM.shape[-1]):
+        i = before_BTM[..., m, None]
+        tap = jnp.take_along_axis(x, jnp.maximum(i, 0), axis=1)
+        out += jnp.where(i < 0, 0.0, tap) * w[-2 - m]
+    return out
+
+
+def taps_spec(d: State, L: int, dtype: Any) -> ParamSpec:
+    """Returns the weights of the short convolution of ``L`` stacked layers."""
+    axes = ("layers", None, None, AXES["qkv"][1])
+    return ParamSpec((L, d.taps, 1, d.channels), axes, dtype, fan_in=d.taps)
+
+
+def cache_specs(d: State, L: int, slots: int, dtype: Any) -> dict[str, Any]:
+    """Returns the shapes of the states of ``L`` layers: ``tail [L, S, (M - 1) W]``, which the short
+    convolution reads, and ``state [L, S, N, K, V]``.
+    """
+    # With taps as an axis of their own a TPU copies all tails in each call.
+    return {
+        "tail": jax.ShapeDtypeStruct((L, slots, (d.taps - 1) * d.channels), dtype),
+        "state": jax.ShapeDtypeStruct((L, slots, d.heads, d.key, d.value), jnp.float32),
+    }
+
+
+def mix(
+    x_BTW: jax.Array,
+    taps_MW: jax.Array,
+    heads_of: Heads,
+    decay_BTN: jax.Array,
+    beta_BTN: jax.Array,
+    of: Lineage | None,
+    cache: paged.Cache | None,
+    cfg: ModelConfig,
+    corrects: bool,
+) -> tuple[jax.Array, jax.Array, dict[str, jax.Array] | None]:
+    """Convolves the channels of packed rows, or of rows with a cache, and runs the recurrence.
+
+    Returns:
+        ``o [B, T, N, V]`` float32, the values ``[B, T, N, V]``, and the pool.
+    """
+    d = cfg.state
+    assert d is not None
+    if cache is None:
+        assert of is not None
+        q, k, v = heads_of(short_convolution(x_BTW, taps_MW, previous(of, d.taps)))
+        return recurrence(q, k, v, decay_BTN, beta_BTN, of, corrects), v, None
+    # Slots count within a part of the mesh. In a tensor group the devices split the heads; each
+    # convolves all channels, which is little.
+    # Where it splits rows, XLA would gather the projections instead of moving few channels.
+    x_BTW = sharding.constrain(x_BTW, "batch", None, "q_heads")
+    rows, split = sharding.cache_axes(cfg.num_kv_heads)
+    of_head = (rows, None, *sharding.fitting((d.heads,), split))
+    of_tail, of_state = (None, rows), (None, rows, of_head[2])
+    row, where = (rows, None, None), (cache.layer, cache.view.states)
+    args, specs = (
+        (x_BTW, taps_MW, cache.pool["tail"], *where),
+        (row, (None, None), of_tail, (), (rows,)),
+    )
+    x, tail = sharding.over_devices(_convolved, args, specs, (row, of_tail))
+    q, k, v = heads_of(x)
+    args, specs = (q, k, v, decay_BTN, beta_BTN, cache.pool["state"], *where), (of_head,) * 5
+    specs = (*specs, of_state, (), (rows,))
+    run = functools.partial(_run, corrects=corrects)
+    o, state = sharding.over_devices(run, args, specs, (of_head, of_state))
+    return o, v, cache.pool | {"tail": tail, "state": state}
+
+
+def _convolved(x_BTW, w_MW, pool, layer, slots: StateSlots):
+    """Returns the convolution of the rows, float32, and the pool with their last tokens."""
+    (B, T, W), M, at = x_BTW.shape, len(w_MW), jnp.maximum(slots.load, 0)
+    empty, follows = slots.load == EMPTY, slots.load == FOLLOW
+    tail = pool[layer, at].reshape(B, M - 1, W)
+    tail = jnp.where(empty[:, None, None], 0, tail).astype(x_BTW.dtype)
+    if T > 1:  # a block that follows another has that one's last tokens before it
+        before = jnp.roll(x_BTW[:, T - M + 1 :], 1, axis=0)
+        tail = jnp.where(follows[:, None, None], before, tail)
+    whole = jnp.concatenate([tail, x_BTW], axis=1)
+    w = w_MW.astype(jnp.float32)[:, None, None]
+    x = jnp.zeros(x_BTW.shape, jnp.float32)
+    for m in range(M):
+        x += whole[:, m : m + T].astype(jnp.float32) * w[m]
+    ends = slots.count[:, None] + jnp.arange(M - 1)[None]
+    tail = jnp.take_along_axis(whole, ends[..., None], axis=1).astype(pool.dtype).reshape(B, -1)
+    pool = pool.at[layer, slots.save].set(tail, mode="drop")
+    return x, pool.at[layer, slots.keep].set(tail, mode="drop")
+
+
+def _run(
+    q_BTNK, k_BTNK, v_BTNV, decay_BTN, beta_BTN, pool, layer, slots: StateSlots, corrects: bool
+):
+    """Returns ``o [B, T, N, V]`` and the pool with the states after the rows."""
+    T = q_BTNK.shape[1]
+    # A token that is not in use leaves the state as it is.
+    used = (jnp.arange(T)[None] < slots.count[:, None])[..., None]
+    decay, beta = jnp.where(used, decay_BTN, 0.0), jnp.where(used, beta_BTN, 0.0)
+    if T > 1:
+        return _blocks((q_BTNK, k_BTNK, v_BTNV, decay, beta), slots, pool, layer, corrects)
+    start = pool[layer, jnp.maximum(slots.load, 0)]
+    start = jnp.where((slots.load == EMPTY)[:, None, None, None], 0.0, start)
+    of_row = q_BTNK[:, 0], k_BTNK[:, 0], v_BTNV[:, 0], decay[:, 0], beta[:, 0]
+    o, after = _step(*of_row, start, corrects)
+    return o[:, None], pool.at[layer, slots.save].set(after, mode="drop")
+
+
+def _step(q_BNK, k_BNK, v_BNV, decay_BN, beta_BN, state_BNKV, corrects: bool):
+    """Returns ``o [B, N, V]`` and the state after one token."""
+    state = state_BNKV * jnp.exp(decay_BN)[..., None, None]
+    if corrects:
+        v_BNV = v_BNV - jnp.einsum("bnk,bnkv->bnv", k_BNK, state)
+    new = v_BNV * beta_BN[..., None]
+    state += k_BNK[..., None] * new[..., None, :]
+    return jnp.einsum("bnk,bnkv->bnv", q_BNK, state), state
+
+
+def _blocks(rows, slots: StateSlots, pool, layer, corrects: bool):
+    """Returns ``o [B, T, N, V]`` of blocks in order, and the pool with their states. A block is one
+    chunk, whatever call prefills it, so that its bits do not depend on the call.
+    """
+    B, T, _, K = rows[0].shape
+    one = lineage(Segments(*(jnp.zeros((B, T), jnp.int32),) * 2))
+    heads = (jnp.moveaxis(y.astype(jnp.float32), 2, 1)[:, None] for y in rows)
+    of = Lineage(*(y[:, None] for y in one))
+    parts = _prepare(*heads, of=of, corrects=corrects, continues=True)
+
+    def block(carry, inputs):
+        state, pool = carry
+        part, load, save, keep = inputs
+        found = jnp.where(load == EMPTY, 0.0, pool[layer, jnp.maximum(load, 0)])
+        state = jnp.where(load == FOLLOW, state, found)
+        new = part.u if part.w is None else part.u - part.w[..., :K] @ state
+        out = part.q[..., :K] @ state + part.attn @ new
+        state = part.keep[:, 0, 0, None, None] * state + part.k[:, 0].mT @ new
+        pool = pool.at[layer, save].set(state, mode="drop")
+        return (state, pool.at[layer, keep].set(state, mode="drop")), out
+
+    xs = jax.tree.map(lambda y: y[:, 0], parts), slots.load, slots.save, slots.keep
+    (_, pool), out = jax.lax.scan(block, (jnp.zeros(pool.shape[2:], pool.dtype), pool), xs)
+    return jnp.moveaxis(out, 1, 2), pool
