@@ -120,16 +120,20 @@ class Plan:
         shared, own = pages_for(shape.prompt_tokens - 1, PAGE), pages_for(shape.new_tokens, PAGE)
         total_pages = shape.prompts * shared + rows * own
         dtype, lanes = jnp.dtype(self.dtype), device.lanes(self.mesh)
-        has_states = self.cfg.state is not None
-        slots = plans.state_slots(rows // parts) * parts if has_states else 0
-        specs = device.pool_specs(self.cfg, total_pages, dtype, False, lanes, slots)
+        kinds, windows = device.kinds(self.cfg), self.cfg.windows
+        slots = plans.state_slots(rows // parts) * parts if "states" in kinds else 0
+        near, reach = total_pages, 0
+        if windows is not None:
+            each = plans.near_pages(windows.size, rows // parts, blocks // parts)
+            near, reach = min(near, each * parts), pages_for(windows.size - 1, PAGE) + 1
+        specs = device.pool_specs(self.cfg, total_pages, dtype, False, lanes, slots, near)
         where = device.pool_shardings(self.cfg, specs, self.mesh)
         pool = jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), specs, where
         )
-        of_blocks = plans.blocks_plan([[]] * parts, blocks, table, stacks, has_states=has_states)
+        of_blocks = plans.blocks_plan([[]] * parts, blocks, table, stacks, kinds=kinds)
         reading, sizes = self._plan(of_blocks), (rows, parts, table, self.cfg.vocab_size)
-        drawn = plans.rows_plan([], *sizes, stacks, has_states)[0]
+        drawn = plans.rows_plan([], *sizes, stacks, kinds)[0]
         drawing = self._plan(drawn), self._whole((), jnp.int32)
         fill = functools.partial(device.prefill, cfg=self.cfg)
         draw = functools.partial(device.decode, cfg=self.cfg)
@@ -142,16 +146,24 @@ class Plan:
             "teams/runs": past,
             "indexer": past + own_runs,
         }
-        of_states = device_bytes(device.paged(pool, self.cfg, states=True))
-        of_pages = device_bytes(pool) - of_states
+        of_states, of_near = (
+            device_bytes(device.part_of(pool, self.cfg, kind)) for kind in ("states", "near")
+        )
+        of_pages = device_bytes(pool) - of_states - of_near
 
         def idle(rows: int) -> int:
-            """Returns the bytes of states, less one reading and one writing for each row."""
-            return of_states - 2 * rows * of_states // max(slots, 1)
+            """Returns the bytes of states, less one reading and one writing for each row, and those
+            of near pages that the windows of rows do not reach.
+            """
+            states = of_states - 2 * rows * of_states // max(slots, 1)
+            return states + of_near * (near - min(near, rows * reach)) // near
 
         # of prefill, which reads one prompt of each part at least
         unread = of_pages * (total_pages - parts * shared) // total_pages + idle(parts)
         args, reads = (self.params, stacks, pool), {"runs": past, "indexer": past}
+        if windows is not None:
+            within = {"window/runs": -(-windows.size // RUN)}
+            reads, loops = reads | within, loops | within
         filling = fill, (*args, reading), (2,), (where, None), blocks * PAGE
         decoding = draw, (*args, *drawing), (2,), (where, None), rows
         return (

@@ -29,7 +29,6 @@ MAX_CAUSAL_BLOCKS = 8
 MIN_BLOCK = 64
 # Bound on one device's scores of a block; larger ones are computed in slices.
 SCORE_BYTES = 256 << 20
-EVERYTHING = 1 << 30  # window of layers without one
 
 
 class Segments(NamedTuple):
@@ -40,26 +39,15 @@ class Segments(NamedTuple):
 
 
 class Context(NamedTuple):
-    """Inputs shared by all layers of one call."""
+    """Inputs shared by all layers of one kind in one call."""
 
     cos: jax.Array  # this and sin: rotary tables `[B, T, rope_dim / 2]`
     sin: jax.Array
     segments: Segments | None  # of packed rows; None with a KV cache
     lineage: Any = None  # of packed rows with layers that have a state, see `state.Lineage`
-    # keys of packed rows within the window, see `pack_keys`; of one layer: those it attends to
-    keys: jax.Array | None = None
-    window: Any = None  # positions that a token attends to, of models with a window
-    near: tuple[jax.Array, jax.Array] | None = None  # other rotary tables of layers with one
     growth: jax.Array | None = None  # `[B, T]` factor on queries
-
-    def of_layer(self, near: jax.Array) -> "Context":
-        """Returns the context of a layer that has the window if ``near``."""
-        keys = None if self.keys is None else jnp.where(near, self.keys, jnp.uint8(255))
-        own = self._replace(keys=keys, window=jnp.where(near, self.window, EVERYTHING), near=None)
-        if self.near is None:
-            return own
-        cos, sin = self.near
-        return own._replace(cos=jnp.where(near, cos, self.cos), sin=jnp.where(near, sin, self.sin))
+    window: int | None = None  # positions that a token attends to; None: all
+    keys: jax.Array | None = None  # those of packed rows, see `pack_keys`
 
 
 def keys_within(window: int, positions_BT: jax.Array) -> jax.Array:

@@ -133,6 +133,7 @@ class Windows:
 # Kind of a layer -> its parts, in order, each after a norm and added to the residual stream
 PARTS = {
     **{"dense": ("attn", "mlp"), "moe": ("attn", "moe")},
+    **{"near_dense": ("attn", "mlp"), "near_moe": ("attn", "moe")},  # attention to a window
     **{"delta": ("delta", "mlp"), "delta_moe": ("delta", "moe")},
     **{f"only_{part}": (part,) for part in ("ssm", "attn", "mlp", "moe")},
 }
@@ -203,6 +204,9 @@ class ModelConfig:
         if self.delta is not None:
             state = {"dense": "delta", "moe": "delta_moe"}
             kinds = [kind if full else state[kind] for kind, full in zip(kinds, self.delta.full)]
+        if self.windows is not None:
+            near = self.windows.near
+            kinds = [f"near_{kind}" if one else kind for kind, one in zip(kinds, near)]
         return tuple(kinds)
 
     @property
@@ -240,6 +244,10 @@ class ModelConfig:
     def has_state(self, stack: str) -> bool:
         """Returns True if a stack's layers have a state in place of keys."""
         return not {"delta", "ssm"}.isdisjoint(self.parts_of(stack))
+
+    def has_window(self, stack: str) -> bool:
+        """Returns True if a stack's layers attend to a window."""
+        return self.kinds[self.layers_of(stack)[0]].startswith("near_")
 
     def layers_of(self, stack: str) -> range:
         """Returns the layers of one stack, numbered through the model."""

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from mint_jax import sharding
-from mint_jax.models.attention import EVERYTHING, causal
+from mint_jax.models.attention import causal
 from pallas_kernels.paged import PAGE as PAGE  # also the tokens of a block of prefill
 from pallas_kernels.paged import RUN as RUN
 from pallas_kernels.paged import RUN_PAGES as RUN_PAGES
@@ -69,6 +69,12 @@ class View(NamedTuple):
     # int32, number of the B x T new tokens in use, at the front; None: all
     used: jax.Array | None = None
     states: StateSlots | None = None  # of layers with a state
+    # table and page of layers with a window, of any pages where no window reaches; None: as above
+    near: tuple[jax.Array, jax.Array] | None = None
+
+    def of_windows(self) -> "View":
+        """Returns the view of layers with a window."""
+        return self if self.near is None else self._replace(table=self.near[0], page=self.near[1])
 
     @property
     def capacity(self) -> int:
@@ -188,33 +194,26 @@ class Edge(NamedTuple):
     visible: jax.Array  # `[B, n, T, S]` bool
 
 
-def within(view: View, window: jax.Array, position: jax.Array, T: int) -> tuple[View, Edge]:
+def within(view: View, window: int, position: jax.Array, T: int) -> tuple[View, Edge]:
     """Splits the cached positions that T tokens from ``position`` on see through a window: the runs
-    that all of them see in full, which any kernel reads, and the others.
-
-    Without a window (EVERYTHING) the view stays as it is, and nothing of an edge is visible.
+    that all of them see in full, which any kernel reads, and the others. A window reads few runs of
+    a prompt, so each row reads its own.
     """
-    is_near, runs_of_prefix = window < EVERYTHING, -(-view.prefix // RUN)
+    runs_of_prefix = -(-view.prefix // RUN)
     oldest_BT = position[:, None] + jnp.arange(T)[None] - window + 1
     oldest = jnp.maximum(oldest_BT[:, 0], 0)
     begin = jnp.where(
         oldest < view.prefix, oldest // RUN, runs_of_prefix + (oldest - view.prefix) // RUN
     )
     # T consecutive positions, at most a page, are in two runs at most.
-    run = jnp.where(is_near, begin[:, None], 0) + jnp.arange(min(T, 2))[None]
+    run = begin[:, None] + jnp.arange(min(T, 2))[None]
     of_own = run - runs_of_prefix[:, None]
     begins = jnp.where(of_own < 0, run * RUN, view.prefix[:, None] + of_own * RUN)
     cached = begins[..., None] + jnp.arange(RUN)[None, None]
     there = jax.vmap(lambda one: seen_in_run(view.prefix, view.own, one), 1, 1)(run)
-    visible = there[:, :, None] & (cached[:, :, None] >= oldest_BT[:, None, :, None]) & is_near
+    visible = there[:, :, None] & (cached[:, :, None] >= oldest_BT[:, None, :, None])
     rest = jnp.minimum(run[:, -1] + 1, last_run(view.prefix, view.own))
-    teams = view.teams
-    if teams is not None:  # a window reads few runs of a prompt, so each row reads its own
-        teams = teams._replace(
-            rows=jnp.where(is_near, -1, teams.rows), place=jnp.where(is_near, -1, teams.place)
-        )
-    first = jnp.where(is_near, rest, view.first)
-    return view._replace(first=first, teams=teams), Edge(run, visible)
+    return view._replace(first=rest, teams=None), Edge(run, visible)
 
 
 def grouped_query_attention(
@@ -225,7 +224,7 @@ def grouped_query_attention(
     view: View,
     scale: float,
     kernel: str = "auto",
-    window: jax.Array | None = None,
+    window: int | None = None,
     sinks_N: jax.Array | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Attends from T new tokens to the cache and to each other; returns ``[B, T, N, H]`` and the
@@ -234,21 +233,23 @@ def grouped_query_attention(
     Args:
         new: ``k`` and ``v`` of the new tokens, ``[B, K, T, H]``.
         pool: ``k`` and ``v`` of all tokens, ``[L, U, K, PAGE, H]``.
-        window: int32, number of positions that a token attends to, itself included; EVERYTHING for
-            all, None for a model without windows.
+        window: number of positions that a token attends to, itself included; None for all.
         sinks_N: score of each head that only adds to the sum of its weights.
     """
     chex.assert_rank([q_BTNH, new["k"]], 4)
 
-    def local(q_BTNH, new, pool, layer, view, window, sinks):
+    def local(q_BTNH, new, pool, layer, view, sinks):
         (B, T, N, H), K = q_BTNH.shape, new["k"].shape[1]
-        pool = {name: write(pool[name], layer, new[name], view) for name in pool}
         q_BKMH = q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 1, 3, 4).reshape(B, K, -1, H)
 
         def read(q_BKMH, rows, chosen):
             return paged_attention(
                 q_BKMH, pool["k"], pool["v"], rows, scale=scale, implementation=kernel
             )
+
+        def cached(view):
+            with jax.named_scope("all" if window is None else "window"):
+                return attend(view, jnp.int32(layer), q_BKMH, read)
 
         def at_edge(whole, edge):
             for i in range(edge.run.shape[1]):
@@ -259,13 +260,16 @@ def grouped_query_attention(
                 whole = join(xla.scored(q_BKMH, k, v, visible, scale), whole)
             return whole
 
+        if window is not None:
+            view = view.of_windows()
+        pool = {name: write(pool[name], layer, new[name], view) for name in pool}
         position, edge = view.prefix + view.own, None
         if T == 1:  # already in its page; unused rows have no page and read nothing
             there = (view.page < pool["k"].shape[1]).astype(jnp.int32)
             view = view._replace(own=view.own + there)
             if window is not None:
                 view, edge = within(view, window, position, T)
-            whole = attend(view, jnp.int32(layer), q_BKMH, read)
+            whole = cached(view)
         else:
             mask = causal(T)
             if window is not None:
@@ -273,7 +277,7 @@ def grouped_query_attention(
                 mask &= jnp.arange(T)[:, None] - jnp.arange(T)[None] < window
             mask = jnp.repeat(mask, N // K, axis=0)[None, None]
             own = xla.scored(q_BKMH, new["k"], new["v"], mask, scale)
-            whole = join(attend(view, jnp.int32(layer), q_BKMH, read), own)
+            whole = join(cached(view), own)
         whole = whole if edge is None else at_edge(whole, edge)
         if sinks is not None:
             sink = jnp.tile(sinks.astype(jnp.float32).reshape(1, K, N // K), (1, 1, T))[..., None]
@@ -285,8 +289,8 @@ def grouped_query_attention(
     rows, heads = sharding.cache_axes(new["k"].shape[1])
     q_heads = heads and "q_heads"
     of_out, of_pool = (rows, None, q_heads, None), (None, rows, heads, None, None)
-    specs = of_out, (rows, heads, None, None), of_pool, (), (rows, None), (), (q_heads,)
-    args = q_BTNH, new, pool, layer, view, window, sinks_N
+    specs = of_out, (rows, heads, None, None), of_pool, (), (rows, None), (q_heads,)
+    args = q_BTNH, new, pool, layer, view, sinks_N
     out, pool = sharding.over_devices(local, args, specs, (of_out, dict.fromkeys(pool, of_pool)))
     return sharding.constrain(out, "batch", None, q_heads, None), pool
 

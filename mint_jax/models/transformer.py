@@ -12,7 +12,6 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 from jax.ad_checkpoint import checkpoint_name
 
@@ -122,6 +121,7 @@ def cache_specs(
     dtype: Any = jnp.float32,
     routes: bool = False,
     states: int = 0,
+    near: int | None = None,
 ) -> Any:
     """Returns the shapes of a cache: ``{"dense": {"k": [L, U, K, PAGE, H], "v": ...}, "moe":
     ...}``.
@@ -129,11 +129,11 @@ def cache_specs(
     With latent attention ``latent [L, U, PAGE, C]`` and ``rope [L, U, PAGE, J]``, and ``index``
     with an indexer; ``{"routes": {"moe": [L, U, PAGE, X]}}`` of stacks with experts if wanted, for
     replay in training (R3). Stacks with a state have ``states`` slots instead of pages, see
-    ``state.cache_specs``.
+    ``state.cache_specs``; those with a window have ``near`` pages, None for ``pages``.
     """
 
     def entry(width: int, *heads: int, dtype: Any = dtype) -> Any:
-        return lambda L: jax.ShapeDtypeStruct((L, pages, *heads, paged.PAGE, width), dtype)
+        return lambda L, U=pages: jax.ShapeDtypeStruct((L, U, *heads, paged.PAGE, width), dtype)
 
     if cfg.latent is None:
         of_heads = entry(cfg.head_dim, cfg.num_kv_heads)
@@ -148,7 +148,8 @@ def cache_specs(
             out[stack] = state.cache_specs(cfg.state, L, states, dtype)
         else:
             own = names if "attn" in cfg.parts_of(stack) else {}
-            out[stack] = {name: make(L) for name, make in own.items()}
+            here = near if near is not None and cfg.has_window(stack) else pages
+            out[stack] = {name: make(L, here) for name, make in own.items()}
     if routes and cfg.routed and cfg.experts is not None:
         # The smallest dtype that holds an expert's number.
         kind = jnp.uint8 if cfg.experts.count <= 256 else jnp.uint16
@@ -202,14 +203,15 @@ def hidden_states(
         segments = Segments(zeros, zeros)
     lineage = None if cfg.state is None or segments is None else state.lineage(segments)
     ctx = Context(*layers.rope_tables(positions_BT, cfg), segments, lineage)
-    if cfg.windows is not None:
-        size = cfg.windows.size
-        keys = None if segments is None else keys_within(size, positions_BT)
-        theta = cfg.windows.theta
-        near = None if theta is None else layers.rope_tables(positions_BT, cfg, theta)
-        ctx = ctx._replace(keys=keys, window=size, near=near)
     if cfg.rope_scaling is not None and cfg.rope_scaling.growth is not None:
         ctx = ctx._replace(growth=layers.query_growth(positions_BT, cfg.rope_scaling))
+    near = ctx
+    if (windows := cfg.windows) is not None:
+        keys = None if segments is None else keys_within(windows.size, positions_BT)
+        near = ctx._replace(window=windows.size, keys=keys)
+        if windows.theta is not None:
+            cos, sin = layers.rope_tables(positions_BT, cfg, windows.theta)
+            near = near._replace(cos=cos, sin=sin)
     with jax.named_scope("embed"):
         x = embed(params, lora, tokens_BT)
         if cfg.embed_scale != 1:
@@ -217,7 +219,8 @@ def hidden_states(
     B, T = tokens_BT.shape
     chosen, kept = dsa.undecided(B, T, view, cfg), {}
     for group in cfg.groups:
-        bound = [_bind(stack, params, lora, inputs, ctx, cfg, keep_routes) for stack in group]
+        own = {stack: near if cfg.has_window(stack) else ctx for stack in group}
+        bound = [_bind(s, params, lora, inputs, own[s], cfg, keep_routes) for s in group]
         runs, xs = zip(*bound)
         if REMAT[remat] is not None:
             # Inside a scan XLA cannot merge the recomputation with the original, so the barriers
@@ -274,7 +277,7 @@ def _bind(stack, params, lora, inputs: DecoderInputs, ctx: Context, cfg: ModelCo
         scanned, apart = stacked.side_by_side(scanned)
 
     def run(x, chosen, pool, count, layer_inputs):
-        p, a, number, position, near, routes = layer_inputs
+        p, a, number, position, routes = layer_inputs
         p, number = (p, number) if apart is None else (apart(p), count)
         used = None if view is None else view.used
         p = stacked.attach(p, whole, number, cfg.kernels.layer_matmul, used)
@@ -282,8 +285,7 @@ def _bind(stack, params, lora, inputs: DecoderInputs, ctx: Context, cfg: ModelCo
         own = whole.get("attn", {}).get("indexer")
         indexer = None if position is None else dsa.Layer(own, *position)
         cache = None if view is None else paged.Cache(pool, number, view)
-        own_ctx = ctx if near is None else ctx.of_layer(near)
-        x, chosen, pool, route = _layer(x, chosen, p, a, cache, indexer, routes, own_ctx, cfg)
+        x, chosen, pool, route = _layer(x, chosen, p, a, cache, indexer, routes, ctx, cfg)
         kept = {"routes": route.ids, "missed": route.missed} if keep_routes and route else {}
         return x, chosen, pool, kept
 
@@ -293,7 +295,6 @@ def _bind(stack, params, lora, inputs: DecoderInputs, ctx: Context, cfg: ModelCo
         None if adapters is None else adapters.taps,
         jnp.arange(len(numbers)) if apart is None else None,
         dsa.positions(cfg, stack),
-        None if cfg.windows is None else np.array([cfg.windows.near[i] for i in numbers]),
         None if replay is None else replay[cfg.routed_layers[stack]],
     )
     return run, xs

@@ -23,7 +23,7 @@ from mint_jax.rollout import request as requests_
 from mint_jax.rollout.calls import DeviceCalls
 from mint_jax.rollout.detokenize import Stops, context_of, text_behind
 from mint_jax.rollout.grammar import Grammars, reason_of
-from mint_jax.rollout.pages import PagePool, pages_for
+from mint_jax.rollout.pages import PagePool
 from mint_jax.rollout.request import Request
 from mint_jax.rollout.samples import CachedPrompt, SampleState, longest_table
 from mint_jax.rollout.scheduler import Scheduler
@@ -211,9 +211,8 @@ class ActiveRequests:
         return True
 
     def _prefill(self, todo: list[list[tuple[CachedPrompt, int]]], score: bool = False) -> None:
-        plan = plans.blocks_plan(
-            todo, self.blocks, self.table, self.calls.stacks, score, self.calls.states > 0
-        )
+        sizes = self.blocks, self.table, self.calls.stacks
+        plan = plans.blocks_plan(todo, *sizes, score, self.calls.kinds)
         if not self._read:
             self._read_from = time.perf_counter()
         scores = self.calls.prefill(plan)
@@ -229,7 +228,7 @@ class ActiveRequests:
     def _decode(self, running: list[tuple[SampleState, int]], rows: int) -> None:
         plan, places = plans.rows_plan(
             *(running, rows, self.parts, self.table, self.base.cfg.vocab_size, self.calls.stacks),
-            has_states=self.calls.states > 0,
+            self.calls.kinds,
         )
         steps = 1 if any(sample.matcher is not None for sample, _ in running) else self.steps
         if self.schedule.waiting or self.schedule.swapped:
@@ -284,13 +283,11 @@ class ActiveRequests:
 
     def _preempt(self, sample: SampleState) -> Any:
         self.counts["preempted"] += 1
-        pages = sample.pages[: pages_for(sample.own, PAGE)]
-        return self.calls.swap_out(sample.prompt.part, pages, sample.state)
+        return self.calls.swap_out(sample.prompt.part, sample.places())
 
     def _restore(self, sample: SampleState) -> None:
         if sample.swapped is not None:
-            pages = sample.pages[: pages_for(sample.own, PAGE)]
-            self.calls.swap_in(sample.swapped, sample.prompt.part, pages, sample.state)
+            self.calls.swap_in(sample.swapped, sample.prompt.part, sample.places())
             sample.swapped = None
 
     def _finish(self, sample: SampleState, reason: str) -> None:
@@ -354,6 +351,7 @@ class ActiveRequests:
     def ensure_cache(self, requests: Sequence[Request] | None) -> None:
         """Makes the cache large enough for ``requests``, or as large as possible."""
         if self.calls.ensure_capacity(requests):
-            states = self.calls.states
-            pages = [PagePool(self.calls.pages, PAGE, states) for _ in range(self.parts)]
-            self.schedule = Scheduler(pages, self.rows[-1] // self.parts, states > 0)
+            sizes = self.calls.pages, PAGE, self.calls.states, self.calls.near(self.calls.pages)
+            pages, windows = [PagePool(*sizes) for _ in range(self.parts)], self.base.cfg.windows
+            how = self.calls.states > 0, None if windows is None else windows.size
+            self.schedule = Scheduler(pages, self.rows[-1] // self.parts, *how)

@@ -28,6 +28,7 @@ from mint_jax.rollout.plans import NOWHERE
 from mint_jax.rollout.request import Completion, Request
 from mint_jax.rollout.sample import Penalties, SamplingParams
 from mint_jax.rollout.samples import own_pages, pages_needed
+from mint_jax.rollout.scheduler import Moves
 
 T = TypeVar("T")
 CACHE_BYTES = 1 << 30  # on CPUs; accelerators use CACHE_SHARE of their free memory
@@ -65,17 +66,25 @@ class DeviceCalls:
     """KV cache and device calls of one engine, repeated in every process; see the module.
 
     Args:
-        rows: maximum number of rows that decode together, over all parts.
+        rows, blocks: maximum number of rows that decode together, and blocks of a prefill, over all
+            parts.
         nbytes: maximum bytes of the cache over all devices; None uses ``CACHE_BYTES`` or
             ``CACHE_SHARE``.
         settings: sizes of the engine, equal in all processes.
 
     Attributes:
         pages, most, states: of each part, the allocated and the maximum pages, and slots of states.
+        kinds: kinds of the pool's parts, see ``device.kinds``.
     """
 
     def __init__(
-        self, base: Base, keep_routes: bool, rows: int, nbytes: int | None, settings: Sequence[Any]
+        self,
+        base: Base,
+        keep_routes: bool,
+        rows: int,
+        blocks: int,
+        nbytes: int | None,
+        settings: Sequence[Any],
     ):
         self.base, self.keep_routes, self.rows = base, keep_routes, rows
         self.settings = [base.fingerprint, keep_routes, *settings]
@@ -83,11 +92,14 @@ class DeviceCalls:
         self.pool: Any = None
         self.stacks: Stacks = {}
         self._numbers = itertools.count()
-        self._swapped: dict[int, list[Any]] = {}
+        self._swapped: dict[int, dict[str, list[Any]]] = {}
         self._visited: dict[int, np.ndarray] = {}  # expert ids of this call, if followers answer
         self._open, self._answered = False, False
-        has_states = base.cfg.state is not None
-        self.states = plans.state_slots(-(-rows // self.parts)) if has_states else 0
+        self.kinds = device.kinds(base.cfg)
+        each = -(-rows // self.parts)
+        self.states = plans.state_slots(each) if "states" in self.kinds else 0
+        windows, here = base.cfg.windows, blocks // self.parts
+        self._most_near = 0 if windows is None else plans.near_pages(windows.size, each, here)
         self.pages = 0
         self.most = multihost.agree("pages of the cache", lambda: self._count(nbytes))
 
@@ -140,6 +152,14 @@ class DeviceCalls:
         self.make(max(self.pages, wanted))
         return True
 
+    def near(self, pages: int) -> int:
+        """Returns the near pages of each part of a pool."""
+        return min(pages, self._most_near)
+
+    def sizes(self, pages: int) -> tuple[Any, ...]:
+        """Returns the arguments of ``device.empty_pool`` after the mesh."""
+        return pages, self.base.dtype, self.keep_routes, self.states, self.near(pages)
+
     def _count(self, nbytes: int | None) -> int:
         """Returns the pages of each part that fit in ``nbytes``."""
         mesh, cfg = self.base.mesh, self.base.cfg
@@ -148,8 +168,12 @@ class DeviceCalls:
             if not is_on_cpu and (stats := jax.local_devices()[0].memory_stats()):
                 free = stats["bytes_limit"] - stats["bytes_in_use"]
                 nbytes = int(CACHE_SHARE * free) * mesh.size
-        one = device.page_bytes(cfg, self.base.dtype, self.keep_routes, device.lanes(mesh))
-        count = nbytes // one // self.parts
+        sizes = cfg, self.base.dtype, self.keep_routes, device.lanes(mesh)
+        one, far = device.page_bytes(*sizes), device.page_bytes(*sizes, near=0)
+        each = nbytes // self.parts
+        count = each // one
+        if count > self._most_near:  # further pages have no near ones
+            count = (each - self._most_near * (one - far)) // far
         if count < 2:
             raise UserError(
                 f"a cache of {nbytes:,} bytes cannot hold two pages of {one:,} bytes in each of"
@@ -165,8 +189,7 @@ class DeviceCalls:
         """Allocates an empty pool of ``pages`` pages in each part, and the slots of states."""
         self._free()
         self.pages = pages
-        cfg, mesh, dtype = self.base.cfg, self.base.mesh, self.base.dtype
-        self.pool = device.empty_pool(cfg, mesh, pages, dtype, self.keep_routes, self.states)
+        self.pool = device.empty_pool(self.base.cfg, self.base.mesh, *self.sizes(pages))
 
     @everywhere
     def release(self) -> None:
@@ -192,38 +215,39 @@ class DeviceCalls:
         return Drawn(*multihost.to_host(tuple(drawn)))
 
     @everywhere
-    def move(self, part: int, moves: Sequence[tuple[int, int, int, int, int]]) -> None:
-        """Builds pages of one part; a move is a column of ``device.PageMoves``."""
-        for i in range(0, max(1, len(moves)), SWAP_PAGES):  # at least one call, to compile it
-            plan = np.zeros((5, self.parts * SWAP_PAGES), np.int32)
-            plan[4] = NOWHERE
-            some = np.array(moves[i : i + SWAP_PAGES], np.int32).reshape(-1, 5).T
-            plan[:, part * SWAP_PAGES : part * SWAP_PAGES + some.shape[1]] = some
-            pages = device.paged(self.pool, self.base.cfg)
-            self.pool |= device.move_pages(pages, PageMoves(*plan), cfg=self.base.cfg)
+    def move(self, part: int, moves: Moves, near_moves: Moves) -> None:
+        """Builds pages and near pages of one part."""
+        for kind, all_ in (("pages", moves), ("near", near_moves)):
+            for i in range(0, len(all_), SWAP_PAGES):
+                plan = np.zeros((5, self.parts * SWAP_PAGES), np.int32)
+                plan[4] = NOWHERE
+                some = np.array(all_[i : i + SWAP_PAGES], np.int32).T
+                plan[:, part * SWAP_PAGES : part * SWAP_PAGES + some.shape[1]] = some
+                pool = device.part_of(self.pool, self.base.cfg, kind)
+                self.pool |= device.move_pages(pool, PageMoves(*plan), cfg=self.base.cfg)
 
     @everywhere
-    def swap_out(self, part: int, pages: Sequence[int], state: int | None) -> SwappedPages:
-        """Copies the contents of pages of one part, and a slot of states, to the host."""
+    def swap_out(self, part: int, places: Mapping[str, Sequence[int]]) -> SwappedPages:
+        """Copies the contents of places of one part, by kind, to the host."""
         swapped = SwappedPages(next(self._numbers), part)
-        self._swapped[swapped.number] = [
-            self._read(device.paged(self.pool, self.base.cfg, bool(of_states)), part, places)
-            for of_states, places in enumerate(_places(pages, state))
-        ]
+        self._swapped[swapped.number] = {
+            kind: self._read(device.part_of(self.pool, self.base.cfg, kind), part, places[kind])
+            for kind in self.kinds
+        }
         return swapped
 
     @everywhere
     def swap_in(
-        self, swapped: SwappedPages, part: int, pages: Sequence[int], state: int | None
+        self, swapped: SwappedPages, part: int, places: Mapping[str, Sequence[int]]
     ) -> None:
-        """Writes the contents into as many pages of any part, and a slot, and drops the copy."""
+        """Writes the contents into as many places of any part, and drops the copy."""
         shift, copies = (part - swapped.part) * SWAP_PAGES, self._swapped.pop(swapped.number)
-        for of_states, places in enumerate(_places(pages, state)):
-            ids = self._ids(part, places, NOWHERE)
-            for some, contents in zip(ids, copies[of_states], strict=True):
+        for kind in self.kinds:
+            ids = self._ids(part, places[kind], NOWHERE)
+            for some, contents in zip(ids, copies[kind], strict=True):
                 if shift:
                     contents = jax.tree.map(lambda x: np.roll(x, shift, axis=1), contents)
-                pool = device.paged(self.pool, self.base.cfg, bool(of_states))
+                pool = device.part_of(self.pool, self.base.cfg, kind)
                 self.pool |= device.write_pages(pool, some, contents, cfg=self.base.cfg)
 
     @everywhere
@@ -307,11 +331,6 @@ class DeviceCalls:
                     f"process 0 sent {word!r}, which this process does not know: run the same"
                     " version in every process"
                 )
-
-
-def _places(pages: Sequence[int], state: int | None) -> list[Sequence[int]]:
-    """Returns the places of a row in the parts of the pool with pages and with states."""
-    return [pages] if state is None else [pages, [state]]
 
 
 NUMBERS = {"tokens": np.int32, "logprobs": np.float64, "drawn_logprobs": np.float64}

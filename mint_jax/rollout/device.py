@@ -62,6 +62,7 @@ class PrefillPlan(NamedTuple):
         start: ``[C]`` position of each block's first token, a multiple of PAGE.
         page: ``[C]`` page to write; out of range for unused blocks.
         table: ``[C, D]`` pages of the prompt.
+        near_table, near_page: ``table`` and ``page`` of layers with a window.
         slots: ``[C]`` adapter slot, keyed by rank bucket; -1 is no adapter of that bucket.
         used: int32 scalar, places up to the last token; CPU kernels skip the places after it.
     """
@@ -74,6 +75,8 @@ class PrefillPlan(NamedTuple):
     used: Any
     scoring: "PromptScoring | None" = None
     states: StateSlots | None = None
+    near_table: Any = None
+    near_page: Any = None
 
 
 class PromptScoring(NamedTuple):
@@ -118,6 +121,7 @@ class DecodePlan(NamedTuple):
         allowed: ``[R, ceil(V / 32)]`` uint32, a bit for each next token of a row that is ``bound``
             by a grammar.
         source, state: ``[R]`` slots of the states that rows read first, and that they keep.
+        near_table: ``table`` of layers with a window.
     """
 
     token: Any
@@ -136,6 +140,7 @@ class DecodePlan(NamedTuple):
     teams: Teams
     source: Any = None
     state: Any = None
+    near_table: Any = None
 
 
 class PageMoves(NamedTuple):
@@ -177,7 +182,13 @@ def lanes(mesh: Mesh) -> int:
 
 
 def pool_specs(
-    cfg: ModelConfig, pages: int, dtype: Any, routes: bool, lanes: int = 1, states: int = 0
+    cfg: ModelConfig,
+    pages: int,
+    dtype: Any,
+    routes: bool,
+    lanes: int = 1,
+    states: int = 0,
+    near: int | None = None,
 ) -> Any:
     """Returns a pool's shapes: ``transformer.cache_specs``, widths rounded up to ``lanes``."""
 
@@ -185,20 +196,34 @@ def pool_specs(
         wide = lanes if jnp.issubdtype(x.dtype, jnp.floating) else 1
         return jax.ShapeDtypeStruct((*x.shape[:-1], -(-x.shape[-1] // wide) * wide), x.dtype)
 
-    specs = cache_specs(cfg, pages, dtype, routes, states)
-    specs |= {stack: jax.tree.map(of, specs[stack]) for stack in paged(specs, cfg)}
+    specs = cache_specs(cfg, pages, dtype, routes, states, near)
+    padded = {name: x for name, x in specs.items() if kind_of(name, cfg) != "states"}
+    specs |= jax.tree.map(of, padded)
     return {"tokens": jax.ShapeDtypeStruct((1, pages, PAGE, 1), jnp.int32)} | specs
 
 
-def paged(pool: Pool, cfg: ModelConfig, states: bool = False) -> Pool:
-    """Returns the parts of a pool that have pages, or those that have states."""
-    of_states = {stack for stack in cfg.stacks if cfg.has_state(stack)}
-    return {name: x for name, x in pool.items() if (name in of_states) == states}
+def kind_of(name: str, cfg: ModelConfig) -> str:
+    """Returns the kind of places in a part of a pool: ``pages``, ``near`` pages or ``states``."""
+    if name not in cfg.stacks:
+        return "pages"
+    return "states" if cfg.has_state(name) else "near" if cfg.has_window(name) else "pages"
 
 
-def page_bytes(cfg: ModelConfig, dtype: Any, routes: bool, lanes: int = 1) -> int:
-    """Returns the bytes of one page over all layers."""
-    leaves = jax.tree.leaves(pool_specs(cfg, 1, jnp.dtype(dtype), routes, lanes))
+def kinds(cfg: ModelConfig) -> tuple[str, ...]:
+    """Returns the kinds of places in a base's pool."""
+    return tuple(dict.fromkeys(["pages", *(kind_of(stack, cfg) for stack in cfg.stacks)]))
+
+
+def part_of(pool: Pool, cfg: ModelConfig, kind: str) -> Pool:
+    """Returns the parts of a pool with places of a kind."""
+    return {name: x for name, x in pool.items() if kind_of(name, cfg) == kind}
+
+
+def page_bytes(
+    cfg: ModelConfig, dtype: Any, routes: bool, lanes: int = 1, near: int | None = None
+) -> int:
+    """Returns the bytes of one page, with ``near`` near pages; None: one."""
+    leaves = jax.tree.leaves(pool_specs(cfg, 1, jnp.dtype(dtype), routes, lanes, near=near))
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
 
@@ -216,22 +241,34 @@ def pool_shardings(cfg: ModelConfig, specs: Any, mesh: Mesh) -> Any:
 
 
 def empty_pool(
-    cfg: ModelConfig, mesh: Mesh, pages: int, dtype: Any, routes: bool = False, states: int = 0
+    cfg: ModelConfig,
+    mesh: Mesh,
+    pages: int,
+    dtype: Any,
+    routes: bool = False,
+    states: int = 0,
+    near: int | None = None,
 ) -> Pool:
-    """Returns an empty pool of ``pages`` pages and ``states`` slots of states on each part of the
-    mesh (``page_parts``).
+    """Returns an empty pool of ``pages`` pages, ``states`` slots of states and ``near`` near pages
+    on each part of the mesh (``page_parts``).
     """
     with jax.set_mesh(mesh):
-        return _maker(cfg, mesh, pages, jnp.dtype(dtype), routes, states)()
+        return _maker(cfg, mesh, pages, jnp.dtype(dtype), routes, states, near)()
 
 
 def abstract_pool(
-    cfg: ModelConfig, mesh: Mesh, pages: int, dtype: Any, routes: bool = False, states: int = 0
+    cfg: ModelConfig,
+    mesh: Mesh,
+    pages: int,
+    dtype: Any,
+    routes: bool = False,
+    states: int = 0,
+    near: int | None = None,
 ) -> Pool:
     """Returns the shapes and shardings of ``empty_pool`` for ahead-of-time compiling."""
     parts = page_parts(cfg, mesh)
     sizes = pages * parts, jnp.dtype(dtype), routes, lanes(mesh), states * parts
-    specs = pool_specs(cfg, *sizes)
+    specs = pool_specs(cfg, *sizes, near=None if near is None else near * parts)
     return jax.tree.map(
         lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at),
         specs,
@@ -240,10 +277,8 @@ def abstract_pool(
 
 
 @functools.lru_cache(16)  # an engine with keep_cache=False allocates a pool in every call
-def _maker(
-    cfg: ModelConfig, mesh: Mesh, pages: int, dtype: Any, routes: bool, states: int
-) -> Callable[[], Pool]:
-    specs = abstract_pool(cfg, mesh, pages, dtype, routes, states)
+def _maker(cfg: ModelConfig, mesh: Mesh, *sizes: Any) -> Callable[[], Pool]:
+    specs = abstract_pool(cfg, mesh, *sizes)
     return jax.jit(
         lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), specs),
         out_shardings=jax.tree.map(lambda s: s.sharding, specs),
@@ -269,6 +304,7 @@ def prefill(
         *(blocks.table, blocks.start, none, none, blocks.page),
         used=blocks.used,
         states=blocks.states,
+        near=None if blocks.near_page is None else (blocks.near_table, blocks.near_page),
     )
     lora = attach_rows(stacks, blocks.slots, cfg.kernels.slot_lora, T)
     inputs = DecoderInputs(blocks.tokens, positions, pool=pool, view=view)
@@ -348,15 +384,22 @@ def decode(
     def view_of(own: jax.Array, live: jax.Array, step: jax.Array) -> View:
         entry = runs_of_prefix * paged_lib.RUN_PAGES + own // PAGE
         entry = jnp.minimum(entry, rows.table.shape[1] - 1)[:, None]
-        page = jnp.take_along_axis(rows.table, entry, axis=1)[:, 0]
-        page, place = jnp.where(live, page, nowhere), own % PAGE
+
+        def page_of(table: jax.Array) -> jax.Array:
+            page = jnp.take_along_axis(table, entry, axis=1)[:, 0]
+            return jnp.where(live, page, nowhere)
+
+        page, place = page_of(rows.table), own % PAGE
+        near = None
+        if rows.near_table is not None:
+            near = rows.near_table, page_of(rows.near_table)
         prefix = rows.table, rows.prefix, own, rows.first
         states = None
         if rows.state is not None:
             load = jnp.where(step == 0, rows.source, rows.state)
             save = jnp.where(live, rows.state, nowhere)
             states = StateSlots(load, save, jnp.full_like(save, nowhere), live.astype(jnp.int32))
-        return View(*prefix, page, place, rows.teams, _in_use(live), states)
+        return View(*prefix, page, place, rows.teams, _in_use(live), states, near)
 
     def body(s: _State) -> _State:
         view = view_of(s.own, s.live, s.step)

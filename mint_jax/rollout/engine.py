@@ -96,7 +96,7 @@ class Engine:
         wanted_blocks = CPU_BLOCKS if base.mesh.devices.flat[0].platform == "cpu" else BLOCKS
         self.blocks = -(-wanted_blocks // even) * even
         sizes = [*self.rows, self.blocks, longest_table(base.cfg.context)]
-        self.calls = DeviceCalls(base, keep_routes, self.rows[-1], cache_bytes, sizes)
+        self.calls = DeviceCalls(base, keep_routes, self.rows[-1], self.blocks, cache_bytes, sizes)
         how = decode, steps, keep_routes, reuse_decoded
         self.active = ActiveRequests(base, self.calls, self.rows, self.blocks, *how)
         self.counts = self.active.counts

@@ -4,11 +4,14 @@ A *block* is one page of a prompt: PAGE tokens that follow those of its parent, 
 one version of the weights. Full blocks are indexed by that chain; tokens are compared, never only a
 hash (law 7). Prefill writes a block the same in any batch, so a hit changes no bit. An unused block
 stays until its page is needed: least recently used first, children before parents.
+
+Layers with a window have pages of their own, *near* pages. A block keeps its near page after the
+prompts that read it have moved on, until another block needs it: least recently used first.
 """
 
 import dataclasses
-from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Iterable, Sequence
 
 
 class Root:
@@ -39,11 +42,61 @@ class Block:
     children: "dict[tuple[int, ...], Block]" = dataclasses.field(default_factory=dict)
 
 
-class PagePool:
-    """The ``count`` pages of one part, of ``size`` tokens each, and its slots of ``states``."""
+class NearPages:
+    """The ``count`` near pages of one part.
 
-    def __init__(self, count: int, size: int, states: int = 0):
-        self.count, self.size = count, size
+    Attributes:
+        of: the near page of each block that has one.
+    """
+
+    def __init__(self, count: int):
+        self.count = count
+        self.of: dict[Block, int] = {}
+        self._free = list(range(count - 1, -1, -1))
+        self._pins = Counter[Block]()
+        # Blocks that have a page and no pin, least recently used first.
+        self._idle: OrderedDict[Block, None] = OrderedDict()
+
+    def take(self) -> int | None:
+        """Returns a page, which may be that of an idle block."""
+        if not self._free and self._idle:
+            self.drop(next(iter(self._idle)))
+        return self._free.pop() if self._free else None
+
+    def give(self, pages: Iterable[int]) -> None:
+        """Returns pages of ``take`` to the free list."""
+        self._free.extend(pages)
+
+    def pin(self, block: Block) -> bool:
+        """Keeps a block's page until ``unpin``; returns False if it has none and none is left."""
+        if block not in self.of:
+            if (page := self.take()) is None:
+                return False
+            self.of[block] = page
+        self._pins[block] += 1
+        self._idle.pop(block, None)
+        return True
+
+    def unpin(self, block: Block) -> None:
+        self._pins[block] -= 1
+        if not self._pins[block]:
+            del self._pins[block]
+            self._idle[block] = None
+
+    def drop(self, block: Block) -> None:
+        """Takes the page of a block without pins, if it has one."""
+        if block in self.of:
+            del self._idle[block]
+            self._free.append(self.of.pop(block))
+
+
+class PagePool:
+    """The ``count`` pages of one part, of ``size`` tokens each, its ``near`` pages, and its slots
+    of ``states``.
+    """
+
+    def __init__(self, count: int, size: int, states: int = 0, near: int = 0):
+        self.count, self.size, self.near = count, size, NearPages(near)
         self._free = list(range(count - 1, -1, -1))
         self._roots: dict[Hashable, Root] = {}  # roots that have blocks
         # Blocks without users, least recently used first.
@@ -207,6 +260,7 @@ class PagePool:
                 del self._roots[block.root.key]
         if block.state is not None:
             self._drop_snapshot(block)
+        self.near.drop(block)
         self.give([block.page])
 
 

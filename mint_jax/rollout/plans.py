@@ -3,15 +3,16 @@
 Rows and blocks of one mesh part are contiguous. Numbers of pages and rows count within a part.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from mint_jax.lora.tree import Slot
 from mint_jax.models.paged import EMPTY, FOLLOW, PAGE, RUN, TEAM, StateSlots, Teams
-from mint_jax.rollout.device import ALTERNATIVES, DecodePlan, PrefillPlan, PromptScoring
+from mint_jax.rollout.device import ALTERNATIVES, STEPS, DecodePlan, PrefillPlan, PromptScoring
 from mint_jax.rollout.grammar import mask_of, words
+from mint_jax.rollout.pages import pages_for
 from mint_jax.rollout.request import MAX_BIASES, MAX_STOP_IDS, Request, seed_of
 from mint_jax.rollout.sample import Penalties, SamplingParams
 from mint_jax.rollout.samples import CachedPrompt, SampleState
@@ -26,25 +27,35 @@ def state_slots(rows: int) -> int:
     return 4 * rows
 
 
+def near_pages(window: int, rows: int, blocks: int) -> int:
+    """Returns the near pages of one part: those that windows of its rows, of their prompts and of
+    one prefill call reach at most, and as many again for cached prompts.
+    """
+    pages = pages_for(window - 1, PAGE) + 1, pages_for(window - 1 + STEPS, PAGE) + 1
+    return 2 * (rows * sum(pages) + blocks)
+
+
 def blocks_plan(
     todo: Sequence[Sequence[tuple[CachedPrompt, int]]],
     count: int,
     table: int,
     buckets: Iterable[int],
     scored: bool = False,
-    has_states: bool = False,
+    kinds: Collection[str] = (),
 ) -> PrefillPlan:
     """Returns the plan of a prefill of ``count`` blocks over all parts.
 
     Args:
         todo: blocks of each part, as (prompt, block number).
         table: entries of a table.
+        kinds: see ``device.kinds``.
     """
     tokens = np.zeros((count, PAGE), np.int32)
     targets = np.full((count, PAGE, 1 + ALTERNATIVES), -1, np.int32)
     draws, seed = np.zeros(count, np.int32), np.zeros(count, np.uint32)
     start, page = np.zeros(count, np.int32), np.full(count, NOWHERE, np.int32)
     tables = np.zeros((count, table), np.int32)
+    near_page, near_tables = page.copy(), tables.copy()
     adapters: list[Slot | None] = [None] * count
     used = 0
     for part, blocks in enumerate(todo):
@@ -57,11 +68,14 @@ def blocks_plan(
             draws[c], seed[c] = request.prompt_alternatives, seed_of(request.seed, -1)
             start[c], page[c], adapters[c] = at, block.page, request.adapter
             tables[c, :i] = [b.page for b in prompt.blocks[:i]]
+            near_page[c] = prompt.near.get(i, NOWHERE)
+            near_tables[c, list(prompt.near)] = list(prompt.near.values())
             used = max(used, c * PAGE + n)
     scoring = PromptScoring(targets, draws, seed) if scored else None
     slots, places = _slots(adapters, buckets), np.array(used, np.int32)
-    states = _states_of_blocks(todo, count) if has_states else None
-    return PrefillPlan(tokens, start, page, tables, slots, places, scoring, states)
+    states = _states_of_blocks(todo, count) if "states" in kinds else None
+    near = (near_tables, near_page) if "near" in kinds else ()
+    return PrefillPlan(tokens, start, page, tables, slots, places, scoring, states, *near)
 
 
 def _slot(slot: int | None) -> int:
@@ -94,14 +108,15 @@ def rows_plan(
     table: int,
     vocab: int,
     buckets: Iterable[int],
-    has_states: bool = False,
+    kinds: Collection[str] = (),
 ) -> tuple[DecodePlan, list[int]]:
     """Returns the plan of a decode dispatch of ``rows`` rows over all parts, and the row of each
-    sample. ``running`` has the samples, and the number of own tokens that each may reach.
+    sample. ``running`` has the samples, and the number of own tokens that each may reach; for
+    ``kinds`` see ``device.kinds``.
     """
     samples: list[SampleState | None] = [None] * rows
     until, limit = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
-    tables = np.zeros((rows, table), np.int32)
+    tables, near = np.zeros((2, rows, table), np.int32)
     used, places = [0] * parts, []
     for sample, goal in running:
         part = sample.prompt.part
@@ -111,6 +126,8 @@ def rows_plan(
         samples[r], until[r], limit[r] = sample, goal, sample.limit
         pages = sample.table()
         tables[r, : len(pages)] = pages
+        of_near = sample.near_table()
+        near[r, list(of_near)] = list(of_near.values())
 
     def column(dtype: type, of: Any) -> Any:
         return np.array([0 if s is None else of(s) for s in samples], dtype)
@@ -138,8 +155,9 @@ def rows_plan(
         slots=_slots([None if s is None else s.prompt.request.adapter for s in samples], buckets),
         sampling=_sampling(samples),
         teams=teams,
-        source=column(np.int32, _source) if has_states else None,
-        state=column(np.int32, lambda s: s.state) if has_states else None,
+        source=column(np.int32, _source) if "states" in kinds else None,
+        state=column(np.int32, lambda s: s.state) if "states" in kinds else None,
+        near_table=near if "near" in kinds else None,
     )
     return plan, places
 

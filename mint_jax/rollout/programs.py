@@ -17,8 +17,7 @@ def programs(active: ActiveRequests, stacks: Stacks) -> list[Program]:
     """Returns every program that an engine over these stacks runs."""
     base = active.base
     cfg, params, shapes, calls = base.cfg, base.params, abstract(stacks), active.calls
-    sizes, has_states = (calls.most, base.dtype, active.keep_routes, calls.states), calls.states > 0
-    pool = device.abstract_pool(cfg, base.mesh, *sizes)
+    pool = device.abstract_pool(cfg, base.mesh, *calls.sizes(calls.most))
 
     def lowered(function: Any, *args: Any) -> None:
         with jax.set_mesh(base.mesh):
@@ -26,19 +25,19 @@ def programs(active: ActiveRequests, stacks: Stacks) -> list[Program]:
 
     def prefill(score: bool = False) -> None:
         plan = plans.blocks_plan(
-            [[]] * active.parts, active.blocks, active.table, stacks, score, has_states
+            [[]] * active.parts, active.blocks, active.table, stacks, score, calls.kinds
         )
         lowered(device.prefill, params, shapes, pool, plan)
 
     def decode(rows: int) -> None:
         sizes = rows, active.parts, active.table, cfg.vocab_size
-        plan, _ = plans.rows_plan([], *sizes, stacks, has_states)
+        plan, _ = plans.rows_plan([], *sizes, stacks, calls.kinds)
         lowered(device.decode, params, shapes, pool, plan, np.int32(0))
 
     def pages() -> None:
         ids = calls.nowhere()
-        paged = [device.paged(pool, cfg, states) for states in (False, True)[: 1 + has_states]]
-        for part in paged:
+        paged = {kind: device.part_of(pool, cfg, kind) for kind in calls.kinds}
+        for part in paged.values():
             lowered(device.read_pages, part, ids)
             with jax.set_mesh(base.mesh):
                 contents = jax.eval_shape(functools.partial(device.read_pages, cfg=cfg), part, ids)
@@ -47,7 +46,8 @@ def programs(active: ActiveRequests, stacks: Stacks) -> list[Program]:
         if active.keep_routes:
             lowered(device.read_pages, pool["routes"], ids)
         if active.reuse_decoded:
-            lowered(device.move_pages, paged[0], device.PageMoves(*[ids] * 5))
+            for kind in {"pages", "near"} & paged.keys():
+                lowered(device.move_pages, paged[kind], device.PageMoves(*[ids] * 5))
 
     out = [Program("prefill", f"prefill of {active.blocks * PAGE} tokens", prefill, 0)]
     for r in active.rows:

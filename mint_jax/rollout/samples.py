@@ -18,9 +18,10 @@ class CachedPrompt:
     Attributes:
         key: tenant and version.
         reused: tokens that were cached when it was first opened.
+        near: near pages that it has pinned, by block number.
         state: slot of the states after its last written block, on bases that have states.
         read: block whose snapshot it starts from, pinned while it is open.
-        written: number of leading blocks whose states are known.
+        written: on bases with windows or states, number of leading blocks after which it can go on.
         scores: by block number.
     """
 
@@ -30,9 +31,10 @@ class CachedPrompt:
     blocks: list[Block] = dataclasses.field(default_factory=list)
     users: int = 0
     reused: int | None = None
+    near: dict[int, int] = dataclasses.field(default_factory=dict)
     state: int | None = None
     read: Block | None = None
-    written: int = 0
+    written: int | None = None
     routes: Any = None
     scores: dict[int, list[Any]] = dataclasses.field(default_factory=dict)
 
@@ -50,9 +52,9 @@ class CachedPrompt:
         return not any(map(self.lacks, range(len(self.blocks))))
 
     def lacks(self, number: int) -> bool:
-        """Returns True if a block is to be written, or the states after it are not known."""
+        """Returns True if a block is to be written, or the prompt cannot go on after it."""
         block = self.blocks[number]
-        return not block.ready or (self.state is not None and number >= self.written)
+        return not block.ready or (self.written is not None and number >= self.written)
 
     @property
     def source(self) -> int:
@@ -118,6 +120,7 @@ class SampleState:
     Attributes:
         number, order: index among the request's samples, and admission order, smallest first.
         pages, state: its own pages, and its slot of states.
+        near: near pages of its own pages that a window reaches, by number among ``pages``.
         swapped: handle of its pages' contents while they are on the host.
         finish: reason that it ended; None while it runs.
         matcher, stops: state of its grammar, and search for its stop strings.
@@ -129,6 +132,7 @@ class SampleState:
     owner: Any = None
     pages: list[int] = dataclasses.field(default_factory=list)
     state: int | None = None
+    near: dict[int, int] = dataclasses.field(default_factory=dict)
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     drawn_logprobs: list[float] = dataclasses.field(default_factory=list)
@@ -177,7 +181,23 @@ class SampleState:
     def table(self) -> list[int]:
         """Returns its pages: those of the prefix, padded to a whole run, then its own."""
         prefix = [block.page for block in self.prompt.blocks]
-        return prefix + [0] * (-len(prefix) % RUN_PAGES) + self.pages
+        return prefix + [0] * (self._begin - len(prefix)) + self.pages
+
+    @property
+    def _begin(self) -> int:
+        """Entry of its table where its own pages begin."""
+        return -(-len(self.prompt.blocks) // RUN_PAGES) * RUN_PAGES
+
+    def near_table(self) -> dict[int, int]:
+        """Returns its near pages by entry of its table."""
+        return self.prompt.near | {self._begin + i: page for i, page in self.near.items()}
+
+    def places(self) -> dict[str, list[int]]:
+        """Returns what it fills of a pool's places, by kind (``device.kind_of``)."""
+        used = pages_for(self.own, PAGE)
+        near = [page for i, page in sorted(self.near.items()) if i < used]
+        states = [] if self.state is None else [self.state]
+        return {"pages": self.pages[:used], "near": near, "states": states}
 
     def completion(self) -> Completion:
         """Returns its completion, once it has ended."""

@@ -17,13 +17,21 @@ from mint_jax.rollout.samples import CachedPrompt, SampleState
 
 # Blocks between two snapshots of a prompt's states; its last whole block has one too.
 SNAPSHOT = 16
+Moves = Sequence[tuple[int, int, int, int, int]]  # columns of ``device.PageMoves``
 
 
 class Scheduler:
     """Sequences and pages of every part; at most ``rows`` rows of a part run at once."""
 
-    def __init__(self, pages: Sequence[PagePool], rows: int, has_states: bool = False):
+    def __init__(
+        self,
+        pages: Sequence[PagePool],
+        rows: int,
+        has_states: bool = False,
+        window: int | None = None,
+    ):
         self.pages, self.rows, self.has_states = list(pages), rows, has_states
+        self.window = window
         self.waiting: deque[SampleState] = deque()
         self.swapped: list[SampleState] = []
         self.running: list[SampleState] = []
@@ -89,6 +97,7 @@ class Scheduler:
                 continue
             if (pages := self._take(part, wanted, prompt)) is None:
                 continue
+            self._advance(prompt)
             if self.has_states:
                 sequence.state = self._take_state(part, prompt)
                 if sequence.state is None:
@@ -100,6 +109,7 @@ class Scheduler:
                 self.ahead.remove(prompt)
             prompt.users += 1
             sequence.pages = pages
+            self._take_near(sequence)
             self.running.append(sequence)
             self.running.sort(key=lambda s: s.order)
             return True
@@ -116,6 +126,9 @@ class Scheduler:
             if not (give_up and self._give_up(part)):
                 return False
         prompt.part, (prompt.blocks, found) = part, opened
+        if self.window is not None:
+            prompt.written = 0
+            found = self._advance(prompt)
         if self.has_states:
             pool = self.pages[part]
             found = prompt.written = pool.known(prompt.blocks[:found])
@@ -136,9 +149,10 @@ class Scheduler:
             prompt.read = None
         if prompt.state is not None:
             self.pages[prompt.part].give_state(prompt.state)
-            prompt.state, prompt.written = None, 0
+            prompt.state = None
+        self._unpin(prompt, len(prompt.blocks))
         self.pages[prompt.part].close(prompt.blocks)
-        prompt.blocks = []
+        prompt.blocks, prompt.written = [], None
         if prompt in self.ahead:
             self.ahead.remove(prompt)
 
@@ -163,6 +177,64 @@ class Scheduler:
                 return True
         return False
 
+    def _reach(self, position: int) -> int:
+        """Returns the number of the first page that a window before ``position`` reaches."""
+        assert self.window is not None
+        return max(0, position - self.window + 1) // PAGE
+
+    def _advance(self, prompt: CachedPrompt) -> int:
+        """Lets a prompt go on after blocks that are written and have the near pages of a window;
+        pins these, and unpins those behind them. Returns the number of blocks before that place.
+
+        Only before a call is planned: calls read pages that their prompts have pinned.
+        """
+        if self.window is None or prompt.written is None:
+            return 0
+        near, lacking = self.pages[prompt.part].near, -1
+        for i in range(prompt.written, len(prompt.blocks)):
+            if not prompt.blocks[i].ready:
+                break
+            if prompt.blocks[i] not in near.of:
+                lacking = i
+            if self._reach((i + 1) * PAGE) > lacking:
+                prompt.written = i + 1
+        first = self._reach(min(prompt.written * PAGE, prompt.length))
+        for i in range(first, prompt.written):
+            if i not in prompt.near:
+                self._pin(prompt, i)
+        self._unpin(prompt, first)
+        return prompt.written
+
+    def _pin(self, prompt: CachedPrompt, number: int, give_up: bool = False) -> bool:
+        near, block = self.pages[prompt.part].near, prompt.blocks[number]
+        while not near.pin(block):
+            if not (give_up and self._give_up(prompt.part, prompt)):
+                return False
+        prompt.near[number] = near.of[block]
+        return True
+
+    def _unpin(self, prompt: CachedPrompt, before: int) -> None:
+        for i in [i for i in prompt.near if i < before]:
+            self.pages[prompt.part].near.unpin(prompt.blocks[i])
+            del prompt.near[i]
+
+    def _take_near(self, sequence: SampleState) -> None:
+        """Takes the near pages of a running sequence's own pages, and returns those that its window
+        has left.
+        """
+        if self.window is None:
+            return
+        part, first = sequence.prompt.part, self._reach(sequence.own)
+        near = self.pages[part].near
+        for i in [i for i in sequence.near if i < first]:
+            near.give([sequence.near.pop(i)])
+        for i in range(first, len(sequence.pages)):
+            while i not in sequence.near:
+                if (page := near.take()) is not None:
+                    sequence.near[i] = page
+                elif not self._give_up(part, sequence.prompt):
+                    raise RuntimeError("there are fewer near pages than plans.near_pages")
+
     def rows_of(self, part: int) -> int:
         return sum(s.prompt.part == part for s in self.running)
 
@@ -178,11 +250,13 @@ class Scheduler:
         """
         out: list[list[tuple[CachedPrompt, int]]] = [[] for _ in self.pages]
         for prompt in dict.fromkeys(s.prompt for s in self.running):
+            self._advance(prompt)
             first = len(prompt.blocks) if prompt.scored_from is None else prompt.scored_from
             if not scored:
-                self._write(prompt, range(first), out[prompt.part], count)
+                self._write(prompt, range(first), out[prompt.part], count, True)
             elif not any(map(prompt.lacks, range(first))):
-                self._write(prompt, range(first, len(prompt.blocks)), out[prompt.part], count)
+                numbers = range(first, len(prompt.blocks))
+                self._write(prompt, numbers, out[prompt.part], count, True)
         if any(out) and not scored and not self.swapped:
             self._read_ahead(out, count, loaded)
         return out
@@ -194,8 +268,8 @@ class Scheduler:
         loaded: Callable[[SampleState], bool],
     ) -> None:
         """Fills a call with blocks of waiting prompts in order, while there are pages."""
-        for sequence in itertools.islice((s for s in self.waiting if loaded(s)), self.rows):
-            prompt = sequence.prompt
+        first = itertools.islice((s for s in self.waiting if loaded(s)), self.rows)
+        for prompt in dict.fromkeys(s.prompt for s in first):
             # Skip prompts that run, and prompts whose every block the scoring program prefills.
             if prompt.users or not prompt.length or prompt.scored_from == 0:
                 continue
@@ -206,8 +280,9 @@ class Scheduler:
                 ):
                     return
                 self.ahead.append(prompt)
+            self._advance(prompt)
             numbers = range(len(prompt.blocks))[: prompt.scored_from]
-            self._write(prompt, numbers, out[prompt.part], count)
+            self._write(prompt, numbers, out[prompt.part], count, False)
 
     def to_decode(
         self, steps: int, preempt: Callable[[SampleState], Any]
@@ -218,6 +293,8 @@ class Scheduler:
         copies to the host; one with pages for fewer than ``steps`` tokens runs as far as they last.
         """
         out = []
+        for sequence in self.running:
+            self._take_near(sequence)  # before others take pages, and before it is preempted
         for sequence in list(self.running):
             if sequence not in self.running or not sequence.prompt.ready:
                 continue
@@ -238,6 +315,7 @@ class Scheduler:
                     if victim is sequence:
                         break
             if sequence in self.running:
+                self._take_near(sequence)
                 out.append((sequence, goal))
         return [(s, goal) for s, goal in out if s in self.running]
 
@@ -258,11 +336,12 @@ class Scheduler:
     def extend(
         self,
         sequence: SampleState,
-        move: Callable[[int, Sequence[tuple[int, int, int, int, int]]], Any],
+        move: Callable[[int, Moves, Moves], Any],
     ) -> None:
         """Adds the full blocks of a running sequence's drawn tokens to the prefix cache: ``move``
         copies the prompt's partial last page and the sequence's own pages, which begin with a new
-        page, into pages without a gap (``device.PageMoves``).
+        page, into pages without a gap (``device.PageMoves``), and then those of their near pages
+        that are there.
         """
         prompt, own = sequence.prompt, sequence.own
         if not prompt.ready or (prompt.blocks and prompt.blocks[0].root.closed):
@@ -272,7 +351,7 @@ class Scheduler:
         taken, new = pool.extend(prompt.key, tokens, begin)
         # Own position o goes to cut + o after the full blocks, so page j of them has the end of own
         # page j - 1 and the beginning of own page j.
-        moves = []
+        moves, near_moves, pinned = [], [], []
         for i, block in new:
             j = i - begin
             if j:
@@ -282,8 +361,16 @@ class Scheduler:
             # The copied tokens may end within page j - 1.
             high = sequence.pages[j] if j < len(sequence.pages) else 0
             moves.append((low, high, first, cut, block.page))
+            before = sequence.near.get(j - 1) if j else prompt.near.get(begin)
+            near_low, near_high = before if cut else 0, sequence.near.get(j)
+            if near_low is None or near_high is None or not pool.near.pin(block):
+                continue
+            pinned.append(block)
+            near_moves.append((near_low, near_high, first, cut, pool.near.of[block]))
         if moves:
-            move(prompt.part, moves)
+            move(prompt.part, moves, near_moves)
+        for block in pinned:
+            pool.near.unpin(block)
         for _, block in new:
             block.ready = True
         pool.close(taken)
@@ -292,7 +379,8 @@ class Scheduler:
         self.running.remove(sequence)
         pool = self.pages[sequence.prompt.part]
         pool.give(sequence.pages)
-        sequence.pages = []
+        pool.near.give(sequence.near.values())
+        sequence.pages, sequence.near = [], {}
         if sequence.state is not None:
             pool.give_state(sequence.state)
             sequence.state = None
@@ -306,13 +394,19 @@ class Scheduler:
         numbers: Iterable[int],
         into: list[tuple[CachedPrompt, int]],
         count: int,
+        give_up: bool,
     ) -> None:
-        """Appends a prompt's unwritten blocks until ``into`` has ``count``."""
+        """Appends a prompt's unwritten blocks until ``into`` has ``count``. With ``give_up``
+        prompts prefilled ahead give it their near pages.
+        """
         for i in numbers:
             if prompt.lacks(i) and len(into) < count:
+                if self.window is not None and not self._pin(prompt, i, give_up):
+                    return
                 prompt.blocks[i].ready = True
-                if prompt.state is not None:
+                if prompt.written is not None:
                     prompt.written = i + 1
-                    if (i + 1) % SNAPSHOT == 0 or i + 1 == prompt.shared:
-                        self.pages[prompt.part].snapshot(prompt.blocks[i])
+                is_last = (i + 1) % SNAPSHOT == 0 or i + 1 == prompt.shared
+                if prompt.state is not None and is_last:
+                    self.pages[prompt.part].snapshot(prompt.blocks[i])
                 into.append((prompt, i))

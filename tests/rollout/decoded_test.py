@@ -25,7 +25,7 @@ TOLD = (
 )
 FAMILIES = [
     "llama",
-    *(pytest.param(f, marks=pytest.mark.long) for f in ("qwen3_moe", "deepseek_v32")),
+    *(pytest.param(f, marks=pytest.mark.long) for f in ("qwen3_moe", "deepseek_v32", "gemma3")),
 ]
 
 

@@ -3,6 +3,8 @@
 import queue
 from collections import Counter
 
+from mint_jax.models.paged import PAGE
+
 
 def pieces(stream):
     """Iterator over a stream's pieces as they come."""
@@ -26,9 +28,36 @@ def check_schedule(schedule) -> None:
         users = Counter(b for prompt in (*prompts, *ahead) for b in prompt.blocks)
         unindexed = [b.page for b in users if not b.indexed or b.root.closed]
         _check_pages(pool, [page for s in running for page in s.pages] + unindexed, users)
+        if schedule.window is not None:
+            _check_near(schedule, pool.near, running, [*prompts, *ahead])
     assert not any(s.pages or s.finish for s in (*schedule.waiting, *schedule.swapped))
     assert not any(prompt.users for prompt in schedule.ahead)
     assert {*schedule.ahead} <= {s.prompt for s in schedule.waiting}
+
+
+def _check_near(schedule, near, running, prompts) -> None:
+    """Every near page is free, a sample's or a block's, exactly once; pinned blocks are pinned by
+    prompts, which have those that the next token reaches.
+    """
+    own = [page for s in running for page in s.near.values()]
+    assert sorted([*near._free, *near.of.values(), *own]) == list(range(near.count))
+    pins = Counter(p.blocks[i] for p in prompts for i in p.near)
+    assert pins == near._pins
+    assert {*pins} | {*near._idle} == {*near.of}
+    for prompt in prompts:
+        assert all(near.of[prompt.blocks[i]] == page for i, page in prompt.near.items())
+        position = min(prompt.written * PAGE, prompt.length)
+        assert {*prompt.near} >= {*range(reach(schedule, position), prompt.written)}
+    for s in running:
+        assert {*s.near} >= {*range(reach(schedule, s.own), len(s.pages))}
+
+
+def reach(schedule, position) -> int:
+    """The first page with a position that the token at ``position`` attends to."""
+    return next(
+        (i for i in range(position // PAGE) if (i + 1) * PAGE - 1 > position - schedule.window),
+        position // PAGE,
+    )
 
 
 def _check_pages(pool, in_use, users) -> None:

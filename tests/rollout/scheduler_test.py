@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from mint_jax.models.paged import PAGE
 from mint_jax.rollout.pages import PagePool
+from mint_jax.rollout.plans import near_pages
 from mint_jax.rollout.request import Request
 from mint_jax.rollout.samples import CachedPrompt, SampleState, pages_needed
 from mint_jax.rollout.scheduler import Scheduler
@@ -20,7 +21,8 @@ KEYS = [("a", None), ("a", "r1"), ("b", None)]
 NUMBERS = st.integers(0, 10_000)
 KINDS = ("add", "add", "turn", "turn", "turn", "turn", "cancel", "forget", "load")
 STEPS = st.lists(st.tuples(st.sampled_from(KINDS), NUMBERS, NUMBERS), min_size=60, max_size=120)
-LENGTHS = (1, 2, 20, 33, 34, 65, 66, 97, 130)  # of prompts
+LENGTHS = (1, 2, 20, 33, 34, 65, 66, 97, 130, 400, 420)  # of prompts
+WINDOWS = st.sampled_from((None, 1, 2, 33, 34, 70))
 LIMITS = (1, 3, 32, 33, 40, 64, 70, 150)
 STOPS = 97  # one of so many turns ends a sample early
 
@@ -28,8 +30,11 @@ STOPS = 97  # one of so many turns ends a sample early
 class Device:
     """A schedule over a device that computes nothing; ``turn`` is one turn of the engine's loop."""
 
-    def __init__(self, parts: int, pages: int, rows: int, steps: int, blocks: int):
-        self.schedule = Scheduler([PagePool(pages, PAGE) for _ in range(parts)], rows)
+    def __init__(self, parts, pages, rows, steps, blocks, window):
+        near = 0 if window is None else min(pages, near_pages(window, rows, blocks) // 2)
+        pools = [PagePool(pages, PAGE, near=near) for _ in range(parts)]
+        self.schedule = Scheduler(pools, rows, window=window)
+        self.is_scarce = 0 < near < pages
         self.steps, self.blocks, self.counts = steps, blocks, Counter()
         self.samples: list[SampleState] = []
         self.loads: list[CachedPrompt] = []  # prompts whose adapter is not there yet
@@ -58,6 +63,7 @@ class Device:
         ready = [s.order for s in schedule.waiting if self.is_loaded(s)]
         assert not ready or all(s.order < min(ready) for s in fresh), "one that waits is overtaken"
         assert schedule.running or not ready, "all is free and nobody runs"
+        self.counts["scarce"] += self.is_scarce
         self.counts["reused"] += sum(s.prompt.reused or 0 for s in fresh if s.number == 0)
         todo = schedule.to_prefill(self.blocks, loaded=self.is_loaded)
         check_schedule(schedule)
@@ -103,12 +109,12 @@ class Device:
         assert all(pages.available == pages.count for pages in self.schedule.pages), "a leak"
 
 
-def run(parts, rows, spare, longest, most, steps, blocks, operations) -> Counter:
+def run(parts, rows, spare, longest, most, steps, blocks, window, operations) -> Counter:
     """Requests of any size up to the largest that ``longest`` and ``most`` allow, which the cache
     holds, and ``spare`` pages.
     """
     largest = pages_needed(Request((0,) * longest, max_tokens=most))
-    device = Device(parts, largest + spare, rows, steps, blocks)
+    device = Device(parts, largest + spare, rows, steps, blocks, window)
     for kind, x, y in operations:
         if kind == "add":
             length, n = min(LENGTHS[x % len(LENGTHS)], longest), 1 + (x // 10) % 3
@@ -141,13 +147,14 @@ def test_every_request_ends_in_order_with_what_it_had_whatever_comes_between():
     few = st.integers(1, 3), st.integers(2, 6), st.integers(0, 6)
 
     @settings(max_examples=120)
-    @given(st.tuples(*few, *sizes, st.integers(1, 4), STEPS))
+    @given(st.tuples(*few, *sizes, st.integers(1, 4), WINDOWS, STEPS))
     def any_operations(how):
         done.update(run(*how))
 
     any_operations()
     assert done["operations"] >= 5_000
     assert done["preempted"] > 10, "small caches preempt"
+    assert done["scarce"] > 20, "there are fewer near pages than pages"
     assert done["reused"] > 10 * PAGE, "prompts that begin alike share"
     # 48 to 280 in 14 runs, and once below 20
     assert done["ahead"] > 0, "places that nobody needs are filled"
