@@ -95,6 +95,7 @@ def logits_error(base: Base, kind: str) -> dict[str, Any]:
                 transformer.hidden_states(
                     tree, None, transformer.DecoderInputs(tokens, positions), base.cfg
                 )[0],
+                cap=base.cfg.logit_cap,
             )[0]
 
     exact, rough = run(base.params), run(small.params)

@@ -63,7 +63,7 @@ def mean_loss(
     positions = jnp.broadcast_to(jnp.arange(inputs.shape[1], dtype=jnp.int32), inputs.shape)
     placed = transformer.DecoderInputs(inputs, positions)
     h, _ = transformer.hidden_states(params, None, placed, cfg)
-    logits = transformer.logits(params, None, h)
+    logits = transformer.logits(params, None, h, cap=cfg.logit_cap)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens_BT[:, 1:])
     return jnp.sum(losses * learn_BT[:, 1:]) / jnp.sum(learn_BT[:, 1:])
 

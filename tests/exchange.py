@@ -32,7 +32,7 @@ def decoder_logits(
         positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1])[None], tokens_BT.shape)
     inputs = transformer.DecoderInputs(tokens_BT, positions_BT, segments)
     h, _ = transformer.hidden_states(params, lora, inputs, cfg, remat=remat)
-    return transformer.logits(params, lora, h)
+    return transformer.logits(params, lora, h, cap=cfg.logit_cap)
 
 
 def our_logits(base, adapter, config, tokens_BT) -> np.ndarray:

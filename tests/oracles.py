@@ -94,6 +94,22 @@ _NEMOTRON = {
     "mamba_head_dim": 12,
     "n_groups": 2,
 }
+
+
+def _pattern(kinds: str) -> list[str]:
+    return [{"s": "sliding_attention", "f": "full_attention"}[kind] for kind in kinds]
+
+
+_GEMMA4 = {  # heads of both kinds of layers have their own number and width
+    "num_hidden_layers": 4,
+    "layer_types": _pattern("sfsf"),
+    "sliding_window": 19,
+    "global_head_dim": 24,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 3.0,
+}
 _WIDE = {"hidden_size": 128, "moe_intermediate_size": 128, "tie_word_embeddings": False}
 _MSCALE = _YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}
 # name -> (transformers config class, what differs from _COMMON)
@@ -221,6 +237,22 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "gemma4": ("Gemma4TextConfig", _GEMMA4),
+    # embeddings of layers, and three layers that read the keys of earlier ones
+    "gemma4_shared": (
+        "Gemma4TextConfig",
+        _GEMMA4
+        | {
+            "num_hidden_layers": 6,
+            "layer_types": _pattern("sffsff"),
+            "attention_k_eq_v": False,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 12,
+            "vocab_size_per_layer_input": 101,
+            "final_logit_softcapping": None,
+        },
+    ),
     "ministral3": (
         "Ministral3Config",
         {
@@ -253,6 +285,8 @@ def save_tiny(name: str, directory: Path, max_shard_size: str = "5GB") -> Path:
         for key, buffer in model.named_buffers():
             if key.endswith("e_score_correction_bias"):
                 buffer.normal_(0, 0.1)
+            elif key.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     return directory
 

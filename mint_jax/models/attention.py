@@ -63,14 +63,14 @@ def packed_attention(
     scale: float,
     chosen: jax.Array | None = None,
     kernel: str = "auto",
-    keep: bool = True,
+    keep: tuple[str, ...] = ("query", "key", "value"),
     sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """Computes causal attention within segments and their parents, ``[B, T, N, V]`` like ``q``.
 
     Args:
         chosen: keys that each query may attend to, as packed by ``pack_keys``; None for all.
-        keep: names queries and keys for ``transformer.REMAT``; False if their inputs are named.
+        keep: those to name for ``transformer.REMAT``; the others' inputs are named.
         sinks_N: score of each head that only adds to the sum of its weights.
     """
     chex.assert_rank([q_BTNH, v_BTKV], 4)
@@ -84,9 +84,8 @@ def packed_attention(
         sharding.constrain(x.transpose(0, 2, 1, 3), "batch", "kv_heads", "tokens", None)
         for x in (k_BTKH, v_BTKV)
     )
-    if keep:
-        q, k = checkpoint_name(q, "query"), checkpoint_name(k, "key")
-    v = checkpoint_name(v, "value")
+    named = zip(("query", "key", "value"), (q, k, v))
+    q, k, v = (checkpoint_name(x, name) if name in keep else x for name, x in named)
     sinks = None if sinks_N is None else sinks_N.astype(jnp.float32).reshape(K, -1)
     o: jax.Array = _attended(q, k, v, sinks, segments.own, segments.parent, chosen, scale, kernel)
     return o.transpose(0, 3, 1, 2, 4).reshape(B, T, N, V)

@@ -25,7 +25,8 @@ class RopeScaling:
     """Frequency scaling of rotary embeddings beyond the trained context.
 
     ``llama3``: arXiv 2407.21783, section 3.4.2, and its released code; ``yarn``: arXiv 2309.00071,
-    sections 3.1 to 3.3; ``linear``: positions divided by ``factor``.
+    sections 3.1 to 3.3; ``linear``: positions divided by ``factor``; ``proportional``: linear, with
+    zeros after the first ``share`` of the frequencies.
     """
 
     kind: str
@@ -39,6 +40,7 @@ class RopeScaling:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    share: float = 1.0
     growth: float | None = None  # of queries with their position, see ``layers.query_growth``
 
 
@@ -128,12 +130,32 @@ class Windows:
     size: int  # positions of a window, the token's own included
     near: tuple[bool, ...]  # per layer, True if it has the window
     theta: float | None = None  # rotary base of these layers; None: that of the others
+    # kv heads and head dim of these layers, whose stacks are then their own; None: as the others
+    heads: tuple[int, int] | None = None
 
 
-# Kind of a layer -> its parts, in order, each after a norm and added to the residual stream
+@dataclasses.dataclass(frozen=True)
+class SharedKeys:
+    """Last layers without keys: they attend to those of the last layer of their kind before them,
+    with a window or without (Gemma 3n and 4).
+    """
+
+    layers: int
+    d_ff: int  # width of their MLPs
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerInputs:
+    """Embeddings of tokens that each layer adds to its output through a gate (Gemma 3n and 4)."""
+
+    width: int
+    vocab_size: int
+
+
+# Kind of a layer -> its parts, in order, each after a norm and added to the residual stream. Kinds
+# with ``near_`` or ``shared_`` in front have the same.
 PARTS = {
     **{"dense": ("attn", "mlp"), "moe": ("attn", "moe")},
-    **{"near_dense": ("attn", "mlp"), "near_moe": ("attn", "moe")},  # attention to a window
     **{"delta": ("delta", "mlp"), "delta_moe": ("delta", "moe")},
     **{f"only_{part}": (part,) for part in ("ssm", "attn", "mlp", "moe")},
 }
@@ -180,6 +202,12 @@ class ModelConfig:
     post_norms: bool = False  # norms after attention and after the MLP, too
     embed_scale: float = 1.0
     score_scale: float | None = None  # of attention; None: head_dim ** -0.5
+    value_norm: bool = False  # of a head's values, without a scale
+    value_is_key: bool = False  # in layers without a window: the key projection, before its norm
+    shared_keys: SharedKeys | None = None
+    layer_inputs: LayerInputs | None = None
+    layer_scale: bool = False  # a factor on each layer's output
+    logit_cap: float | None = None  # logits are ``cap * tanh(logits / cap)``
     activation: str = "silu"  # of MLPs and experts, see ``layers.ACTIVATIONS``
     kernels: Kernels = Kernels()
     directory: str | None = dataclasses.field(default=None, compare=False, repr=False)
@@ -196,7 +224,9 @@ class ModelConfig:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Kind of each layer, a key of ``PARTS``."""
+        """Kind of each layer, see ``PARTS``: ``near_`` in front has a window, and ``shared_`` no
+        keys of its own.
+        """
         if self.only is not None:
             return tuple(f"only_{part}" for part in self.only)
         dense = self.num_layers if self.experts is None else self.dense_layers
@@ -207,6 +237,9 @@ class ModelConfig:
         if self.windows is not None:
             near = self.windows.near
             kinds = [f"near_{kind}" if one else kind for kind, one in zip(kinds, near)]
+        if self.shared_keys is not None:
+            first = self.num_layers - self.shared_keys.layers
+            kinds[first:] = [f"shared_{kind}" for kind in kinds[first:]]
         return tuple(kinds)
 
     @property
@@ -227,7 +260,7 @@ class ModelConfig:
     @property
     def routed_layers(self) -> dict[str, slice]:
         """Places of each stack's layers among all layers with experts, by stack."""
-        routed = [i for i, kind in enumerate(self.kinds) if "moe" in PARTS[kind]]
+        routed = [i for i, kind in enumerate(self.kinds) if "moe" in kind]
         stacks = (stack for stack in self.stacks if "moe" in self.parts_of(stack))
         return {stack: _places(self.layers_of(stack), routed) for stack in stacks}
 
@@ -239,7 +272,11 @@ class ModelConfig:
 
     def parts_of(self, stack: str) -> tuple[str, ...]:
         """Returns the parts of a stack's layers: a mixer, an MLP, or both."""
-        return PARTS[self.kinds[self.layers_of(stack)[0]]]
+        return PARTS[self.kind_of(stack).removeprefix("shared_").removeprefix("near_")]
+
+    def kind_of(self, stack: str) -> str:
+        """Returns the kind of a stack's layers."""
+        return self.kinds[self.layers_of(stack)[0]]
 
     def has_state(self, stack: str) -> bool:
         """Returns True if a stack's layers have a state in place of keys."""
@@ -247,7 +284,35 @@ class ModelConfig:
 
     def has_window(self, stack: str) -> bool:
         """Returns True if a stack's layers attend to a window."""
-        return self.kinds[self.layers_of(stack)[0]].startswith("near_")
+        return "near_" in self.kind_of(stack)
+
+    def has_keys(self, stack: str) -> bool:
+        """Returns True if a stack's layers do not read another layer's keys."""
+        return not self.kind_of(stack).startswith("shared_")
+
+    def key_stack(self, stack: str) -> str:
+        """Returns the stack whose last layer has the keys and values that a stack attends to."""
+        kind = self.kind_of(stack).removeprefix("shared_")
+        return [one for one in self.stacks if self.kind_of(one) == kind][-1]
+
+    def of_stack(self, stack: str) -> "ModelConfig":
+        """Returns the config with the sizes of one stack's layers."""
+        own = self.near if self.has_window(stack) else self
+        if self.shared_keys is None or self.has_keys(stack):
+            return own
+        return own.replace(d_ff=self.shared_keys.d_ff)
+
+    @property
+    def near(self) -> "ModelConfig":
+        """The config with the heads and rotary embedding of layers with a window."""
+        assert self.windows is not None
+        theta, heads = self.windows.theta, self.windows.heads
+        own: dict[str, Any] = {}
+        if theta is not None:
+            own = {"rope_theta": theta, "rope_scaling": None}
+        if heads is not None:
+            own |= {"num_kv_heads": heads[0], "head_dim": heads[1], "value_is_key": False}
+        return self.replace(**own)
 
     def layers_of(self, stack: str) -> range:
         """Returns the layers of one stack, numbered through the model."""
@@ -355,6 +420,12 @@ _GEMMA3 = {"vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216,
 _GEMMA3 |= {"num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4}
 _GEMMA3 |= {"max_position_embeddings": 131072, "tie_word_embeddings": True, "layer_types": None}
 _GEMMA3 |= {"query_pre_attn_scalar": 256, "sliding_window": 4096, "attention_bias": False}
+_GEMMA4 = {"vocab_size": 262144, "sliding_window": 512, "final_logit_softcapping": None}
+_GEMMA4 |= {"num_hidden_layers": 30, "attention_k_eq_v": False, "num_kv_shared_layers": 0}
+_GEMMA4 |= {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144}
+_GEMMA4 |= {"use_double_wide_mlp": False}
+# arguments that its class turns into overrides of single layers
+_GEMMA4 |= {"global_head_dim": 512, "num_global_key_value_heads": None, "per_layer_config": None}
 _GPT_OSS = {"vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "head_dim": 64}
 _GPT_OSS |= {"num_hidden_layers": 36, "num_attention_heads": 64, "num_key_value_heads": 8}
 _GPT_OSS |= {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "attention_bias": True}
@@ -432,6 +503,10 @@ class Family:
     expert_bias: bool = False
     sinks: bool = False
     activation: str = "silu"
+    near_heads: bool = False  # layers with a window have heads of their own; the last has none
+    value_norm: bool = False
+    layer_scale: bool = False
+    score_scale: float | None = None
 
 
 _GATES = {"attn_output_gate": (None, True), "output_gate_type": (None, "swish", "silu")}
@@ -465,6 +540,31 @@ FAMILIES = {  # `architectures` entry ->
         full_every=6,
         theta=1000000.0,
         near_theta=10000.0,
+    ),
+    "Gemma4ForCausalLM": Family(
+        "gemma4_text",
+        {k: v for k, v in (_GROUPED | _GEMMA3).items() if k != "query_pre_attn_scalar"} | _GEMMA4,
+        {
+            "hidden_activation": ("gelu_pytorch_tanh",),
+            "use_bidirectional_attention": (None, "vision"),
+            "enable_moe_block": _OFF,
+            **dict.fromkeys(("num_experts", "top_k_experts", "moe_intermediate_size"), (None,)),
+            # spellings of older families, without effect in this class
+            **dict.fromkeys(("rope_theta", "rope_scaling", "rope_local_base_freq"), (None,)),
+            "sliding_window_pattern": (None,),
+        },
+        qk_norm=True,
+        value_norm=True,
+        post_norms=True,
+        layer_scale=True,
+        scaled_embedding=True,
+        activation="gelu_tanh",
+        full_every=6,
+        near_heads=True,
+        theta=1000000.0,
+        rope={"rope_type": "proportional", "partial_rotary_factor": 0.25},
+        near_theta=10000.0,
+        score_scale=1.0,
     ),
     "GptOssForCausalLM": Family(
         "gpt_oss",
@@ -523,6 +623,7 @@ WRAPPERS = {
     "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
     "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
     "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
+    "Gemma4ForConditionalGeneration": "Gemma4ForCausalLM",
     "Mistral3ForConditionalGeneration": "",  # as its model_type says
 }
 # Classes that are refused -> what their layers need
@@ -538,6 +639,7 @@ _ROPE_NEEDS = {  # rope_type -> keys that its formula needs
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
+    "proportional": (),
 }
 
 
@@ -605,6 +707,11 @@ def _rope(fields: _Fields, family: Family) -> tuple[float, RopeScaling | None]:
     )
     if kind == "default":
         return theta, None
+    if kind == "proportional":
+        rope = _Fields({"factor": 1.0, "partial_rotary_factor": 1.0} | rope)
+        share = rope.number("partial_rotary_factor", float)
+        _require(0 < share <= 1, f"partial_rotary_factor is {share}")
+        return theta, RopeScaling(kind, rope.number("factor", float), context, share=share)
     if length in fields:
         rope[length] = fields[length]
     original = rope.number(length)
@@ -628,6 +735,12 @@ def _ropes(fields: _Fields, family: Family) -> tuple[_Fields, float | None]:
     near = {"rope_theta": fields.get("rope_local_base_freq", family.near_theta)}
     near |= nested.get("sliding_attention") or {}
     full = (nested.get("full_attention") or {}) | (fields.get("rope_scaling") or {})
+    for one in (near, full):
+        share = one.get("partial_rotary_factor")
+        _require(
+            share in (None, 1) or one.get("rope_type") == "proportional",
+            f"partial_rotary_factor is {share}; only rope_type 'proportional' supports it",
+        )
     theta, scaling = _rope(
         _Fields(fields | {"rope_scaling": None, "rope_parameters": near}), family
     )
@@ -670,11 +783,63 @@ def _windows(fields: _Fields, layers: int, family: Family, theta: float | None) 
     if family.near_theta:  # in older files of Gemma
         every = _Fields({"sliding_window_pattern": every} | fields).number("sliding_window_pattern")
     full = _full_layers(types, layers, "sliding_attention", every)
+    if family.near_heads:
+        full = (*full[:-1], True)
     if all(full) or (fields["sliding_window"] is None and not family.full_every):
         return None
     size = fields.number("sliding_window")
     _require(size > 0, f"sliding_window is {size}")
     return Windows(size, tuple(not one for one in full), theta)
+
+
+def _heads(fields: _Fields, layers: int, windows: Windows | None) -> list[tuple[int, int]]:
+    """Returns the kv heads and head dim of layers without a window, and of those with one."""
+    names = "num_key_value_heads", "head_dim"
+    near = (False,) * layers if windows is None else windows.near
+    own = fields["per_layer_config"]  # layer -> its own values of the two
+    if own is None:
+        full = {"head_dim": fields["global_head_dim"]}
+        if fields["attention_k_eq_v"] and fields["num_global_key_value_heads"] is not None:
+            full["num_key_value_heads"] = fields["num_global_key_value_heads"]
+        own = {str(i): full for i in range(layers) if not near[i]}
+    _require(
+        isinstance(own, dict) and all(isinstance(one, dict) for one in own.values()),
+        f"per_layer_config is {own!r}; expected an object of objects",
+    )
+    found: tuple[set[tuple[int, int]], ...] = (set(), set())
+    for i, kind in enumerate(near):
+        layer = _Fields({name: fields[name] for name in names} | own.get(str(i), {}))
+        found[kind].add((layer.number(names[0]), layer.number(names[1])))
+        _require(len(layer) == 2, f"per_layer_config of layer {i} is {own.get(str(i))}")
+    _require(
+        all(len(one) <= 1 for one in found),
+        f"per_layer_config is {own}; expected equal heads in all layers with full_attention, and in"
+        " all with sliding_attention",
+    )
+    return [one for kind in found for one in kind]
+
+
+def _shared_keys(fields: _Fields, layers: int, windows: Windows | None) -> SharedKeys | None:
+    count, width = fields.or_zero("num_kv_shared_layers"), fields.number("intermediate_size")
+    near = (False,) * layers if windows is None else windows.near
+    _require(
+        0 <= count < layers and set(near[layers - count :]) <= set(near[: layers - count]),
+        f"num_kv_shared_layers is {count}; expected an earlier layer with keys for each kind of"
+        f" layer_types among {layers}",
+    )
+    if not count:
+        return None
+    return SharedKeys(count, width * 2 if fields["use_double_wide_mlp"] else width)
+
+
+def _layer_inputs(fields: _Fields, vocab_size: int) -> LayerInputs | None:
+    width = fields.or_zero("hidden_size_per_layer_input")
+    if not width:
+        return None
+    name = "vocab_size_per_layer_input"
+    rows = fields.number(name)
+    _require(rows >= vocab_size, f"{name} is {rows}; expected vocab_size {vocab_size}, or more")
+    return LayerInputs(width, rows)
 
 
 def _delta(given: dict[str, Any], fields: _Fields, layers: int, joint: bool) -> Delta:
@@ -847,7 +1012,12 @@ def from_hf(given: dict[str, Any]) -> ModelConfig:
         delta = _delta(given, fields, layers, family.joint_delta)
     of_rope, near = _ropes(fields, family)
     theta, scaling = _rope(of_rope, family)
-    score_scale = None
+    windows = _windows(fields, layers, family, near) if "sliding_window" in known else None
+    if family.near_heads:
+        (kv_heads, fields["head_dim"]), *of_near = _heads(fields, layers, windows)
+        if windows is not None:
+            windows = dataclasses.replace(windows, heads=of_near[0])
+    score_scale = family.score_scale
     if "query_pre_attn_scalar" in known:
         score_scale = fields.number("query_pre_attn_scalar", float) ** -0.5
     bias = "attention_bias" in known and bool(fields["attention_bias"])
@@ -876,7 +1046,7 @@ def from_hf(given: dict[str, Any]) -> ModelConfig:
         delta=delta,
         ssm=_ssm(fields) if only and "ssm" in only else None,
         only=only,
-        windows=_windows(fields, layers, family, near) if "sliding_window" in known else None,
+        windows=windows,
         gated_attention=family.gated_attention,
         rotary=_rotary(given, family),
         norm_offset=family.norm_offset,
@@ -885,11 +1055,29 @@ def from_hf(given: dict[str, Any]) -> ModelConfig:
         embed_scale=fields.number("hidden_size") ** 0.5 if family.scaled_embedding else 1.0,
         score_scale=score_scale,
         activation=family.activation,
+        value_norm=family.value_norm,
+        value_is_key="attention_k_eq_v" in known and bool(fields["attention_k_eq_v"]),
+        layer_scale=family.layer_scale,
     )
-    if cfg.rope_dim % 2:
-        raise UserError(
-            f"config.json: {cfg.rope_dim} dimensions of a head rotate; expected an even number"
+    if "num_kv_shared_layers" in known:
+        cfg = cfg.replace(
+            shared_keys=_shared_keys(fields, layers, windows),
+            layer_inputs=_layer_inputs(fields, cfg.vocab_size),
         )
+    if "final_logit_softcapping" in known and fields["final_logit_softcapping"] is not None:
+        cap = fields.number("final_logit_softcapping", float)
+        _require(cap > 0, f"final_logit_softcapping is {cap}")
+        cfg = cfg.replace(logit_cap=cap)
+    for kind in [cfg] if windows is None else [cfg, cfg.near]:
+        _require(
+            heads % kind.num_kv_heads == 0,
+            f"num_attention_heads is {heads}, which {kind.num_kv_heads} key-value heads do not"
+            " divide",
+        )
+        if kind.rope_dim % 2:
+            raise UserError(
+                f"config.json: {kind.rope_dim} dimensions of a head rotate; expected an even number"
+            )
     return cfg
 
 
@@ -975,8 +1163,9 @@ def rope_frequencies(
     inv = theta**-exponent
     if scaling is None:
         return inv, 1.0
-    if scaling.kind == "linear":
-        return inv / scaling.factor, 1.0
+    if scaling.kind in ("linear", "proportional"):
+        turning = np.arange(len(inv)) < int(scaling.share * dim // 2)
+        return np.where(turning, inv / scaling.factor, 0.0), 1.0
     if scaling.kind == "llama3":
         wavelength = 2 * math.pi / inv
         smooth = (scaling.original_context / wavelength - scaling.low_freq_factor) / (

@@ -126,7 +126,7 @@ def select(
             lambda: jnp.zeros((*h_BTD.shape[:2], ix.width), h_BTD.dtype),
         )
         if cache is not None:
-            index = paged.record(cache.pool["index"], k_BTH, cache, None)
+            index = paged.record(cache.pool["index"], k_BTH, cache)
             cache = cache._replace(pool=cache.pool | {"index": index})
         if chosen is not None:
 

@@ -118,7 +118,8 @@ def expert_mlp(
     blocks = 1 if lora is None else lora.total_blocks
     order = sort_rows(expert_M, block_M, p["up"]["w"].shape[-3], blocks)
     x, inner = jax.tree.map(lambda t: _rows_of(t, order.order, order.inverse, each), tokens)
-    names, inner_of = tuple(name for name in NAMES[:2] if name in p), dict(zip(NAMES, inner))
+    names = tuple(name for name in NAMES[:2] if name in p)
+    inner_of: dict[str, Any] = dict(zip(NAMES, inner))
     inward = []
     for name, y in zip(names, _project(x, p, lora, names, order, kernels)):
         if (h := inner_of[name]) is not None:

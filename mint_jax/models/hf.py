@@ -86,6 +86,12 @@ _GEMMA3 = _DECODER | {
     "mlp/norm": "pre_feedforward_layernorm.weight",
     "mlp/post_norm": "post_feedforward_layernorm.weight",
 }
+_GEMMA4 = _GEMMA3 | {
+    "inputs/input_gate/w": "per_layer_input_gate.weight",
+    "inputs/input_out/w": "per_layer_projection.weight",
+    "inputs/norm": "post_per_layer_input_norm.weight",
+    "scale": "layer_scalar",
+}
 _GPT_OSS = (
     _DECODER
     | _MOE
@@ -137,6 +143,7 @@ LAYER_NAMES: dict[str, dict[str, str]] = {
     "qwen3_moe": _DECODER | _MOE,
     "gpt_oss": _GPT_OSS,
     "gemma3_text": _GEMMA3,
+    "gemma4_text": _GEMMA4,
     "qwen3_5_text": _DELTA,
     "qwen3_5_moe_text": _DELTA | _SHARED,
     "qwen3_next": _DELTA | _SHARED | _JOINT,
@@ -148,11 +155,13 @@ LAYER_NAMES: dict[str, dict[str, str]] = {
 # Prefixes of tensors of other media and of multi-token prediction, which text does not pass through
 _PICTURES = "vision_tower.", "multi_modal_projector."
 _PICTURES += tuple(f"model.{prefix}" for prefix in _PICTURES)
+_SOUNDS = tuple(f"model.{part}." for part in ("audio_tower", "embed_audio", "embed_vision"))
 OTHER_PARTS = {
     **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), ("mtp.", "model.visual.")),
     **dict.fromkeys(("qwen3_next", "nemotron_h"), ("mtp.",)),
     "deepseek_v3": ("vision_tower.", "mm_projector."),
     **dict.fromkeys(("gemma3_text", "mistral", "ministral3"), _PICTURES),
+    "gemma4_text": _PICTURES + _SOUNDS,
 }
 # A layer's experts in one tensor ``[E, F, D]`` -> the projections whose rows it stacks
 FUSED = {".experts.gate_up_proj": ("gate_proj", "up_proj"), ".experts.down_proj": ("down_proj",)}
@@ -167,6 +176,11 @@ PREFIXES = {  # prefix of the decoder's names in a file -> prefix of the head's
 }
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 GLOBAL_NAMES = {"embed/w": EMBED, "unembed/w": HEAD, "final_norm": "model.norm.weight"}
+GLOBAL_NAMES |= {
+    "layer_inputs/table": "model.embed_tokens_per_layer.weight",
+    "layer_inputs/projection": "model.per_layer_model_projection.weight",
+    "layer_inputs/norm": "model.per_layer_projection_norm.weight",
+}
 OTHER_NAMES = {  # of families that name them otherwise
     "nemotron_h": {"embed/w": "model.embeddings.weight", "final_norm": "model.norm_f.weight"}
 }
@@ -541,6 +555,9 @@ def _harmless(name: str, ckpt: Checkpoint, cfg: ModelConfig) -> bool:
     layer = int(found[2])
     if layer >= cfg.num_layers:  # a multi-token prediction layer, for speculative decoding
         return f"{found[1]}eh_proj.weight" in ckpt.files
+    if cfg.shared_keys is not None and layer >= cfg.num_layers - cfg.shared_keys.layers:
+        # Files have keys of layers that attend to another layer's.
+        return name.removeprefix(f"{found[1]}self_attn.").startswith(("k_", "v_"))
     # A layer may reuse the choice of an earlier one's indexer.
     return found[3] is not None and cfg.indexer is not None and not cfg.indexer.full[layer]
 

@@ -45,6 +45,8 @@ AXES: dict[str, Ends] = {  # logical axes of every projection's in and out dimen
     "latent_in": ("embed", None),
     "latent_out": (None, "embed"),
     "shared_gate": ("embed", None),
+    "input_gate": ("embed", None),
+    "input_out": (None, "embed"),
 }
 
 
@@ -139,16 +141,12 @@ def _norm_backward(eps, offset, residuals, g):
 _rms_norm.defvjp(_norm_forward, _norm_backward)
 
 
-def rope_tables(
-    positions_BT: jax.Array, cfg: ModelConfig, near_theta: float | None = None
-) -> tuple[jax.Array, jax.Array]:
-    """Returns cos and sin ``[B, T, rope_dim / 2]`` float32, times the attention factor; unscaled
-    ones if given the base of layers with a window.
+def rope_tables(positions_BT: jax.Array, cfg: ModelConfig) -> tuple[jax.Array, jax.Array]:
+    """Returns cos and sin ``[B, T, rope_dim / 2]`` float32, times the attention factor.
 
     Rotary embedding (Su et al. 2021, arXiv 2104.09864): dimension i pairs with i + H/2.
     """
-    how = (cfg.rope_theta, cfg.rope_scaling) if near_theta is None else (near_theta, None)
-    inv, factor = rope_frequencies(cfg.rope_dim, *how)
+    inv, factor = rope_frequencies(cfg.rope_dim, cfg.rope_theta, cfg.rope_scaling)
     angle = positions_BT[..., None].astype(jnp.float32) * np.asarray(inv, np.float32)[None, None]
     tables = jnp.cos(angle) * factor, jnp.sin(angle) * factor
     # Otherwise XLA recomputes them inside every layer's fusion.
@@ -180,6 +178,15 @@ def rotate_pairs(x_BTNH: jax.Array, cos_BTH: jax.Array, sin_BTH: jax.Array) -> j
     # Queries and keys are reordered alike, which leaves their products unchanged.
     halves = jnp.concatenate([x_BTNH[..., 0::2], x_BTNH[..., 1::2]], axis=-1)
     return rotate(halves, cos_BTH, sin_BTH)
+
+
+def input_specs(L: int, D: int, width: int, dtype: Any) -> dict[str, Any]:
+    """Returns the parameters that add embeddings of ``width`` to ``L`` layers' outputs."""
+    return {
+        "input_gate": matrix("input_gate", L, D, width, dtype),
+        "input_out": matrix("input_out", L, width, D, dtype),
+        "norm": norm(L, D, dtype),
+    }
 
 
 def mlp_matrices(L: int, F: int, cfg: ModelConfig, dtype: Any) -> dict[str, Any]:

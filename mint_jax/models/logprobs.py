@@ -1,7 +1,8 @@
 """Log-probabilities of given tokens, in slices over positions, for training, scoring and checks.
 
 The unembedding is frozen, so with ``p = softmax(W h / T)`` the gradient of ``log p[y]`` with
-respect to ``h`` is ``(W[y] - p W) / T``. The forward pass of a training step computes ``p W`` while
+respect to ``h`` is ``(W[y] - p W) / T``. A cap on the logits gives each row of ``W`` a factor, the
+cap's slope at its logit. The forward pass of a training step computes ``p W`` while
 a slice's logits are in memory: logits are neither kept nor recomputed.
 
 Axes: B rows, M target positions of a row, V vocab, D model width, C positions of a slice, N = B C,
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 from mint_jax import sharding
 from mint_jax.lora.view import AdapterView, batch_delta
 from mint_jax.models import stored
-from mint_jax.models.transformer import stored_unembed
+from mint_jax.models.transformer import capped, stored_unembed
 from pallas_kernels import dispatch
 from pallas_kernels.products import product_f32
 
@@ -38,6 +39,7 @@ def target_logprobs(
     h_BMD: jax.Array,
     targets_BM: jax.Array,
     inverse_temperature_BM: jax.Array | None = None,
+    cap: float | None = None,
 ) -> jax.Array:
     """Returns ``log p(target | h)``, ``[B, M]`` float32; differentiable in ``h`` and adapters of
     ``unembed``.
@@ -48,15 +50,16 @@ def target_logprobs(
         targets_BM: or ``[B, M, K]``, K soft targets of each position, whose result is ``[B, M,
             K]``.
         inverse_temperature_BM: float32 above 0, of the distribution; None is 1 everywhere.
+        cap: ``ModelConfig.logit_cap``.
     """
     chex.assert_rank(targets_BM, {2, 3})
     weights = stored_unembed(params)
     chex.assert_shape(h_BMD, (*targets_BM.shape[:2], stored.table_shape(weights)[1]))
     with jax.named_scope("unembed"):
         if lora is not None and lora.at("unembed").targeted:
-            return _with_adapters(weights, lora, h_BMD, targets_BM, inverse_temperature_BM)
+            return _with_adapters(weights, lora, h_BMD, targets_BM, inverse_temperature_BM, cap)
         table = weights if _in_parts(weights, h_BMD) else stored.table(weights, h_BMD.dtype)
-        return _frozen(h_BMD, jax.lax.stop_gradient(table), targets_BM, inverse_temperature_BM)
+        return _frozen(h_BMD, jax.lax.stop_gradient(table), targets_BM, inverse_temperature_BM, cap)
 
 
 def _part_rows(table: jax.Array) -> int:
@@ -85,7 +88,9 @@ def _slice_bytes() -> int:
 
 
 def _log_softmax_at(z_BCV, y_BC, sharp_BC):
-    """Returns ``log softmax(sharp z)[y]``, and ``exp(sharp (z - max z))`` with its sum."""
+    """Returns ``log softmax(sharp z)[y]`` and ``z[y]``, and ``exp(sharp (z - max z))`` with its
+    sum.
+    """
     z_NV = z_BCV.reshape(-1, z_BCV.shape[-1])
     picked_NK = jnp.take_along_axis(z_NV, y_BC.reshape(len(z_NV), -1), axis=-1)
     # The redundant max makes XLA gather the targets before the exp, so exp can reuse z's buffer.
@@ -98,29 +103,39 @@ def _log_softmax_at(z_BCV, y_BC, sharp_BC):
     e_NV = jnp.exp((z_NV - top_N1) * sharp_N1)
     total_N1 = jnp.sum(e_NV, axis=-1, keepdims=True)
     logp_NK = (picked_NK - top_N1) * sharp_N1 - jnp.log(total_N1)
-    return logp_NK.reshape(y_BC.shape), e_NV, total_N1
+    return logp_NK.reshape(y_BC.shape), picked_NK.reshape(y_BC.shape), e_NV, total_N1
 
 
-@jax.custom_vjp
-def _frozen(h_BMD, table, targets_BM, sharp_BM):
+def _slope(z, cap):
+    """Returns the derivative of ``capped`` where its value is ``z``."""
+    return 1 - jnp.square(z / cap)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _frozen(h_BMD, table, targets_BM, sharp_BM, cap):
     def one(slice_):
-        return _of_slice(slice_, table, with_mean=False)[0]
+        return _of_slice(slice_, table, cap, with_mean=False)[0]
 
     return _over_slices(one, (h_BMD, targets_BM, sharp_BM), _logits_width(table, h_BMD))
 
 
-def _of_slice(slice_, table, with_mean) -> tuple[jax.Array, Any]:
-    """Returns the log-probabilities of a slice, and ``p W``, the model's mean row of the table."""
+def _of_slice(slice_, table, cap, with_mean) -> tuple[jax.Array, Any, Any]:
+    """Returns the log-probabilities of a slice; ``p W``, the model's mean row of the table; and the
+    cap's slope at the targets.
+    """
     h_BCD, y_BC, sharp_BC = slice_
     if _in_parts(table, h_BCD):
-        return _by_parts(h_BCD, table, y_BC, sharp_BC, with_mean)
+        return _by_parts(h_BCD, table, y_BC, sharp_BC, cap, with_mean)
     product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-    z_BCV = product("BCD,VD->BCV", h_BCD, table)
-    logp_BC, e_NV, total_N1 = _log_softmax_at(z_BCV, y_BC, sharp_BC)
+    z_BCV = capped(product("BCD,VD->BCV", h_BCD, table), cap)
+    logp_BC, picked_BC, e_NV, total_N1 = _log_softmax_at(z_BCV, y_BC, sharp_BC)
     if not with_mean:
-        return logp_BC, None
+        return logp_BC, None, None
+    if cap is not None:
+        e_NV = e_NV * _slope(z_BCV.reshape(e_NV.shape), cap)
     mean_ND = product("NV,VD->ND", e_NV.astype(table.dtype), table) / total_N1
-    return logp_BC, mean_ND.reshape(h_BCD.shape)
+    slope_BC = None if cap is None else _slope(picked_BC, cap)
+    return logp_BC, mean_ND.reshape(h_BCD.shape), slope_BC
 
 
 def _logits_width(table, h):
@@ -129,7 +144,7 @@ def _logits_width(table, h):
 
 def _over_slices(one, inputs, width):
     """Runs ``one`` over slices of the positions; concatenates the results, ``[B, M, ...]``."""
-    B, M = inputs[1].shape[:2]
+    B, M = inputs[0].shape[:2]
     n = _slice_count(B, M, width)
     if n == 1:
         return one(inputs)
@@ -143,7 +158,7 @@ def _over_slices(one, inputs, width):
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(B, -1, *x.shape[3:])[:, :M], out)
 
 
-def _by_parts(h_BCD, table, y_BC, sharp_BC, with_mean) -> tuple[jax.Array, Any]:
+def _by_parts(h_BCD, table, y_BC, sharp_BC, cap, with_mean) -> tuple[jax.Array, Any, Any]:
     V, D = stored.table_shape(table)
     rows = _part_rows(table)
     h_ND = h_BCD.reshape(-1, D)
@@ -156,6 +171,7 @@ def _by_parts(h_BCD, table, y_BC, sharp_BC, with_mean) -> tuple[jax.Array, Any]:
         top_N1, total_N1, picked_NK, mean_ND = sums
         w_VD = stored.table(part, h_ND.dtype)
         z_NV = jnp.einsum("ND,VD->NV", h_ND, w_VD, preferred_element_type=jnp.float32)
+        z_NV = capped(z_NV, cap)
         at_NK = y_NK - first
         here_NK = jnp.take_along_axis(z_NV, jnp.clip(at_NK, 0, len(w_VD) - 1), axis=-1)
         picked_NK = jnp.where((at_NK >= 0) & (at_NK < len(w_VD)), here_NK, picked_NK)
@@ -164,6 +180,7 @@ def _by_parts(h_BCD, table, y_BC, sharp_BC, with_mean) -> tuple[jax.Array, Any]:
         e_NV = jnp.exp((z_NV - new_N1) * sharp_N1)
         total_N1 = total_N1 * before_N1 + jnp.sum(e_NV, axis=-1, keepdims=True)
         if mean_ND is not None:
+            e_NV = e_NV if cap is None else e_NV * _slope(z_NV, cap)
             mean_ND = mean_ND * before_N1 + jnp.einsum(
                 "NV,VD->ND", e_NV, w_VD, preferred_element_type=jnp.float32
             )
@@ -188,30 +205,35 @@ def _by_parts(h_BCD, table, y_BC, sharp_BC, with_mean) -> tuple[jax.Array, Any]:
     top_N1, total_N1, picked_NK, mean_ND = sums
     logp_NK = (picked_NK - top_N1) * sharp_N1 - jnp.log(total_N1)
     mean = None if mean_ND is None else (mean_ND / total_N1).reshape(h_BCD.shape)
-    return logp_NK.reshape(y_BC.shape), mean
+    slope = None if cap is None else _slope(picked_NK, cap).reshape(y_BC.shape)
+    return logp_NK.reshape(y_BC.shape), mean, slope
 
 
-def _frozen_forward(h_BMD, table, targets, sharp_BM):
+def _frozen_forward(h_BMD, table, targets, sharp_BM, cap):
     def one(slice_):
-        logp, mean_BCD = _of_slice(slice_, table, with_mean=True)
-        return logp, mean_BCD.astype(h_BMD.dtype)
+        logp, mean_BCD, slope_BC = _of_slice(slice_, table, cap, with_mean=True)
+        return logp, mean_BCD.astype(h_BMD.dtype), slope_BC
 
-    logp, mean_BMD = _over_slices(one, (h_BMD, targets, sharp_BM), _logits_width(table, h_BMD))
-    return logp, (mean_BMD, table, targets, sharp_BM)
+    inputs = h_BMD, targets, sharp_BM
+    logp, mean_BMD, slope = _over_slices(one, inputs, _logits_width(table, h_BMD))
+    return logp, (mean_BMD, slope, table, targets, sharp_BM)
 
 
-def _frozen_backward(kept, g):
-    mean_BMD, table, targets, sharp_BM = kept
+def _frozen_backward(cap, kept, g):
+    del cap
+    mean_BMD, slope, table, targets, sharp_BM = kept
     B, M, D = mean_BMD.shape
     targets_BMK, g_BMK = targets.reshape(B, M, -1), g.reshape(B, M, -1)
+    slope_BMK = None if slope is None else slope.reshape(B, M, -1)
 
     def one(slice_):
-        mean_BCD, y_BCK, g_BCK, sharp_BC = slice_
-        rows_BCD = jnp.einsum("BCK,BCKD->BCD", g_BCK, stored.rows(table, y_BCK, jnp.float32))
+        mean_BCD, slope_BCK, y_BCK, g_BCK, sharp_BC = slice_
+        of_rows = g_BCK if slope_BCK is None else g_BCK * slope_BCK
+        rows_BCD = jnp.einsum("BCK,BCKD->BCD", of_rows, stored.rows(table, y_BCK, jnp.float32))
         dh_BCD = rows_BCD - jnp.sum(g_BCK, axis=-1, keepdims=True) * mean_BCD
         return (dh_BCD if sharp_BC is None else dh_BCD * sharp_BC[..., None]).astype(mean_BCD.dtype)
 
-    inputs = mean_BMD, targets_BMK, g_BMK, sharp_BM
+    inputs = mean_BMD, slope_BMK, targets_BMK, g_BMK, sharp_BM
     # Slices of the table's rows at the targets.
     return _over_slices(one, inputs, targets_BMK.shape[-1] * D), None, None, None
 
@@ -219,7 +241,7 @@ def _frozen_backward(kept, g):
 _frozen.defvjp(_frozen_forward, _frozen_backward)
 
 
-def _with_adapters(weights, lora, h_BMD, targets_BM, sharp_BM):
+def _with_adapters(weights, lora, h_BMD, targets_BM, sharp_BM, cap):
     """Handles adapters on the unembedding, which need the logits' own gradient."""
     # Unpacked and gathered once, not for every slice.
     table, own = stored.table(weights, h_BMD.dtype), lora.at("unembed")
@@ -229,7 +251,7 @@ def _with_adapters(weights, lora, h_BMD, targets_BM, sharp_BM):
         h_BCD, y_BC, sharp_BC = slice_
         z_BCV = product_f32("BTD,VD->BTV", h_BCD, table)
         delta = batch_delta(h_BCD, own, z_BCV.shape[-1])
-        z_BCV = z_BCV if delta is None else z_BCV + delta.astype(jnp.float32)
+        z_BCV = capped(z_BCV if delta is None else z_BCV + delta.astype(jnp.float32), cap)
         return _log_softmax_at(z_BCV, y_BC, sharp_BC)[0]
 
     return _over_slices(one, (h_BMD, targets_BM, sharp_BM), table.shape[0])

@@ -88,6 +88,7 @@ class Cache(NamedTuple):
     pool: dict[str, jax.Array]  # `{name: [L, U, ..., PAGE, X]}`
     layer: jax.Array  # int32
     view: View
+    heads: int | None  # number that divides the kv heads of all layers; None for latents
 
 
 # Attention of a tree of queries [B, ..., M, X] to the rows' pages, with optional chosen keys: see
@@ -226,6 +227,8 @@ def grouped_query_attention(
     kernel: str = "auto",
     window: int | None = None,
     sinks_N: jax.Array | None = None,
+    heads: int | None = None,
+    writes: bool = True,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Attends from T new tokens to the cache and to each other; returns ``[B, T, N, H]`` and the
     pool.
@@ -235,6 +238,8 @@ def grouped_query_attention(
         pool: ``k`` and ``v`` of all tokens, ``[L, U, K, PAGE, H]``.
         window: number of positions that a token attends to, itself included; None for all.
         sinks_N: score of each head that only adds to the sum of its weights.
+        heads: number that divides the kv heads of all layers; None: that of this one.
+        writes: False if an earlier layer wrote the keys and values; then no pool is returned.
     """
     chex.assert_rank([q_BTNH, new["k"]], 4)
 
@@ -262,7 +267,8 @@ def grouped_query_attention(
 
         if window is not None:
             view = view.of_windows()
-        pool = {name: write(pool[name], layer, new[name], view) for name in pool}
+        if writes:
+            pool = {name: write(pool[name], layer, new[name], view) for name in pool}
         position, edge = view.prefix + view.own, None
         if T == 1:  # already in its page; unused rows have no page and read nothing
             there = (view.page < pool["k"].shape[1]).astype(jnp.int32)
@@ -284,20 +290,22 @@ def grouped_query_attention(
             sink = jnp.broadcast_to(sink, whole.top.shape)
             whole = join(whole, Partial(sink, jnp.ones_like(sink), jnp.zeros_like(whole.value)))
         o_BKMH = (whole.value / jnp.where(whole.total == 0, 1.0, whole.total)).astype(q_BTNH.dtype)
-        return o_BKMH.reshape(B, K, T, N // K, H).transpose(0, 2, 1, 3, 4).reshape(B, T, N, H), pool
+        o_BTNH = o_BKMH.reshape(B, K, T, N // K, H).transpose(0, 2, 1, 3, 4).reshape(B, T, N, H)
+        return o_BTNH, pool if writes else {}
 
-    rows, heads = sharding.cache_axes(new["k"].shape[1])
-    q_heads = heads and "q_heads"
-    of_out, of_pool = (rows, None, q_heads, None), (None, rows, heads, None, None)
-    specs = of_out, (rows, heads, None, None), of_pool, (), (rows, None), (q_heads,)
+    rows, split = sharding.cache_axes(new["k"].shape[1] if heads is None else heads)
+    q_heads = split and "q_heads"
+    of_out, of_pool = (rows, None, q_heads, None), (None, rows, split, None, None)
+    specs = of_out, (rows, split, None, None), of_pool, (), (rows, None), (q_heads,)
     args = q_BTNH, new, pool, layer, view, sinks_N
-    out, pool = sharding.over_devices(local, args, specs, (of_out, dict.fromkeys(pool, of_pool)))
+    returned = dict.fromkeys(pool if writes else (), of_pool)
+    out, pool = sharding.over_devices(local, args, specs, (of_out, returned))
     return sharding.constrain(out, "batch", None, q_heads, None), pool
 
 
-def record(pool: jax.Array, new_BTX: jax.Array, cache: Cache, heads: int | None) -> jax.Array:
-    """Writes vectors of new tokens to their pages; ``heads`` are the cache's kv heads."""
-    rows, _ = sharding.cache_axes(heads)
+def record(pool: jax.Array, new_BTX: jax.Array, cache: Cache) -> jax.Array:
+    """Writes vectors of new tokens to their pages."""
+    rows, _ = sharding.cache_axes(cache.heads)
     spec = None, rows, None, None
 
     def local(pool: jax.Array, new: jax.Array, layer: jax.Array, view: View) -> jax.Array:

@@ -315,7 +315,8 @@ def prefill(
 
     def some(part: tuple[jax.Array, jax.Array, jax.Array]) -> Scores:
         h_CTD, targets_CTK, positions_CT = part
-        logp_CTV = jax.nn.log_softmax(logits(params, lora, h_CTD), axis=-1)
+        z_CTV = logits(params, lora, h_CTD, cap=cfg.logit_cap)
+        logp_CTV = jax.nn.log_softmax(z_CTV, axis=-1)
         target_logp = jnp.take_along_axis(logp_CTV, jnp.maximum(targets_CTK, 0), axis=-1)
         top, ids = jax.lax.top_k(logp_CTV, min(ALTERNATIVES, cfg.vocab_size))
         return Scores(target_logp, ids, top, *_draws(logp_CTV, positions_CT, scoring))
@@ -354,9 +355,8 @@ def _in_use(live: jax.Array) -> jax.Array:
 
 
 def _write_tokens(pool: jax.Array, tokens_BT: jax.Array, view: View, cfg: ModelConfig) -> jax.Array:
-    return paged_lib.record(
-        pool, tokens_BT[..., None], paged_lib.Cache({}, jnp.int32(0), view), cache_heads(cfg)
-    )
+    cache = paged_lib.Cache({}, jnp.int32(0), view, cache_heads(cfg))
+    return paged_lib.record(pool, tokens_BT[..., None], cache)
 
 
 class _State(NamedTuple):
@@ -424,9 +424,8 @@ def decode(
         else:
             h, kept = layers(view, s.pool)
         kept["tokens"] = _write_tokens(s.pool["tokens"], s.token[:, None], view, cfg)
-        z_RV = sharding.constrain(
-            logits(params, lora, h, cfg.kernels.layer_matmul, view.used)[:, 0], "batch", "vocab"
-        )
+        z_R1V = logits(params, lora, h, cfg.kernels.layer_matmul, view.used, cfg.logit_cap)
+        z_RV = sharding.constrain(z_R1V[:, 0], "batch", "vocab")
 
         def change(z_RV: jax.Array) -> jax.Array:
             z_RV = _penalised(z_RV, rows.sampling, kept["tokens"], view, cfg)

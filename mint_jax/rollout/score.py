@@ -33,7 +33,7 @@ def next_token_logprobs(
     inputs = sharding.constrain(tokens_BT[:, :-1], "batch", "tokens")
     positions = jnp.broadcast_to(jnp.arange(T - 1, dtype=jnp.int32), (B, T - 1))
     h, _ = hidden_states(params, lora, DecoderInputs(inputs, positions), cfg)
-    return target_logprobs(params, lora, h, tokens_BT[:, 1:])
+    return target_logprobs(params, lora, h, tokens_BT[:, 1:], cap=cfg.logit_cap)
 
 
 class Scorer:

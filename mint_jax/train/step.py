@@ -57,7 +57,7 @@ def batch_logprobs(
     picked = jnp.take_along_axis(h, flat(batch.index)[..., None], axis=1)
     sharp = None if batch.inverse_temperature is None else flat(batch.inverse_temperature)
     targets = batch.target.reshape(rows, *batch.target.shape[2:])
-    logp = target_logprobs(params, lora, picked, targets, sharp).reshape(P, B, -1)
+    logp = target_logprobs(params, lora, picked, targets, sharp, cfg.logit_cap).reshape(P, B, -1)
     if replay is None:
         return logp, None
     of_layers = [kept[stack]["missed"] for stack in cfg.routed_layers]

@@ -55,7 +55,7 @@ def prompt_of(base, rng, length) -> tuple[int, ...]:
     return tuple(base.tokenizer.encode(f"Sums of digits: {sums}")[:length])
 
 
-@pytest.mark.parametrize("model", first(1, ["qwen3", "gemma3", "smollm2"]))
+@pytest.mark.parametrize("model", first(1, ["qwen3", "gemma3", "gemma4_shared", "smollm2"]))
 def test_sampler_scorer_and_trainer_agree(model, tiny_base, rng, request):
     base = request.getfixturevalue("smollm2") if model == "smollm2" else tiny_base(model)
     trainer = trainer_with_random_adapters(base, rng)

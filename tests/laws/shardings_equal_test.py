@@ -83,6 +83,18 @@ WINDOWS = DENSE | {  # sinks and biases, too
     "num_experts_per_tok": 3,
     "sliding_window": 5,
 }
+# Heads of both kinds of layers divide over two devices, and pages are split by heads.
+SHARED_KEYS = DENSE | {
+    "architectures": ["Gemma4ForCausalLM"],
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "sliding_window": 5,
+    "global_head_dim": 16,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": DENSE["vocab_size"],
+    "final_logit_softcapping": 9.0,
+}
 HYBRID = STATES | {
     "architectures": ["Qwen3NextForCausalLM"],
     "num_hidden_layers": 4,
@@ -99,7 +111,7 @@ ONLY = {k: v for k, v in DENSE.items() if k != "num_hidden_layers"} | {
 FAMILIES = {
     **{"dense": DENSE, "experts": SPARSE, "latent": LATENT, "indexed": INDEXED},
     **{"states": STATES, "hybrid": HYBRID, "only": ONLY},
-    "windows": WINDOWS,
+    **{"windows": WINDOWS, "shared keys": SHARED_KEYS},
 }
 MESHES = {
     "data8": {"data": 8},
@@ -117,7 +129,10 @@ STATE_MESHES = [("states", name) for name in ("data8", "tensor2_fsdp2_data2")]
 STATE_MESHES += [("only", "tensor2_fsdp2_data2")]
 CASES = [
     pytest.param(*case, marks=pytest.mark.long)
-    for case in [*DENSE_MESHES, *SPARSE_MESHES, *STATE_MESHES, ("hybrid", "expert4_tensor2")]
+    for case in [
+        *(*DENSE_MESHES, *SPARSE_MESHES, *STATE_MESHES),
+        *(("hybrid", "expert4_tensor2"), ("shared keys", "tensor2_fsdp2_data2")),
+    ]
 ]
 # all that it has, indexed has too
 CASES.append(pytest.param("latent", "expert4_tensor2", marks=pytest.mark.slow))

@@ -59,7 +59,7 @@ def logits_and_gradients(params, stacks, tokens_BT, pull_BTV, cfg, blocks, base_
         positions = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1])[None], tokens_BT.shape)
         inputs = transformer.DecoderInputs(tokens_BT, positions)
         h, _ = transformer.hidden_states(params, bound, inputs, cfg)
-        out = transformer.logits(params, bound, h)
+        out = transformer.logits(params, bound, h, cap=cfg.logit_cap)
         return jnp.sum(pull_BTV * out), out
 
     grads, out = jax.grad(objective, has_aux=True)(taps_of(stacks, blocks))
@@ -83,6 +83,9 @@ def logits_and_gradients(params, stacks, tokens_BT, pull_BTV, cfg, blocks, base_
         pytest.param("qwen3_5_moe", EXPERTS, marks=pytest.mark.long),
         # the embedding is scaled, and the head is tied to it
         pytest.param("gemma3", MIXED, marks=pytest.mark.long),
+        # heads and their number differ by layer; values are keys; embeddings of layers, shared keys
+        pytest.param("gemma4", MIXED, marks=pytest.mark.long),
+        pytest.param("gemma4_shared", EXPERTS, marks=pytest.mark.long),
         # experts chosen group by group, shared ones, and a dense layer
         pytest.param("deepseek_v3", EXPERTS, marks=pytest.mark.long),
         pytest.param("deepseek_v3", SHARED, marks=pytest.mark.long),

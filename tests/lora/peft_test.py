@@ -65,6 +65,7 @@ EXPORTS = [
     ("nemotron_h", AdapterConfig(3, 5.0, (tree.ALL_LINEAR, "embed", "router"))),
     ("nemotron_h", AdapterConfig(2, 5.0, ("up", "in", "q"), rslora=True)),
     ("nemotron_h_dense", AdapterConfig(2, 5.0, ("up", "in", "q"))),
+    ("gemma4_shared", AdapterConfig(3, 5.0, (tree.ALL_LINEAR, "embed"))),
     # a dense layer and shared experts beside routed ones
     ("deepseek_v3", AdapterConfig(3, 5.0, (tree.ALL_LINEAR,))),
     # PEFT takes the names of MLPs for those of experts by the type of the model

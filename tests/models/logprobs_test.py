@@ -39,10 +39,10 @@ def _with_gradients(fn, leaves, g):
 
 
 @pytest.mark.parametrize(
-    ("K", "adapted", "warm"),
-    [(0, False, False), (0, True, False), (3, False, True), (3, True, True)],
+    ("K", "adapted", "warm", "cap"),
+    [(0, False, False, None), (0, True, False, 5.0), (3, False, True, 5.0), (3, True, True, None)],
 )
-def test_values_and_gradients_equal_torch(K, adapted, warm, slice_positions, rng):
+def test_values_and_gradients_equal_torch(K, adapted, warm, cap, slice_positions, rng):
     """Soft targets: one may stand twice, and their weights may be zero or negative."""
     h_BMD, table_VD = (rng.normal(size=s).astype(np.float32) for s in ((B, M, D), (V, D)))
     params = {"embed": {"w": jnp.asarray(table_VD)}}
@@ -55,7 +55,7 @@ def test_values_and_gradients_equal_torch(K, adapted, warm, slice_positions, rng
 
     def mine(h, a, b):
         lora = view_of([({"unembed": {"a": a, "b": b}}, jnp.ones((1,)))]) if adapted else None
-        return target_logprobs(params, lora, h, targets, sharp)
+        return target_logprobs(params, lora, h, targets, sharp, cap)
 
     got, gradients = _with_gradients(mine, [h_BMD, a, b], g)
     leaves = [
@@ -65,6 +65,7 @@ def test_values_and_gradients_equal_torch(K, adapted, warm, slice_positions, rng
     logits = h @ torch.tensor(table_VD, dtype=torch.float64).T + (
         (h @ a_[0, 0].T) @ b_[0, 0] if adapted else 0
     )
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
     logits = logits * (torch.tensor(np.float64(sharp))[..., None] if warm else 1.0)
     chosen = torch.tensor(targets, dtype=torch.long).reshape(B, M, -1)
     want = torch.log_softmax(logits, -1).gather(-1, chosen).reshape(shape)

@@ -127,7 +127,7 @@ def _step(params, stacks, slots, tokens_BT, positions_BT, pool, view, *, cfg):
     h, pool = transformer.hidden_states(
         params, lora, transformer.DecoderInputs(tokens_BT, positions_BT, pool=pool, view=view), cfg
     )
-    return transformer.logits(params, lora, h), pool
+    return transformer.logits(params, lora, h, cap=cfg.logit_cap), pool
 
 
 class Continued(NamedTuple):
@@ -302,7 +302,7 @@ def test_attention_equals_a_softmax_whatever_lies_where(name, rng):
             np.testing.assert_allclose(out[written], want[written], atol=TOLERANCE)
             assert np.isfinite(out).all(), "padding is not NaN"
         record = jax.jit(paged.record, static_argnums=3)
-        recorded = record(routes, ids, paged.Cache({}, np.int32(LAYER), view), K)
+        recorded = record(routes, ids, paged.Cache({}, np.int32(LAYER), view, K))
     page = page + layout.pages * np.array([layout.part(b) for b in range(32)])
     to, at = page[written], (case.own % PAGE)[written]
     for k in "kv":  # every row's new token, and nothing else

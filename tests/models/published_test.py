@@ -212,7 +212,7 @@ def test_float8_blocks_are_the_numbers_of_transformers(name, hf_dirs, tmp_path, 
     tokens = rng.integers(1, cfg.vocab_size, (1, 8))  # up to index_topk: every key is attended
     inputs = transformer.DecoderInputs(jnp.asarray(tokens), jnp.arange(8)[None])
     hidden, _ = transformer.hidden_states(params, None, inputs, cfg)
-    got = np.asarray(transformer.logits(params, None, hidden))
+    got = np.asarray(transformer.logits(params, None, hidden, cap=cfg.logit_cap))
     keep = oracles.decided(model, tokens[0].tolist())
     # Sums of float32 in another order, as for the unquantised bases in transformer_test.
     wanted, atol = oracles.torch_logits(model, tokens), 3e-5 * looser(cfg)

@@ -33,6 +33,8 @@ GPT_OSS = names.SHAPES["gpt-oss-20b"] | {
 }
 LARGE = names.SHAPES["gpt-oss-20b"] | {"num_hidden_layers": 36, "num_local_experts": 128}
 GEMMA = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
+GEMMA4 = {"architectures": ["Gemma4ForCausalLM"], "num_hidden_layers": 3}
+GEMMA4 |= {"layer_types": [TYPES[0], TYPES[1], TYPES[1]], "attention_k_eq_v": True}
 MINISTRAL = {"architectures": ["Ministral3ForCausalLM"]}
 
 
@@ -63,6 +65,19 @@ def test_gemma_is_read_in_its_older_spelling_too():
     assert from_hf(GEMMA | new).windows.theta == 3e4
 
 
+def test_heads_of_gemma_4_are_read_in_both_spellings():
+    """As in published files, and as transformers 5.23 saves them."""
+    published = {"global_head_dim": 64, "num_global_key_value_heads": 2}
+    saved = {"per_layer_config": {i: {"head_dim": 64, "num_key_value_heads": 2} for i in "12"}}
+    cfg = from_hf(GEMMA4 | published)
+    assert cfg == from_hf(GEMMA4 | saved)
+    assert (cfg.num_kv_heads, cfg.head_dim, cfg.windows.heads) == (2, 64, (4, 256))
+    # the number counts only with attention_k_eq_v
+    assert from_hf(GEMMA4 | published | {"attention_k_eq_v": False}).num_kv_heads == 4
+    # the last layer has no window, whatever the file says
+    assert from_hf(GEMMA4 | {"layer_types": [TYPES[0]] * 3}).windows.near == (True, True, False)
+
+
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
 REFUSED = [
     (GPT_OSS | {"swiglu_limit": 5.0}, "swiglu_limit is 5.0"),
@@ -77,6 +92,21 @@ REFUSED = [
     (
         GEMMA | {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
         "layers with a window have rope scaling",
+    ),
+    (GEMMA4 | {"enable_moe_block": True}, "enable_moe_block is True"),
+    (GEMMA4 | {"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'"),
+    (GEMMA4 | {"num_kv_shared_layers": 3}, "num_kv_shared_layers is 3"),
+    (GEMMA4 | {"num_kv_shared_layers": 2}, "num_kv_shared_layers is 2"),
+    (GEMMA4 | {"vocab_size_per_layer_input": 9}, "vocab_size_per_layer_input is 9"),
+    (GEMMA4 | {"final_logit_softcapping": -1.0}, "final_logit_softcapping is -1.0"),
+    (GEMMA4 | {"per_layer_config": {"1": {"head_dim": 8}}}, "expected equal heads in all"),
+    (GEMMA4 | {"per_layer_config": {"1": {"hidden_size": 8}}}, "per_layer_config of layer 1"),
+    (GEMMA4 | {"num_global_key_value_heads": 3}, "3 key-value heads do not divide"),
+    (GEMMA4 | {"rope_theta": 1e5}, "rope_theta is 100000.0"),
+    (
+        GEMMA4
+        | {"rope_parameters": {"full_attention": {"factor": 2.0, "partial_rotary_factor": 0.5}}},
+        "partial_rotary_factor is 0.5; only rope_type 'proportional'",
     ),
     (MINISTRAL | {"rope_parameters": YARN}, "has no llama_4_scaling_beta"),
     (MINISTRAL | {"rope_parameters": {"rope_type": "default"}}, "has no llama_4_scaling_beta"),
@@ -95,6 +125,7 @@ def test_what_no_model_here_computes_is_refused(fields, words):
     [
         ("gemma3", "Gemma3ForConditionalGeneration", "language_model.model."),
         ("ministral3", "Mistral3ForConditionalGeneration", "model.language_model."),
+        ("gemma4_shared", "Gemma4ForConditionalGeneration", "model.language_model."),
     ],
 )
 def test_a_checkpoint_of_pictures_too_is_read_for_its_text(
@@ -111,6 +142,9 @@ def test_a_checkpoint_of_pictures_too_is_read_for_its_text(
         for one, x in load_file(source / "model.safetensors").items()
     }
     tensors |= {f"{part}.w": torch.ones(2) for part in ("vision_tower", "multi_modal_projector")}
+    if family == "gemma4_shared":  # published files have keys of layers that share another's
+        others = "model.embed_vision.w", f"{prefix}layers.5.self_attn.k_proj.weight"
+        tensors |= {one: torch.ones(2) for one in others}
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     cfg = hf.read_model(directory)
     assert cfg.replace(directory=None) == hf.read_model(source).replace(directory=None)
