@@ -23,6 +23,7 @@ from mint_jax.errors import UserError
 from mint_jax.files import new_directory
 from mint_jax.lora.fused import (
     DEFAULT_RANK,
+    PLAIN_SINCE,
     Found,
     Fused,
     Pair,
@@ -178,6 +179,8 @@ def write_peft(
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
+    if fused:  # the layout of experts that PEFT writes since this version
+        fields["peft_version"] = ".".join(map(str, PLAIN_SINCE))
     with new_directory(directory) as staging:
         save_file(tensors, staging / WEIGHTS, metadata={"format": "pt"})
         (staging / CONFIG).write_text(json.dumps(fields, indent=2))

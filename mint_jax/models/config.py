@@ -219,7 +219,7 @@ class ModelConfig:
 
     @property
     def gated(self) -> bool:
-        """True if MLPs and experts have a gate beside ``up``."""
+        """True if MLPs and experts have a gate, not only ``up``."""
         return self.activation != "relu2"
 
     @property

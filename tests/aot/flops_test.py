@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from mint_jax.aot.flops import traced_flops
-from mint_jax.models import delta
+from mint_jax.models import state
 from mint_jax.models.attention import Segments
 
 M, N = 16, 32
@@ -65,7 +65,7 @@ def test_a_layer_with_a_state_by_hand():
 
     def rule(q, k, v, decay, beta):
         own = jnp.zeros((2, 128), jnp.int32)
-        return delta.delta_rule(q, k, v, decay, beta, delta.lineage(Segments(own, own)))
+        return state.recurrence(q, k, v, decay, beta, state.lineage(Segments(own, own)), True)
 
     def loss(*args):
         return jnp.sum(jnp.sin(rule(*args)))
@@ -82,7 +82,9 @@ def test_a_layer_with_a_state_by_hand():
     both = count(jax.grad(loss, argnums=tuple(range(5))), *args)
     assert both == 2 * 3 * 2 * (products + system + backward)
     one = *(spec(2, 3, 16),) * 2, spec(2, 3, 8), *(spec(2, 3),) * 2, spec(2, 3, 16, 8)
-    assert count(delta._step, *one) == 2 * 3 * (2 * 16 * 8 + 2 * 16 * 8)
+    assert count(functools.partial(state._step, corrects=True), *one) == 2 * 3 * (
+        2 * 16 * 8 + 2 * 16 * 8
+    )
 
 
 def test_shapes_inside_shard_map_are_those_of_one_device(mesh8):
