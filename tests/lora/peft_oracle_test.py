@@ -152,7 +152,7 @@ def compare(base, directory, configs, rng, tmp_path):
         assert_same_logits(ours[mine], theirs.detach().numpy(), plain[mine], looser(base.cfg))
         wanted = peft_gradients(model, names, config.rank, *sizes)
         spread = 0.0  # of 40 adapters on states, one had gradients that rounding moves by 2e-3
-        if base.cfg.state is not None:
+        if base.cfg.state is not None or base.cfg.post_norms:
             pull = torch.tensor(pull_BTV[mine])
             spread = rounding_spread(model, torch.tensor(tokens_BT[mine]), pull)
         own = jax.tree.map(
