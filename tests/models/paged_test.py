@@ -301,8 +301,8 @@ def test_attention_equals_a_softmax_whatever_lies_where(name, rng):
             out, after = jax.device_get(_attend(case.q, case.new, pool, LAYER, view))
             np.testing.assert_allclose(out[written], want[written], atol=TOLERANCE)
             assert np.isfinite(out).all(), "padding is not NaN"
-        record = jax.jit(paged.record, static_argnums=3)
-        recorded = record(routes, ids, paged.Cache({}, np.int32(LAYER), view, K))
+        record = jax.jit(lambda *x: paged.record(*x[:2], paged.Cache({}, np.int32(LAYER), x[2], K)))
+        recorded = record(routes, ids, view)
     page = page + layout.pages * np.array([layout.part(b) for b in range(32)])
     to, at = page[written], (case.own % PAGE)[written]
     for k in "kv":  # every row's new token, and nothing else
