@@ -24,7 +24,7 @@ from mint_jax.metrics import Progress
 from mint_jax.models import base as base_lib
 from mint_jax.models import hf, quantised, transformer
 from mint_jax.models.base import Base
-from mint_jax.models.config import from_hf
+from mint_jax.models.hf_config import from_hf
 from mint_jax.models.precision import as_stored
 
 FILES = 8

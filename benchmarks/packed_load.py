@@ -32,7 +32,8 @@ from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import AdapterConfig, AdapterStack, Slot
 from mint_jax.metrics import Progress
 from mint_jax.models import hf, transformer
-from mint_jax.models.config import ModelConfig, from_hf
+from mint_jax.models.config import ModelConfig
+from mint_jax.models.hf_config import from_hf
 from mint_jax.residency.admission import Admission, verify
 from mint_jax.residency.residency import Residency
 

@@ -22,7 +22,8 @@ from mint_jax.envs.env import Example
 from mint_jax.errors import UserError
 from mint_jax.files import new_directory
 from mint_jax.models import hf, transformer
-from mint_jax.models.config import ModelConfig, from_hf
+from mint_jax.models.config import ModelConfig
+from mint_jax.models.hf_config import from_hf
 from mint_jax.models.precision import as_stored
 
 END, UNKNOWN = "<end>", "<unknown>"

@@ -25,7 +25,7 @@ from mint_jax.harness.start import say
 from mint_jax.lora import tree as lora_tree
 from mint_jax.models import transformer
 from mint_jax.models.base import DTYPES
-from mint_jax.models.config import from_hf
+from mint_jax.models.hf_config import from_hf
 from pallas_kernels import dispatch
 
 NOTE = """\

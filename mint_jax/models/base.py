@@ -20,7 +20,8 @@ from mint_jax.errors import UserError, choice
 from mint_jax.files import new_directory
 from mint_jax.models import gguf, hf, layout, quantised, stored, transformer
 from mint_jax.models import names as base_names
-from mint_jax.models.config import Kernels, ModelConfig, from_hf
+from mint_jax.models.config import Kernels, ModelConfig
+from mint_jax.models.hf_config import from_hf
 from mint_jax.models.names import PACKAGED, RANDOM, cache_dir
 from mint_jax.params import ParamSpec
 

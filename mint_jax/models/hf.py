@@ -28,7 +28,8 @@ from mint_jax import sharding as sharding_lib
 from mint_jax.errors import UserError
 from mint_jax.lora.peft import BaseNames
 from mint_jax.models import published, quantised, stored, transformer
-from mint_jax.models.config import ModelConfig, read_config
+from mint_jax.models.config import ModelConfig
+from mint_jax.models.hf_config import read_config
 from mint_jax.params import ParamSpec
 from mint_jax.safetensors_header import header_size, parse_object
 

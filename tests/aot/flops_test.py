@@ -58,7 +58,7 @@ def test_grouped_products(argument, times):
 
 
 def test_a_layer_with_a_state_by_hand():
-    """Of 3 heads with keys of 16 and values of 8: 2 rows of 2 chunks of 64, and one token a row."""
+    """Two rows of two chunks of 64 tokens, then one token; 3 heads, keys of 16, values of 8."""
 
     def spec(*shape):
         return jax.ShapeDtypeStruct(shape, jnp.float32)

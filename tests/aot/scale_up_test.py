@@ -18,7 +18,7 @@ from mint_jax.aot.settings import RolloutShape
 from mint_jax.errors import UserError
 from mint_jax.lora.config import AdapterConfig
 from mint_jax.models import names
-from mint_jax.models.config import from_hf
+from mint_jax.models.hf_config import from_hf
 from tests.configs import run_config
 
 MAKE_MESH = mesh_lib.make_mesh  # before the fixture of this folder narrows it to one device

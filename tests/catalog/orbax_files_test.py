@@ -18,7 +18,7 @@ from mint_jax.errors import UserError
 from mint_jax.lora import tree
 from mint_jax.lora.config import AdapterConfig
 from mint_jax.models import transformer
-from mint_jax.models.config import read_config
+from mint_jax.models.hf_config import read_config
 from tests.adapters import random_adapter
 from tests.catalog.adapters import packed
 

@@ -11,7 +11,7 @@ from mint_jax.lora import peft
 from mint_jax.lora.config import AdapterConfig
 from mint_jax.models import base as base_lib
 from mint_jax.models import hf, transformer
-from mint_jax.models.config import from_hf
+from mint_jax.models.hf_config import from_hf
 from mint_jax.models.outline import Outline, outline
 from tests.adapters import random_adapter
 

@@ -20,8 +20,7 @@ from mint_jax.data.tokenizer import Tokenizer
 from mint_jax.errors import UserError
 from mint_jax.harness import settings, start
 from mint_jax.models import base as base_lib
-from mint_jax.models import config as config_lib
-from mint_jax.models import transformer
+from mint_jax.models import hf_config, transformer
 from mint_jax.models.base import DTYPES
 from mint_jax.recipes import SETTINGS, dpo, grpo, sample, serve, sft
 from mint_jax.rollout import device, plans
@@ -75,7 +74,7 @@ def abstract_base(config, pretrained):
         if config.base == "runs/bench/pretrain/base"
         else base_lib.resolve(config.base)
     )
-    cfg = config_lib.read_config(directory)
+    cfg = hf_config.read_config(directory)
     params = params_lib.abstract(transformer.abstract(cfg, base_lib.DTYPES[config.dtype]))
     devices = mesh.make_mesh(vars(config.mesh), jax.devices()[:1])
     return base_lib.Base(config.base, directory, cfg, params, devices, Tokenizer(directory), "")
@@ -167,8 +166,8 @@ def test_other_configs_build():
             environment = config.env.make()
             assert len(environment.held_out) >= config.examples
             Request(**config.sampling.given, prompt=(1,))
-        elif config.job == "scale_up" and config.model["architectures"][0] in config_lib.FAMILIES:
-            cfg = config_lib.from_hf(config.model).replace(kernels=config.kernels)
+        elif config.job == "scale_up" and config.model["architectures"][0] in hf_config.FAMILIES:
+            cfg = hf_config.from_hf(config.model).replace(kernels=config.kernels)
             devices = mesh.make_mesh(dict.fromkeys(vars(config.mesh), 1), jax.devices()[:1])
             plan = Plan(cfg, devices, DTYPES[config.dtype], config.adapter)
             assert len(list(plan.programs(config.train, config.rollout))) == 4

@@ -17,7 +17,7 @@ from mint_jax.lora.tree import AdapterConfig
 from mint_jax.mesh import make_mesh, single_device_mesh
 from mint_jax.models import base as base_lib
 from mint_jax.models import hf, transformer
-from mint_jax.models.config import from_hf
+from mint_jax.models.hf_config import from_hf
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Request
 from mint_jax.rollout.score import Scorer

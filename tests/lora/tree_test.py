@@ -17,7 +17,7 @@ from mint_jax.errors import UserError
 from mint_jax.lora import tree
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.models import names, transformer
-from mint_jax.models.config import from_hf
+from mint_jax.models.hf_config import from_hf
 from mint_jax.residency.admission import modules_of
 from tests import oracles
 from tests.adapters import random_adapter

@@ -17,7 +17,7 @@ from mint_jax.errors import UserError
 from mint_jax.lora.config import AdapterConfig
 from mint_jax.models import base as base_lib
 from mint_jax.models import hf, transformer
-from mint_jax.models.config import read_config
+from mint_jax.models.hf_config import read_config
 from mint_jax.models.outline import outline
 from tests import oracles
 from tests.exchange import our_logits

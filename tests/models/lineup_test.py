@@ -20,7 +20,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from mint_jax.data.tokenizer import Tokenizer as OurTokenizer
 from mint_jax.errors import UserError
 from mint_jax.models import hf, published
-from mint_jax.models.config import from_hf, rope_frequencies
+from mint_jax.models.config import rope_frequencies
+from mint_jax.models.hf_config import from_hf
 
 
 def _fields(names, *values):

@@ -10,8 +10,8 @@ import pytest
 
 from mint_jax.errors import UserError
 from mint_jax.models import base as base_lib
-from mint_jax.models.config import FAMILIES, read_config
 from mint_jax.models.hf import LAYER_NAMES
+from mint_jax.models.hf_config import FAMILIES, read_config
 from tests import oracles
 from tests.lora import peft_oracle_test
 

@@ -15,8 +15,7 @@ import torch
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule
 
 from mint_jax.errors import UserError
-from mint_jax.models import config as config_lib
-from mint_jax.models import hf, state
+from mint_jax.models import hf, hf_config, state
 from mint_jax.models.attention import Segments
 from mint_jax.models.paged import EMPTY, FOLLOW, StateSlots
 from tests import oracles
@@ -183,7 +182,7 @@ def test_a_checkpoint_of_several_media_is_read_for_its_text(family, hf_dirs, tmp
             hf.load(directory, cfg, mesh)
     outer.pop("text_config")
     with pytest.raises(UserError, match="has no text_config"):
-        config_lib.from_hf(outer)
+        hf_config.from_hf(outer)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +200,7 @@ def test_a_checkpoint_of_several_media_is_read_for_its_text(family, hf_dirs, tmp
 def test_a_config_that_does_not_fit_is_refused(changes, words, hf_dirs):
     config = json.loads((hf_dirs("qwen3_5") / "config.json").read_text())
     with pytest.raises(UserError, match=words):
-        config_lib.from_hf(config | changes)
+        hf_config.from_hf(config | changes)
 
 
 @pytest.mark.parametrize(
@@ -227,15 +226,15 @@ def test_a_config_of_one_part_a_layer_that_does_not_fit_is_refused(changes, word
     if "hybrid_override_pattern" in changes:
         del config["layers_block_type"]
     with pytest.raises(UserError, match=words):
-        config_lib.from_hf(config | changes)
+        hf_config.from_hf(config | changes)
 
 
 def test_a_pattern_of_letters_is_a_list_of_types(hf_dirs):
     config = json.loads((hf_dirs("nemotron_h") / "config.json").read_text())
-    cfg = config_lib.from_hf(config)
+    cfg = hf_config.from_hf(config)
     del config["layers_block_type"]
-    assert config_lib.from_hf(config | {"hybrid_override_pattern": "MEME*E"}) == cfg
-    dense = config_lib.from_hf(config | {"hybrid_override_pattern": "M-*M"})
+    assert hf_config.from_hf(config | {"hybrid_override_pattern": "MEME*E"}) == cfg
+    dense = hf_config.from_hf(config | {"hybrid_override_pattern": "M-*M"})
     assert dense.experts is None
     assert dense.only == ("ssm", "mlp", "attn", "ssm")
 
@@ -256,9 +255,7 @@ def test_time_steps_have_a_least_length_in_any_call(shortest, hf_dirs, mesh, tmp
 
 def test_layers_are_grouped_by_their_pattern():
     def groups(kinds):
-        return [
-            {n: list(r) for n, r in group.items()} for group in config_lib._groups(tuple(kinds))
-        ]
+        return [{n: list(r) for n, r in group.items()} for group in hf_config._groups(tuple(kinds))]
 
     assert groups("aaa") == [{"a": [0, 1, 2]}]
     assert groups("aabbb") == [{"a": [0, 1]}, {"b": [2, 3, 4]}]

@@ -19,7 +19,7 @@ from mint_jax import params as params_lib
 from mint_jax.errors import UserError
 from mint_jax.models import attention, hf, names, paged, transformer
 from mint_jax.models.attention import Segments
-from mint_jax.models.config import from_hf
+from mint_jax.models.hf_config import from_hf
 
 TYPES = ("sliding_attention", "full_attention")
 GPT_OSS = names.SHAPES["gpt-oss-20b"] | {

@@ -12,7 +12,8 @@ import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from mint_jax.errors import UserError
-from mint_jax.models.config import FAMILIES, ONLY, from_hf, read_config, rope_frequencies
+from mint_jax.models.config import rope_frequencies
+from mint_jax.models.hf_config import FAMILIES, ONLY, from_hf, read_config
 
 GOOD = {"architectures": ["LlamaForCausalLM"], "vocab_size": 97, "hidden_size": 48}
 GOOD |= {"intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4}
