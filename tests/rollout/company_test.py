@@ -40,10 +40,10 @@ LATENT = tuple(
 FAMILIES = (
     "llama",
     "qwen3_5",
-    "qwen3_next",
+    pytest.param("qwen3_next", marks=pytest.mark.slow),  # states as in qwen3_5, routes in qwen3_moe
     *(
         pytest.param(name, marks=pytest.mark.long)
-        for name in ("qwen3_moe", "gpt_oss", "nemotron_h")
+        for name in ("qwen3_moe", "gpt_oss", "nemotron_h", "gemma4_shared")
     ),
     *LATENT,
 )
