@@ -15,6 +15,7 @@ import torch
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule
 
 from mint_jax.errors import UserError
+from mint_jax.models import config as model_config
 from mint_jax.models import hf, hf_config, state
 from mint_jax.models.attention import Segments
 from mint_jax.models.paged import EMPTY, FOLLOW, StateSlots
@@ -255,7 +256,8 @@ def test_time_steps_have_a_least_length_in_any_call(shortest, hf_dirs, mesh, tmp
 
 def test_layers_are_grouped_by_their_pattern():
     def groups(kinds):
-        return [{n: list(r) for n, r in group.items()} for group in hf_config._groups(tuple(kinds))]
+        found = model_config._groups(tuple(kinds))
+        return [{n: list(r) for n, r in group.items()} for group in found]
 
     assert groups("aaa") == [{"a": [0, 1, 2]}]
     assert groups("aabbb") == [{"a": [0, 1]}, {"b": [2, 3, 4]}]
