@@ -253,6 +253,13 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
             "final_logit_softcapping": None,
         },
     ),
+    # an MLP and experts in each layer, with a window and without
+    "gemma4_moe": (
+        "Gemma4TextConfig",
+        _GEMMA4
+        | {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3}
+        | {"moe_intermediate_size": 40},
+    ),
     "ministral3": (
         "Ministral3Config",
         {
@@ -276,8 +283,10 @@ def save_tiny(name: str, directory: Path, max_shard_size: str = "5GB") -> Path:
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for key, p in model.named_parameters():
-            if "norm" in key:
+            if "norm" in key or key.endswith("per_expert_scale"):
                 p.uniform_(0.5, 1.5)
+            elif key.endswith("router.scale"):  # scores of size 1, so that experts are not equal
+                p.uniform_(3, 9)
             elif p.ndim == 1:
                 p.normal_(0, 0.3)
             else:

@@ -59,6 +59,14 @@ class Experts:
     # of the router and of each expert's projections; such files have gpt-oss's layout of experts
     bias: bool = False
     latent: int = 0  # width of what routed experts read and write; 0: the model's
+    # layers also have an MLP. The outputs of both have norms before they are added; the router has
+    # a norm of its own, and a factor on each expert's weight (Gemma 4)
+    with_mlp: bool = False
+
+    @property
+    def fused(self) -> bool:
+        """True if files and PEFT have the experts of a layer in two tensors only."""
+        return self.bias or self.with_mlp
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +159,7 @@ class LayerInputs:
 # Kind of a layer -> its parts, in order, each after a norm and added to the residual stream. Kinds
 # with ``near_`` or ``shared_`` in front have the same.
 PARTS = {
-    **{"dense": ("attn", "mlp"), "moe": ("attn", "moe")},
+    **{"dense": ("attn", "mlp"), "moe": ("attn", "moe"), "mlp_moe": ("attn", "mlp", "moe")},
     **{"delta": ("delta", "mlp"), "delta_moe": ("delta", "moe")},
     **{f"only_{part}": (part,) for part in ("ssm", "attn", "mlp", "moe")},
 }
@@ -226,7 +234,8 @@ class ModelConfig:
         if self.only is not None:
             return tuple(f"only_{part}" for part in self.only)
         dense = self.num_layers if self.experts is None else self.dense_layers
-        kinds = ["dense"] * dense + ["moe"] * (self.num_layers - dense)
+        sparse = "mlp_moe" if self.experts is not None and self.experts.with_mlp else "moe"
+        kinds = ["dense"] * dense + [sparse] * (self.num_layers - dense)
         if self.delta is not None:
             state = {"dense": "delta", "moe": "delta_moe"}
             kinds = [kind if full else state[kind] for kind, full in zip(kinds, self.delta.full)]

@@ -92,6 +92,14 @@ _GEMMA4 = _GEMMA3 | {
     "inputs/input_out/w": "per_layer_projection.weight",
     "inputs/norm": "post_per_layer_input_norm.weight",
     "scale": "layer_scalar",
+    # in layers with an MLP and experts
+    "moe/norm": "pre_feedforward_layernorm_2.weight",
+    "moe/mlp_norm": "post_feedforward_layernorm_1.weight",
+    "moe/post_norm": "post_feedforward_layernorm_2.weight",
+    "moe/router/w": "router.proj.weight",
+    "moe/router_norm": "router.scale",
+    "moe/expert_scale": "router.per_expert_scale",
+    **_matrices("moe/experts", "experts.{e}", *_MLP),
 }
 _GPT_OSS = (
     _DECODER
@@ -217,15 +225,18 @@ def source_of(path: str, spec: ParamSpec, cfg: ModelConfig) -> LeafSource:
 
 
 def is_moe_type(cfg: ModelConfig) -> bool:
-    """Returns True if the base's transformers class has routed experts."""
-    return "moe/router/w" in LAYER_NAMES[cfg.family]
+    """Returns True if the base's transformers class has routed experts in place of MLPs; PEFT takes
+    the names of its MLPs for those of experts.
+    """
+    return {"moe/router/w", "moe/mlp_norm"} & LAYER_NAMES[cfg.family].keys() == {"moe/router/w"}
 
 
 def module_names(cfg: ModelConfig, paths: Iterable[str]) -> BaseNames:
     """Returns PEFT's module names of each projection path, per layer, or per layer and expert."""
     specs = dict(params_lib.leaves_with_path(transformer.abstract(cfg)))
     alternate = cfg.experts is not None and cfg.experts.bias
-    out = BaseNames(functools.partial(_holds, cfg), alternate, fused=alternate or not cfg.gated)
+    fused = not cfg.gated or (cfg.experts is not None and cfg.experts.fused)
+    out = BaseNames(functools.partial(_holds, cfg), alternate, fused)
     for path in paths:
         leaf = f"{path}/w"
         # A tied head has no tensor.
@@ -671,9 +682,9 @@ def tensors(params: Any, cfg: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
     flat = dict(params_lib.leaves_with_path(params))
     for path, array in flat.items():
         source = source_of(path, ParamSpec(array.shape, (None,) * array.ndim), cfg)
-        if cfg.experts is not None and cfg.experts.bias and "/experts/" in path:
+        if cfg.experts is not None and cfg.experts.fused and "/experts/" in path:
             if "/experts/up/" not in path:
-                yield from _fused(path, flat, source.names)
+                yield from _fused(path, flat, source.names, cfg.experts.bias)
             continue
         for i, name in enumerate(source.names):
             value = np.asarray(array[np.unravel_index(i, source.stack)] if source.stack else array)
@@ -681,14 +692,16 @@ def tensors(params: Any, cfg: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _fused(
-    path: str, flat: dict[str, Any], names: tuple[str, ...]
+    path: str, flat: dict[str, Any], names: tuple[str, ...], alternate: bool
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields a projection of all experts as gpt-oss stores it, one tensor a layer."""
+    """Yields a projection of all experts, one tensor a layer; as gpt-oss stores it if alternate."""
     leaf, of, stack = "_bias" if path.endswith("/b") else "", "down_proj", np.asarray(flat[path])
     if "/gate/" in path:
         of, parts = "gate_up_proj", [stack, np.asarray(flat[path.replace("/gate/", "/up/")])]
-        stack = np.stack(parts, axis=-1).reshape(*stack.shape[:-1], -1)
+        of_pairs = np.stack(parts, axis=-1).reshape(*stack.shape[:-1], -1)
+        stack = of_pairs if alternate else np.concatenate(parts, axis=-1)
     for name, value in zip(names[:: stack.shape[1]], stack, strict=True):
+        value = value if alternate else np.ascontiguousarray(value.swapaxes(1, 2))
         yield f"{name.split('.experts.')[0]}.experts.{of}{leaf}", value
 
 

@@ -85,7 +85,8 @@ _GEMMA3 |= {"query_pre_attn_scalar": 256, "sliding_window": 4096, "attention_bia
 _GEMMA4 = {"vocab_size": 262144, "sliding_window": 512, "final_logit_softcapping": None}
 _GEMMA4 |= {"num_hidden_layers": 30, "attention_k_eq_v": False, "num_kv_shared_layers": 0}
 _GEMMA4 |= {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144}
-_GEMMA4 |= {"use_double_wide_mlp": False}
+_GEMMA4 |= {"use_double_wide_mlp": False, "enable_moe_block": False, "num_experts": None}
+_GEMMA4 |= {"top_k_experts": None, "moe_intermediate_size": None}
 # arguments that its class turns into overrides of single layers
 _GEMMA4 |= {"global_head_dim": 512, "num_global_key_value_heads": None, "per_layer_config": None}
 _GPT_OSS = {"vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "head_dim": 64}
@@ -209,8 +210,6 @@ FAMILIES = {  # `architectures` entry ->
         {
             "hidden_activation": ("gelu_pytorch_tanh",),
             "use_bidirectional_attention": (None, "vision"),
-            "enable_moe_block": _OFF,
-            **dict.fromkeys(("num_experts", "top_k_experts", "moe_intermediate_size"), (None,)),
             # spellings of older families, without effect in this class
             **dict.fromkeys(("rope_theta", "rope_scaling", "rope_local_base_freq"), (None,)),
             "sliding_window_pattern": (None,),
@@ -599,6 +598,13 @@ def _experts(given: dict[str, Any], fields: _Fields, shared_gate: bool) -> Exper
     return experts
 
 
+def _experts_with_mlp(fields: _Fields) -> Experts:
+    names = "num_experts", "top_k_experts", "moe_intermediate_size"
+    count, per_token, width = (fields.number(name) for name in names)
+    _require(1 <= per_token <= count, f"top_k_experts is {per_token}, of {count} experts")
+    return Experts(count, per_token, width, with_mlp=True)
+
+
 def _dense_layers(fields: _Fields, known: dict[str, Any], layers: int) -> int:
     """Returns the number of layers without experts, which must be the first ones."""
     types = fields["mlp_layer_types"] if "mlp_layer_types" in known else None
@@ -655,6 +661,8 @@ def from_hf(given: dict[str, Any]) -> ModelConfig:
     if "num_experts_per_tok" in known and (only is None or "moe" in only):
         experts = _experts(given, fields, "shared_expert_intermediate_size" in known)
         experts = dataclasses.replace(experts, bias=family.expert_bias)
+    if fields.get("enable_moe_block") and "enable_moe_block" in known:
+        experts = _experts_with_mlp(fields)
     if known.keys() & {"first_k_dense_replace", "mlp_layer_types"}:
         dense = _dense_layers(fields, known, layers)
     if "kv_lora_rank" in known:

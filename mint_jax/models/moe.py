@@ -14,7 +14,16 @@ from mint_jax.lora.view import AdapterView
 from mint_jax.models import experts
 from mint_jax.models.config import Experts, ModelConfig
 from mint_jax.models.expert_parallel import routed
-from mint_jax.models.layers import ACTIVATIONS, AXES, matrix, mlp, mlp_matrices, norm, project
+from mint_jax.models.layers import (
+    ACTIVATIONS,
+    AXES,
+    matrix,
+    mlp,
+    mlp_matrices,
+    norm,
+    project,
+    rms_norm,
+)
 from mint_jax.params import ParamSpec
 
 
@@ -34,6 +43,9 @@ def specs(cfg: ModelConfig, L: int, dtype: Any) -> dict[str, Any]:
         out["shared"] = mlp_matrices(L, e.shared, cfg, dtype)
     if e.shared_gate:
         out["shared_gate"] = matrix("shared_gate", L, D, 1, dtype)
+    if e.with_mlp:
+        out |= {name: norm(L, D, dtype) for name in ("mlp_norm", "post_norm", "router_norm")}
+        out["expert_scale"] = ParamSpec((L, e.count), ("layers", None), dtype, "ones")
     return out
 
 
@@ -62,10 +74,21 @@ def moe(
     lora: AdapterView | None,
     cfg: ModelConfig,
     replay: jax.Array | None = None,
+    x_BTD: jax.Array | None = None,
 ) -> tuple[jax.Array, Route]:
-    """Returns the layer's output ``[B, T, D]`` and the route taken; ``replay`` as in ``route``."""
+    """Returns the layer's output ``[B, T, D]`` and the route taken; ``replay`` as in ``route``,
+    ``x_BTD`` before the layer's norm, for a router that norms its input itself.
+    """
     assert cfg.experts is not None
-    taken = route(h_BTD, p, lora, cfg.experts, replay)
+    if cfg.experts.with_mlp:
+        assert x_BTD is not None
+        x32 = x_BTD.astype(jnp.float32)
+        own = rms_norm(x32, p["router_norm"], cfg.norm_eps) * cfg.d_model**-0.5
+        taken = route(own, p, lora, cfg.experts, replay)
+        factors = p["expert_scale"].astype(jnp.float32)[taken.ids]
+        taken = taken._replace(weights=taken.weights * factors)
+    else:
+        taken = route(h_BTD, p, lora, cfg.experts, replay)
     act = ACTIVATIONS[cfg.activation]
     x = project(h_BTD, p, lora, "latent_in") if cfg.experts.latent else h_BTD
     with jax.named_scope("experts"):

@@ -57,10 +57,32 @@ _QWEN3_5 |= {"rms_norm_eps": 1e-06, "attention_bias": False}
 _LARGE = {"hidden_size": 4096, "num_hidden_layers": 60, "num_attention_heads": 32}
 _LARGE |= {"moe_intermediate_size": 1024, "shared_expert_intermediate_size": 1024}
 _LARGE |= {"num_experts": 512, "num_experts_per_tok": 10, "linear_num_value_heads": 64}
+_GEMMA4 = {"architectures": ["Gemma4ForCausalLM"], "vocab_size": 262144, "sliding_window": 1024}
+_GEMMA4 |= {"hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 60}
+_GEMMA4 |= {"num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 256}
+_GEMMA4 |= {"num_global_key_value_heads": 4, "global_head_dim": 512, "attention_k_eq_v": True}
+_GEMMA4 |= {"hidden_size_per_layer_input": 0, "final_logit_softcapping": 30.0}
+_GEMMA4 |= {"max_position_embeddings": 262144, "tie_word_embeddings": True, "rms_norm_eps": 1e-06}
+_GEMMA4_MOE = _GEMMA4 | {"hidden_size": 2816, "intermediate_size": 2112, "num_hidden_layers": 30}
+_GEMMA4_MOE |= {"num_attention_heads": 16, "num_key_value_heads": 8, "enable_moe_block": True}
+_GEMMA4_MOE |= {"num_global_key_value_heads": 2, "num_experts": 128, "top_k_experts": 8}
+_GEMMA4_MOE |= {"moe_intermediate_size": 704}
+_E4B = _GEMMA4 | {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 42}
+_E4B |= {"num_attention_heads": 8, "num_key_value_heads": 2, "attention_k_eq_v": False}
+_E4B |= {"hidden_size_per_layer_input": 256, "num_kv_shared_layers": 18, "sliding_window": 512}
+_E4B |= {"max_position_embeddings": 131072}
+_NEMOTRON = {"architectures": ["NemotronHForCausalLM"], "vocab_size": 131072, "hidden_size": 2688}
+_NEMOTRON |= {"hybrid_override_pattern": f"MEMEM*{'EMEMEM*' * 4}EMEMEMEM*EMEMEMEME"}
+_NEMOTRON |= {"num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128}
+_NEMOTRON |= {"mamba_num_heads": 64, "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8}
+_NEMOTRON |= {"n_routed_experts": 128, "num_experts_per_tok": 6, "moe_intermediate_size": 1856}
+_NEMOTRON |= {"moe_shared_expert_intermediate_size": 3712, "routed_scaling_factor": 2.5}
+_NEMOTRON |= {"intermediate_size": 1856, "max_position_embeddings": 262144}
 # Name -> fields of these models' config.json.
 SHAPES: dict[str, dict[str, Any]] = {"qwen3-4b": _QWEN3, "qwen3-30b-a3b": _QWEN3_MOE}
 SHAPES |= {"qwen3.5-35b-a3b": _QWEN3_5, "qwen3.5-397b-a17b": _QWEN3_5 | _LARGE}
-SHAPES["gpt-oss-20b"] = _GPT_OSS
+SHAPES |= {"gpt-oss-20b": _GPT_OSS, "gemma-4-e4b": _E4B, "gemma-4-31b": _GEMMA4}
+SHAPES |= {"gemma-4-26b-a4b": _GEMMA4_MOE, "nemotron-3-nano-30b-a3b": _NEMOTRON}
 
 
 def _known() -> list[str]:

@@ -413,21 +413,28 @@ def _layer(x, chosen, p, lora, cache, indexer, replay, ctx, cfg, shared):
         if "post_norm" in p[part]:
             out = _norm(out, p[part]["post_norm"], cfg)
         x = constrain(checkpoint_name(x + out, "residual"), "batch", "tokens", "act_embed")
+    out = route = None
+    if "mlp" in p:
+        with jax.named_scope("mlp"):
+            h = _norm(x, p["mlp"]["norm"], cfg)
+            out = layers.mlp(h, p["mlp"], _below(lora, "mlp"), layers.ACTIVATIONS[cfg.activation])
     if "moe" in p:
         with jax.named_scope("moe"):
             h = _norm(x, p["moe"]["norm"], cfg)
-            out, route = moe.moe(h, p["moe"], _below(lora, "moe"), cfg, replay)
+            routed, route = moe.moe(h, p["moe"], _below(lora, "moe"), cfg, replay, x)
             if cache is not None and pool is not None and "routes" in pool:
                 pool = pool | {"routes": paged.record(pool["routes"], route.ids, cache)}
-            return x + out, chosen, pool, route, keys
-    if "mlp" not in p:
+            if out is not None:
+                out = _norm(out, p["moe"]["mlp_norm"], cfg)
+                out = out + _norm(routed, p["moe"]["post_norm"], cfg)
+            else:
+                out = routed
+    if out is None:
         return x, chosen, pool, None, keys
-    with jax.named_scope("mlp"):
-        h = _norm(x, p["mlp"]["norm"], cfg)
-        out = layers.mlp(h, p["mlp"], _below(lora, "mlp"), layers.ACTIVATIONS[cfg.activation])
-        if "post_norm" in p["mlp"]:
+    if "mlp" in p and "post_norm" in p["mlp"]:
+        with jax.named_scope("mlp"):
             out = _norm(out, p["mlp"]["post_norm"], cfg)
-        return x + out, chosen, pool, None, keys
+    return x + out, chosen, pool, route, keys
 
 
 def _below(lora: Any, name: str) -> Any:

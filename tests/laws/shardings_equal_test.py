@@ -95,6 +95,10 @@ SHARED_KEYS = DENSE | {
     "vocab_size_per_layer_input": DENSE["vocab_size"],
     "final_logit_softcapping": 9.0,
 }
+WITH_MLP = {name: value for name, value in SHARED_KEYS.items() if "layer_input" not in name} | {
+    **{"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "enable_moe_block": True},
+    **{"num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 24},
+}
 HYBRID = STATES | {
     "architectures": ["Qwen3NextForCausalLM"],
     "num_hidden_layers": 4,
@@ -111,7 +115,7 @@ ONLY = {k: v for k, v in DENSE.items() if k != "num_hidden_layers"} | {
 FAMILIES = {
     **{"dense": DENSE, "experts": SPARSE, "latent": LATENT, "indexed": INDEXED},
     **{"states": STATES, "hybrid": HYBRID, "only": ONLY},
-    **{"windows": WINDOWS, "shared keys": SHARED_KEYS},
+    **{"windows": WINDOWS, "shared keys": SHARED_KEYS, "with mlp": WITH_MLP},
 }
 MESHES = {
     "data8": {"data": 8},
@@ -134,13 +138,16 @@ CASES = [
         *(("hybrid", "expert4_tensor2"), ("shared keys", "tensor2_fsdp2_data2")),
     ]
 ]
-# all that it has, indexed has too
-CASES.append(pytest.param("latent", "expert4_tensor2", marks=pytest.mark.slow))
+# all that they have, others have too
+CASES += [
+    pytest.param(family, "expert4_tensor2", marks=pytest.mark.slow)
+    for family in ("latent", "with mlp")
+]
 
 
 def adapters_of(family):
     targets = ("q", "o", "down") if family == "dense" else ("all-linear",)  # split both ways
-    form = "shared_outer" if family in ("experts", "hybrid") else "each"
+    form = "shared_outer" if family in ("experts", "hybrid", "with mlp") else "each"
     shared = AdapterConfig(1, targets=targets, experts=form)
     return {"a": AdapterConfig(3, targets=targets), "c": shared}
 

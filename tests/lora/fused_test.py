@@ -73,6 +73,16 @@ IMPORTS = {  # family, LoraConfig, the rank of what we read
         4,
     ),
     "gpt-oss, gate_up only": ("gpt_oss", {"target_parameters": [GATE_UP, "mlp.router.weight"]}, 4),
+    # only the MLP has modules named gate_proj
+    "MLP and experts": pytest.param(
+        "gemma4_moe",
+        {
+            "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+            "target_modules": ["q_proj", "gate_proj"],
+        },
+        4,
+        marks=pytest.mark.long,
+    ),
     "all-linear": ("qwen3_moe", {"target_modules": "all-linear", "r": 2}, 4),
     # matrices as parameters are saved under ordinary names, and patterns see the parameter's name
     "matrices": (

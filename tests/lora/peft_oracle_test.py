@@ -86,6 +86,7 @@ def logits_and_gradients(params, stacks, tokens_BT, pull_BTV, cfg, blocks, base_
         # heads and their number differ by layer; values are keys; embeddings of layers, shared keys
         pytest.param("gemma4", MIXED, marks=pytest.mark.long),
         pytest.param("gemma4_shared", EXPERTS, marks=pytest.mark.long),
+        pytest.param("gemma4_moe", SHARED, marks=pytest.mark.long),
         # experts chosen group by group, shared ones, and a dense layer
         pytest.param("deepseek_v3", EXPERTS, marks=pytest.mark.long),
         pytest.param("deepseek_v3", SHARED, marks=pytest.mark.long),

@@ -66,6 +66,7 @@ EXPORTS = [
     ("nemotron_h", AdapterConfig(2, 5.0, ("up", "in", "q"), rslora=True)),
     ("nemotron_h_dense", AdapterConfig(2, 5.0, ("up", "in", "q"))),
     ("gemma4_shared", AdapterConfig(3, 5.0, (tree.ALL_LINEAR, "embed"))),
+    ("gemma4_moe", AdapterConfig(3, 5.0, ("q", "down", "router"), rslora=True)),
     # a dense layer and shared experts beside routed ones
     ("deepseek_v3", AdapterConfig(3, 5.0, (tree.ALL_LINEAR,))),
     # PEFT takes the names of MLPs for those of experts by the type of the model

@@ -40,7 +40,8 @@ LATENT = tuple(
 FAMILIES = (
     "llama",
     "qwen3_5",
-    pytest.param("qwen3_next", marks=pytest.mark.slow),  # states as in qwen3_5, routes in qwen3_moe
+    # states as in qwen3_5, keys as in gemma4_shared, routes as in qwen3_moe
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_next", "gemma4_moe")),
     *(
         pytest.param(name, marks=pytest.mark.long)
         for name in ("qwen3_moe", "gpt_oss", "nemotron_h", "gemma4_shared")

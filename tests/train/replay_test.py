@@ -38,6 +38,8 @@ CFG = ModelConfig(
 HYBRID = CFG.replace(
     num_layers=6, delta=Delta(2, 4, 8, 6, 4, full=(True, False, True, False, True, True))
 )
+# Layers with an MLP and experts.
+WITH_MLP = CFG.replace(experts=dataclasses.replace(CFG.experts, with_mlp=True))
 POLICY = PolicyConfig("p", AdapterConfig(4), loss=LossConfig("reinforce"))
 
 
@@ -85,7 +87,9 @@ def update(base, groups, replay=True):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("base", [CFG, HYBRID], indirect=True, ids=["one_stack", "three_stacks"])
+@pytest.mark.parametrize(
+    "base", [CFG, HYBRID, WITH_MLP], indirect=True, ids=["one_stack", "three_stacks", "with_mlp"]
+)
 def test_a_perturbed_router_changes_the_loss_without_replay_and_not_with_it(base, rng):
     groups = rollout(base, rng)
     same = update(base, groups, replay=False)
