@@ -7,7 +7,8 @@ Without a gate the first is ``up_proj [E, F, D]``.
 
 SGLang's layout has a pair of 3-D tensors for each projection of a layer's experts, ``w1``, ``w2``
 and ``w3``: A ``[E, R, D]`` and B ``[E, F, R]``, with 1 in place of E for a factor that the experts
-share.
+share. Miles (Megatron-Bridge) names such a factor without an expert, ``experts.gate_proj``, and the
+other one by expert, ``experts.0.gate_proj``.
 
 Axes: L layers, E experts, R rank, D in, F out.
 """
@@ -218,19 +219,19 @@ def read_stacked(
 
 def stacked_factors(
     modules: Sequence[str], a: np.ndarray, b: np.ndarray
-) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-    """Yields one projection's pairs in SGLang's layout, layer by layer, with their names.
+) -> Iterator[tuple[str, str, np.ndarray, np.ndarray]]:
+    """Yields one projection's pairs in SGLang's layout, layer by layer, with the names of the
+    experts' module and of the projection.
 
     Args:
         modules: names of its experts in all layers.
         a, b: ``[L, E, R, D]`` and ``[L, E, R, F]``, without E if the experts share the factor.
     """
-    name = {f"{part}_proj": name for name, part in STACKED.items()}
     each = len(modules) // len(a)
     for layer, (a_ERD, b_ERF) in enumerate(zip(a, b)):
         experts, _, projection = modules[layer * each].rsplit(".", 2)
         a_ERD, b_ERF = (x if x.ndim == 3 else x[None] for x in (a_ERD, b_ERF))
-        yield f"{experts}.{name[projection]}", a_ERD, b_ERF.swapaxes(1, 2)
+        yield experts, projection, a_ERD, b_ERF.swapaxes(1, 2)
 
 
 def _split(

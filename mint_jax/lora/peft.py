@@ -8,6 +8,7 @@ read in that form or fused (``fused.py``).
 """
 
 import dataclasses
+import itertools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,7 @@ from mint_jax.files import new_directory
 from mint_jax.lora.fused import (
     DEFAULT_RANK,
     PLAIN_SINCE,
+    STACKED,
     Found,
     Fused,
     Pair,
@@ -125,13 +127,13 @@ def write_peft(
     names: Names,
     base_name: str = "",
     moe_type: bool = False,
-    stacked: bool = False,
+    layout: str = "peft",
 ) -> None:
     """Writes an adapter so that PEFT loads it with the same outputs; the directory is created
     atomically.
 
     PEFT has no factors that experts share, so each expert gets a copy of a shared-outer adapter's,
-    but for ``stacked``.
+    but in other layouts.
     PEFT cannot load an adapter of only gate or only up of routed experts, and raises. For gpt-oss
     the other one is written as zeros.
 
@@ -139,8 +141,8 @@ def write_peft(
         base_name: name by which other programs open the base.
         moe_type: the base's transformers class has routed experts, even if all its layers are
             dense.
-        stacked: experts have SGLang's layout, see ``fused.py``, which PEFT does not read, with
-            factors that experts share as they are.
+        layout: ``sglang`` or ``miles``: experts have that layout, see ``fused.py``, which PEFT does
+            not read, with factors that experts share as they are.
     """
     directory = Path(directory)
     if directory.is_file():
@@ -150,12 +152,12 @@ def write_peft(
     flat = dict(params_lib.leaves_with_path(expanded(adapter)))
     tensors: dict[str, np.ndarray] = {}
     targets: dict[str, Any] = {}
-    if stacked:
+    if layout != "peft":
         paths = {leaf.rsplit("/", 1)[0] for leaf in flat}
         last = {module.rsplit(".", 1)[-1] for path in paths for module in names[path]}
         targets = {"target_modules": sorted(last), "use_rslora": False}
         targets["lora_alpha"] = config.scale * config.rank
-        tensors = _take_stacked(flat, adapter, names)
+        tensors = _take_stacked(flat, adapter, names, layout)
     fused = _add_lacking(flat, names) if _is_fused(names) else {}
     for experts, parameters in fused_parameters(names, fused, _alternate(names)).items():
         for module, a, b in fused_factors(experts, parameters, flat):
@@ -232,17 +234,27 @@ def _stacks(flat: Mapping[str, Any]) -> dict[str, Projection]:
     return out
 
 
-def _take_stacked(flat: dict[str, Any], adapter: Any, names: Names) -> dict[str, np.ndarray]:
-    """Removes routed experts from the factors; returns their tensors in SGLang's layout."""
+def _take_stacked(
+    flat: dict[str, Any], adapter: Any, names: Names, layout: str
+) -> dict[str, np.ndarray]:
+    """Removes routed experts from the factors; returns their tensors in another layout."""
     if _alternate(names):
-        raise UserError("format sglang is not known for experts of this base: choose peft")
+        raise UserError(f"format {layout} is not known for experts of this base: choose peft")
     tensors, own = {}, dict(params_lib.leaves_with_path(adapter))
+    stacked = {f"{part}_proj": name for name, part in STACKED.items()}
     for path in _stacks(flat):
         parent, _, name = path.rpartition("/")
         kept = path if f"{path}/a" in own else f"{parent}/{SHARED_OUTER}/{name}"
         pairs = stacked_factors(names[path], *(np.asarray(own[f"{kept}/{f}"]) for f in "ab"))
-        for module, *pair in pairs:
-            tensors |= zip(_tensor_names("", module), map(np.ascontiguousarray, pair))
+        for (experts, projection, *pair), f in itertools.product(pairs, (0, 1)):
+            if layout == "sglang":
+                modules = {f"{experts}.{stacked[projection]}": pair[f]}
+            elif len(pair[f]) == 1:
+                modules = {f"{experts}.{projection}": pair[f]}
+            else:
+                modules = {f"{experts}.{e}.{projection}": x for e, x in enumerate(pair[f])}
+            for module, x in modules.items():
+                tensors[_tensor_names("", module)[f]] = np.ascontiguousarray(x)
         del flat[f"{path}/a"], flat[f"{path}/b"]
     return tensors
 
@@ -295,6 +307,7 @@ def read_peft(
         raise UserError(f"{directory / WEIGHTS} cannot be read ({error}){hint}") from None
 
     tensors = {_of_text(name): x for name, x in tensors.items()}
+    _join_shared(tensors, fused_parameters(names, projections, _alternate(names)))
 
     def take(module: str, path: str = "") -> tuple[np.ndarray, np.ndarray] | None:
         name_a, name_b = _tensor_names(path, module)
@@ -363,6 +376,19 @@ def _take_base_weights(tensors: dict[str, np.ndarray], base: BaseNames, director
                 " weights, or train without modules_to_save and without changing the embedding"
             )
         del tensors[name]
+
+
+def _join_shared(tensors: dict[str, np.ndarray], fused: Mapping[str, Mapping[str, Fused]]) -> None:
+    """Replaces factors of experts in Miles' layout by those in SGLang's."""
+    for (experts, parameters), (name, part) in itertools.product(fused.items(), STACKED.items()):
+        shared, joined = (_tensor_names("", f"{experts}.{m}") for m in (f"{part}_proj", name))
+        for f in [f for f in (0, 1) if shared[f] in tensors]:
+            count = next(iter(parameters.values())).count
+            modules = [f"{experts}.{e}.{part}_proj" for e in range(count)]
+            others = [_tensor_names("", module)[1 - f] for module in modules]
+            if tensors.keys() >= set(others):
+                tensors[joined[f]] = tensors.pop(shared[f])
+                tensors[joined[1 - f]] = np.stack([tensors.pop(one) for one in others])
 
 
 def _check_targeted(module: str, config: Mapping[str, Any], directory: Path) -> None:

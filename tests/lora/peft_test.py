@@ -101,12 +101,30 @@ def test_peft_loads_what_we_write_and_reading_it_back_is_exact(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out"], "nothing of the staging may stay"
 
 
-@pytest.mark.parametrize("form", ["shared_outer", "each"])
-def test_experts_are_written_and_read_with_the_names_of_sglang(form, rng, tiny_base, tmp_path):
+# names of Megatron-Bridge, with which Miles trains
+MILES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+
+
+def take_experts(tensors, layout, layer, name, factor, E):
+    """Removes a factor of a layer's experts, ``[E, ...]``, or ``[1, ...]`` if they share it."""
+    owner, end = f"base_model.model.model.layers.{layer}.mlp.experts", f"lora_{factor}.weight"
+    if layout == "miles":
+        name = MILES[name]
+        if f"{owner}.0.{name}.{end}" in tensors:
+            return np.stack([tensors.pop(f"{owner}.{e}.{name}.{end}") for e in range(E)])
+    return tensors.pop(f"{owner}.{name}.{end}")
+
+
+@pytest.mark.parametrize(
+    ("form", "layout"), [("shared_outer", "sglang"), ("each", "sglang"), ("shared_outer", "miles")]
+)
+def test_experts_are_written_and_read_with_the_names_of_others(
+    form, layout, rng, tiny_base, tmp_path
+):
     base = tiny_base("qwen3_moe")
     config = AdapterConfig(3, 5.0, ("q", "gate", "up", "down"), experts=form)
     adapter, (names, shapes) = random_adapter(rng, base, config), tables(base)
-    write_peft(tmp_path / "out", adapter, config, names, stacked=True)
+    write_peft(tmp_path / "out", adapter, config, names, layout=layout)
     back, read = read_peft(tmp_path / "out", names, shapes)
     assert read == config
     chex.assert_trees_all_equal(back, adapter)
@@ -120,13 +138,13 @@ def test_experts_are_written_and_read_with_the_names_of_sglang(form, rng, tiny_b
             ("w2", "down", (E, 3, F), (one, D, 3)),
         ):
             pair = own.get("shared_outer", own)[ours]
-            key = f"base_model.model.model.layers.{layer}.mlp.experts.{name}.lora_"
-            got_a, got_b = (tensors.pop(f"{key}{f}.weight") for f in "AB")
+            got_a, got_b = (take_experts(tensors, layout, layer, name, f, E) for f in "AB")
             assert (got_a.shape, got_b.shape) == (a, b)
             np.testing.assert_array_equal(got_a, pair["a"][layer].reshape(a))
             want = pair["b"][layer].reshape(b[0], 3, b[1]).swapaxes(1, 2)
             np.testing.assert_array_equal(got_b, want)
     assert all(".q_proj." in name for name in tensors)
+    key = "base_model.model.model.layers.0.mlp.experts.w2.lora_"
     tensors |= {f"{key}A.weight": got_a[:, :2], f"{key}B.weight": got_b}
     save_file(tensors, tmp_path / "out" / WEIGHTS)
     with pytest.raises(UserError, match=r"experts\.w2 has lora_A"):

@@ -78,6 +78,7 @@ def _seconds(text: str) -> float:
 
 
 NATURAL = functools.partial(count, least=0)
+FORMATS = "peft", "sglang", "miles", "orbax"
 REVISION = "policy@alias, policy@number or a digest"
 POLICY = "policy, or tenant/policy"
 EITHER = "policy, or policy@revision"
@@ -382,7 +383,7 @@ def _gc(args: Args, catalog: Catalog) -> Result:
     "write a revision to files",
     arg("name", help=REVISION),
     arg("directory", nargs="?", type=path, help="a new directory"),
-    arg("--format", choices=("peft", "sglang", "orbax"), default="peft", help="of the directory"),
+    arg("--format", choices=FORMATS, default=FORMATS[0], help="of the directory"),
     arg("--base-name", metavar="NAME", help="the base in a PEFT directory: hub name, or directory"),
     arg("--packed", type=path, metavar="FILE", help="write one safetensors file instead"),
     *BASE,
@@ -434,6 +435,6 @@ def _write_peft(args: Args, found: Resolved, data: np.ndarray) -> str:
         )
     tree.check_fits(adapter, schema.config, base.specs, args.name, finite=False)
     name, is_moe = args.base_name or public_name(args.base), hf.is_moe_type(base.cfg)
-    modules, stacked = base.tables[0], args.format == "sglang"
-    peft.write_peft(args.directory, adapter, schema.config, modules, name, is_moe, stacked)
+    modules = base.tables[0], name, is_moe, args.format
+    peft.write_peft(args.directory, adapter, schema.config, *modules)
     return name
