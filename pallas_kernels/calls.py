@@ -167,7 +167,8 @@ def _packed_attention(spec: Spec, platform: str) -> Iterator[Call]:
 
     def numbers(rng: np.random.Generator, s: Any) -> tuple[Any, ...]:
         own = np.sort(rng.integers(0, 4, (s.B, s.T)), axis=1)  # four texts a row
-        return own, own
+        position = np.broadcast_to(np.arange(s.T), own.shape)  # numbers count from anywhere
+        return (own, own) if s.window is None else (own, own, position)
 
     for s in attention_shapes.TRAIN:
         of_k, of = (s.B, s.K), functools.partial(spec, dtype=s.dtype)
@@ -179,8 +180,8 @@ def _packed_attention(spec: Spec, platform: str) -> Iterator[Call]:
             ("packed_attention", kernel.forward, ()),
             ("packed_attention backward", kernel.backward, (out, lse, out)),
         ):
-            fn = functools.partial(call, scale=s.H**-0.5)
-            args = q, k, v, own, own, *more
+            fn = functools.partial(call, scale=s.H**-0.5, window=s.window)
+            args = q, k, v, own, own, None if s.window is None else own, *more
             yield Call(op, s, fn, args, (), functools.partial(numbers, s=s))
 
 

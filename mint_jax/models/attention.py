@@ -47,12 +47,7 @@ class Context(NamedTuple):
     lineage: Any = None  # of packed rows with layers that have a state, see `state.Lineage`
     growth: jax.Array | None = None  # `[B, T]` factor on queries
     window: int | None = None  # positions that a token attends to; None: all
-    keys: jax.Array | None = None  # those of packed rows, see `pack_keys`
-
-
-def keys_within(window: int, positions_BT: jax.Array) -> jax.Array:
-    """Returns the keys that are fewer than ``window`` positions before each query, packed."""
-    return pack_keys(positions_BT[:, :, None] - positions_BT[:, None] < window)
+    positions: jax.Array | None = None  # `[B, T]`, of packed rows with a window
 
 
 def packed_attention(
@@ -65,6 +60,8 @@ def packed_attention(
     kernel: str = "auto",
     keep: tuple[str, ...] = ("query", "key", "value"),
     sinks_N: jax.Array | None = None,
+    window: int | None = None,
+    positions_BT: jax.Array | None = None,
 ) -> jax.Array:
     """Computes causal attention within segments and their parents, ``[B, T, N, V]`` like ``q``.
 
@@ -72,12 +69,14 @@ def packed_attention(
         chosen: keys that each query may attend to, as packed by ``pack_keys``; None for all.
         keep: those to name for ``transformer.REMAT``; the others' inputs are named.
         sinks_N: score of each head that only adds to the sum of its weights.
+        window: with positions, a token attends to keys fewer positions before it; None for all.
     """
     chex.assert_rank([q_BTNH, v_BTKV], 4)
     B, T, N, H = q_BTNH.shape
     K, V = v_BTKV.shape[2:]
     chex.assert_shape([k_BTKH, v_BTKV], [(B, T, K, H), (B, T, K, V)])
     chex.assert_shape(list(segments), (B, T))
+    assert window is None or chosen is None, "no layer has an indexer and a window"
     q = q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)  # B K G T H
     q = sharding.constrain(q, "batch", "kv_heads", None, "tokens", None)
     k, v = (
@@ -87,7 +86,8 @@ def packed_attention(
     named = zip(("query", "key", "value"), (q, k, v))
     q, k, v = (checkpoint_name(x, name) if name in keep else x for name, x in named)
     sinks = None if sinks_N is None else sinks_N.astype(jnp.float32).reshape(K, -1)
-    o: jax.Array = _attended(q, k, v, sinks, segments.own, segments.parent, chosen, scale, kernel)
+    of = *segments, positions_BT, chosen
+    o: jax.Array = _attended(q, k, v, sinks, *of, scale, kernel, window)
     return o.transpose(0, 3, 1, 2, 4).reshape(B, T, N, V)
 
 
@@ -106,16 +106,18 @@ def unpack_keys(bits: jax.Array, S: int) -> jax.Array:
     return jnp.unpackbits(bits, axis=-1, count=S).astype(bool)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8))
-def _attended(q, k, v, sinks, own, parent, chosen, scale, kernel):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(8, 9, 10))
+def _attended(q, k, v, sinks, own, parent, positions, chosen, scale, kernel, window):
     """Returns ``[B, K, G, T, V]`` from ``q [B, K, G, T, H]``, ``k, v [B, K, T, .]`` and ``sinks [K,
     G]``.
     """
-    return _attended_forward(q, k, v, sinks, own, parent, chosen, scale, kernel)[0]
+    of = own, parent, positions, chosen
+    return _attended_forward(q, k, v, sinks, *of, scale, kernel, window)[0]
 
 
-def _attended_forward(q, k, v, sinks, own, parent, chosen, scale, kernel):
-    o, lse = run("packed_attention", FORWARD, kernel, (q, k, v, own, parent, chosen), scale=scale)
+def _attended_forward(q, k, v, sinks, own, parent, positions, chosen, scale, kernel, window):
+    args, how = (q, k, v, own, parent, positions, chosen), {"scale": scale, "window": window}
+    o, lse = run("packed_attention", FORWARD, kernel, args, **how)
     if sinks is not None:
         # Whatever the kernel: a sink is a key without a value, so it only enlarges the sum.
         total = jnp.logaddexp(lse, sinks[None, :, :, None])
@@ -123,17 +125,18 @@ def _attended_forward(q, k, v, sinks, own, parent, chosen, scale, kernel):
     # The backward pass needs the output and one number per query. JAX's derivative of a softmax
     # would store the weights, T x S numbers per head; they are recomputed instead.
     o, lse = checkpoint_name(o, "attended"), checkpoint_name(lse, "logsumexp")
-    return o, (sinks, (q, k, v, own, parent, chosen, o, lse))
+    return o, (sinks, (*args, o, lse))
 
 
-def _attended_backward(scale, kernel, residuals, g):
+def _attended_backward(scale, kernel, window, residuals, g):
     (sinks, rest), dsinks = residuals, None
-    dq, dk, dv = run("packed_attention backward", BACKWARD, kernel, (*rest, g), scale=scale)
+    args, how = (*rest, g), {"scale": scale, "window": window}
+    dq, dk, dv = run("packed_attention backward", BACKWARD, kernel, args, **how)
     if sinks is not None:
         o, lse = rest[-2:]
         along = jnp.sum(g.astype(jnp.float32) * o.astype(jnp.float32), axis=-1)
         dsinks = -jnp.sum(jnp.exp(sinks[None, :, :, None] - lse) * along, axis=(0, 3))
-    return dq, dk, dv, dsinks, None, None, None
+    return dq, dk, dv, dsinks, None, None, None, None
 
 
 _attended.defvjp(_attended_forward, _attended_backward)
@@ -215,19 +218,23 @@ def _split_queries(own_q, parent_q, chosen, start, n):
 # XLA: blocks of queries one after another, in slices.
 
 
-def _blocks(q, own, parent, chosen):
+def _blocks(q, own, parent, positions, chosen, window):
     """Yields start, stop, own, parent and bits of blocks of queries, and keys before their end."""
     T = q.shape[3]
     size = max(MIN_BLOCK, -(-T // MAX_CAUSAL_BLOCKS))
     for start in range(0, T, size):
         stop = min(start + size, T)
         bits = None if chosen is None else chosen[:, start:stop, : -(-stop // 8)]
+        if window is not None:
+            ago = positions[:, start:stop, None] - positions[:, None, :stop]
+            bits = pack_keys(ago < window)
         yield start, stop, own[:, start:stop], parent[:, start:stop], bits
 
 
-def _forward_by_xla(q, k, v, own, parent, chosen, *, scale):
+def _forward_by_xla(q, k, v, own, parent, positions, chosen, *, scale, window):
     out = []
-    for start, stop, own_q, parent_q, bits in _blocks(q, own, parent, chosen):
+    blocks = _blocks(q, own, parent, positions, chosen, window)
+    for start, stop, own_q, parent_q, bits in blocks:
         q_block, own_k = q[:, :, :, start:stop], own[:, :stop]
 
         def one(slices, k=k[:, :, :stop], v=v[:, :, :stop], own_k=own_k):
@@ -244,9 +251,10 @@ def _forward_by_xla(q, k, v, own, parent, chosen, *, scale):
     return o, lse[..., 0]
 
 
-def _backward_by_xla(q, k, v, own, parent, chosen, o, lse, g, *, scale):
+def _backward_by_xla(q, k, v, own, parent, positions, chosen, o, lse, g, *, scale, window):
     dq, dk, dv = [], jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
-    for start, stop, own_q, parent_q, bits in _blocks(q, own, parent, chosen):
+    blocks = _blocks(q, own, parent, positions, chosen, window)
+    for start, stop, own_q, parent_q, bits in blocks:
         k_block, v_block, own_k = k[:, :, :stop], v[:, :, :stop], own[:, :stop]
         rows = [x[:, :, :, start:stop] for x in (q, o, lse[..., None], g)]
 
@@ -277,18 +285,20 @@ def _backward_by_xla(q, k, v, own, parent, chosen, o, lse, g, *, scale):
 # Kernels.
 
 
-def _by_kernel(q, k, v, own, parent, chosen, *rest, scale, call, outputs, interpret=False):
+def _by_kernel(
+    q, k, v, own, parent, positions, chosen, *rest, scale, window, call, outputs, interpret=False
+):
     rows, heads = sharding.fitting(k.shape[:2], "batch", "kv_heads")
-    specs = *((rows, heads),) * 3, (rows,), (rows,), *((rows, heads),) * len(rest)
-    local = functools.partial(call, scale=scale, interpret=interpret)
+    specs = *((rows, heads),) * 3, *((rows,),) * 3, *((rows, heads),) * len(rest)
+    local = functools.partial(call, scale=scale, window=window, interpret=interpret)
     out = ((rows, heads),) * outputs
-    return sharding.over_devices(local, (q, k, v, own, parent, *rest), specs, out)
+    return sharding.over_devices(local, (q, k, v, own, parent, positions, *rest), specs, out)
 
 
 def _by(name: str, platform: str, kernel, call, outputs: int) -> Implementation:
-    def require(q, k, v, own, parent, chosen, *rest):
+    def require(q, k, v, own, parent, positions, chosen, *rest):
         if chosen is not None:
-            raise NotImplementedError("an indexer or a window chooses the keys")
+            raise NotImplementedError("an indexer chooses the keys")
         kernel.require(q, k, v)
 
     of_kernel = functools.partial(_by_kernel, call=call, outputs=outputs)

@@ -36,7 +36,7 @@ class Kernels:
     )
     packed_attention: str = _kernel(
         "packed_attention",
-        "attention in training and scoring (xla for layers with an indexer or a window)",
+        "attention in training and scoring (xla for layers with an indexer)",
     )
     paged_attention: str = _kernel(
         "paged_attention", "grouped-query attention over the sampler's cache"

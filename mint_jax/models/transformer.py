@@ -32,7 +32,7 @@ from mint_jax.models import (
     state,
     stored,
 )
-from mint_jax.models.attention import Context, Segments, keys_within, packed_attention
+from mint_jax.models.attention import Context, Segments, packed_attention
 from mint_jax.models.config import ModelConfig
 from mint_jax.models.layers import matrix, norm, project, project_each, rms_norm, rotate
 from mint_jax.params import ParamSpec
@@ -238,8 +238,7 @@ def hidden_states(
         ctx = ctx._replace(growth=layers.query_growth(positions_BT, cfg.rope_scaling))
     near = ctx
     if (windows := cfg.windows) is not None:
-        keys = None if segments is None else keys_within(windows.size, positions_BT)
-        near = ctx._replace(window=windows.size, keys=keys)
+        near = ctx._replace(window=windows.size, positions=positions_BT)
         if windows.theta is not None:
             cos, sin = layers.rope_tables(positions_BT, cfg.near)
             near = near._replace(cos=cos, sin=sin)
@@ -479,7 +478,8 @@ def _attention(
     if cache is None:
         assert ctx.segments is not None
         kernel, sinks = cfg.kernels.packed_attention, p.get("sinks")
-        out = packed_attention(q, k, v, ctx.segments, scale, ctx.keys, kernel, keep, sinks)
+        near = ctx.window, ctx.positions
+        out = packed_attention(q, k, v, ctx.segments, scale, None, kernel, keep, sinks, *near)
     else:
         # Heads before positions, so that a decode step reads one head's keys of all positions from
         # contiguous memory.

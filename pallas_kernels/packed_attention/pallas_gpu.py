@@ -19,7 +19,7 @@ from jax.experimental.pallas import triton
 
 from pallas_kernels import softmax_gpu as softmax
 from pallas_kernels import tuning
-from pallas_kernels.packed_attention.segments import key_of, meeting
+from pallas_kernels.packed_attention.segments import key_of, meeting, pairs, segments, visits
 from pallas_kernels.triton import (
     Span,
     columns,
@@ -56,9 +56,9 @@ class Config(NamedTuple):
     of_keys: Block
 
 
-def config(op: str, q: jax.Array, v: jax.Array) -> Config:
+def config(op: str, q: jax.Array, v: jax.Array, window: int | None) -> Config:
     """Returns the sizes for ``packed_attention`` or its ``backward``: measured, or the rule."""
-    return tuning.chosen(op, "cuda", key_of(q, v), _rule(q, v))
+    return tuning.chosen(op, "cuda", key_of(q, v, window), _rule(q, v))
 
 
 def _rule(q: jax.Array, v: jax.Array) -> Config:
@@ -91,45 +91,31 @@ def require(q: jax.Array, k: jax.Array, v: jax.Array, *rest: Any) -> None:
 
 
 def _visits(
-    own: jax.Array, parent: jax.Array, how: Block, of_keys: bool
+    of: Sequence[jax.Array], window: int | None, how: Block, of_keys: bool
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the blocks that each block of queries, or of keys, visits, and their number."""
-    T, wider = own.shape[1], max(how.queries, how.keys)
+    T, wider = of[0].shape[1], max(how.queries, how.keys)
     padding = ((0, 0), (0, -T % wider))
     # Beyond the row a block's ranges are as without the padding.
-    own, parent = (jnp.pad(x.astype(jnp.int32), padding, mode="edge") for x in (own, parent))
-    meet = meeting(own, parent, how.queries, how.keys)
+    of = [jnp.pad(x.astype(jnp.int32), padding, mode="edge") for x in of]
+    meet = meeting(of, window, how.queries, how.keys)
     visited, size = (meet.swapaxes(1, 2), how.queries) if of_keys else (meet, how.keys)
-    blocks = jnp.arange(visited.shape[2], dtype=jnp.int32)
     # If the other kind's blocks are wider, some may lie beyond the row.
-    visited &= (blocks * size < T)[None, None]
-    return jnp.sort(jnp.where(visited, blocks, len(blocks)), axis=2), jnp.sum(
-        visited, axis=2, dtype=jnp.int32
-    )
+    return visits(visited & (jnp.arange(visited.shape[2]) * size < T)[None, None])
 
 
 class _Row:
     """One row's data that a program reads."""
 
-    def __init__(
-        self,
-        own: Any,
-        parent: Any,
-        b: jax.Array,
-        most: int,
-        widths: tuple[int, int],
-        zero: jax.Array,
-    ):
-        self.own, self.parent, self.b = own, parent, b
+    def __init__(self, of: Any, b: jax.Array, most: int, widths: tuple[int, int], zero: jax.Array):
+        self.of, self.b = of, b
         self.H, self.V = (pieces(n, most, zero) for n in widths)
 
-    def queries(self, at: Span) -> tuple[jax.Array, jax.Array]:
-        return read(self.own, self.b, at, beyond=NO_QUERY), read(
-            self.parent, self.b, at, beyond=NO_QUERY
-        )
+    def queries(self, at: Span) -> list[jax.Array]:
+        return [read(one, self.b, at, beyond=NO_QUERY) for one in self.of]
 
-    def keys(self, at: Span) -> jax.Array:
-        return read(self.own, self.b, at, beyond=NO_KEY)
+    def keys(self, at: Span) -> list[jax.Array]:
+        return [read(one, self.b, at, beyond=NO_KEY) for one in self.of[::2]]
 
 
 def _parts(ref: Any, *index: Any) -> list[jax.Array]:
@@ -139,31 +125,53 @@ def _parts(ref: Any, *index: Any) -> list[jax.Array]:
 
 
 def _visible(
-    own_q: jax.Array, parent_q: jax.Array, own_k: jax.Array, queries: Span, keys: Span, axis: int
+    of_q: list[jax.Array],
+    of_k: list[jax.Array],
+    queries: Span,
+    keys: Span,
+    axis: int,
+    window: int | None,
 ) -> jax.Array:
     """Returns the mask of keys for each query; queries are along this axis."""
-    position = [one.at.start + jax.lax.iota(jnp.int32, one.at.size) for one in (queries, keys)]
-    (own_q, parent_q, at_q), (own_k, at_k) = (
-        tuple(jax.lax.expand_dims(x, [along]) for x in of)
-        for of, along in (((own_q, parent_q, position[0]), 1 - axis), ((own_k, position[1]), axis))
+    (own_q, parent_q, *position_q, at_q), (own_k, *position_k, at_k) = (
+        [jax.lax.expand_dims(x, [along]) for x in (*of, span.places)]
+        for of, span, along in ((of_q, queries, 1 - axis), (of_k, keys, axis))
     )
-    return ((own_q == own_k) | (parent_q == own_k)) & (at_q >= at_k)
+    visible = ((own_q == own_k) | (parent_q == own_k)) & (at_q >= at_k)
+    if window is not None:
+        visible &= position_q[0] - position_k[0] < window
+    return visible
 
 
 def _packed_attention(
-    visits, counts, own, parent, q, k, v, out, lse, *, scale: float, most: int, how: Block
+    visits,
+    counts,
+    of,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    *,
+    scale: float,
+    window: int | None,
+    most: int,
+    how: Block,
 ) -> None:
     (B, K, G, T, H), V = q.shape, v.shape[3]
     i, b, h, g = unravel(pl.program_id(0), B, K, G)
     i = pl.cdiv(T, how.queries) - 1 - i  # the last blocks have most keys, so they start first
-    row, current = _Row(own, parent, b, most, (H, V), 0 * i), columns(i, how.queries, T)
+    row, current = _Row(of, b, most, (H, V), 0 * i), columns(i, how.queries, T)
     of_q, q_parts = row.queries(current), _parts(q, b, h, g, current, row.H)
 
     def step(n: jax.Array, so_far: softmax.Running) -> softmax.Running:
         at = columns(visits[b, i, n], how.keys, T)
         s = softmax.scores(q_parts, _parts(k, b, h, at, row.H)) * scale
         return softmax.meet(
-            so_far, s, _visible(*of_q, row.keys(at), current, at, 0), _parts(v, b, h, at, row.V)
+            so_far,
+            s,
+            _visible(of_q, row.keys(at), current, at, 0, window),
+            _parts(v, b, h, at, row.V),
         )
 
     made = jax.lax.fori_loop(0, counts[b, i], step, softmax.begin(how.queries, row.V))
@@ -176,8 +184,7 @@ def _packed_attention(
 def _packed_attention_queries(
     visits,
     counts,
-    own,
-    parent,
+    of,
     q,
     k,
     v,
@@ -187,13 +194,14 @@ def _packed_attention_queries(
     dq,
     *,
     scale: float,
+    window: int | None,
     most: int,
     how: Block,
 ) -> None:
     (B, K, G, T, H), V = q.shape, v.shape[3]
     i, b, h, g = unravel(pl.program_id(0), B, K, G)
     i = pl.cdiv(T, how.queries) - 1 - i
-    row, current = _Row(own, parent, b, most, (H, V), 0 * i), columns(i, how.queries, T)
+    row, current = _Row(of, b, most, (H, V), 0 * i), columns(i, how.queries, T)
     of_q, q_parts, g_parts = (
         row.queries(current),
         _parts(q, b, h, g, current, row.H),
@@ -203,7 +211,8 @@ def _packed_attention_queries(
 
     def step(n: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         at = columns(visits[b, i, n], how.keys, T)
-        visible, k_parts = _visible(*of_q, row.keys(at), current, at, 0), _parts(k, b, h, at, row.H)
+        visible = _visible(of_q, row.keys(at), current, at, 0, window)
+        k_parts = _parts(k, b, h, at, row.H)
         p = jnp.where(visible, jnp.exp(softmax.scores(q_parts, k_parts) * scale - lse), 0.0)
         ds = jnp.where(
             visible, p * (softmax.scores(g_parts, _parts(v, b, h, at, row.V)) - along) * scale, 0.0
@@ -218,8 +227,7 @@ def _packed_attention_queries(
 def _packed_attention_keys(
     visits,
     counts,
-    own,
-    parent,
+    of,
     q,
     k,
     v,
@@ -230,12 +238,13 @@ def _packed_attention_keys(
     dv,
     *,
     scale: float,
+    window: int | None,
     most: int,
     how: Block,
 ) -> None:
     (B, K, G, T, H), V = q.shape, v.shape[3]
     j, b, h = unravel(pl.program_id(0), B, K)  # the first blocks have most queries
-    row, current = _Row(own, parent, b, most, (H, V), 0 * j), columns(j, how.keys, T)
+    row, current = _Row(of, b, most, (H, V), 0 * j), columns(j, how.keys, T)
     of_k, k_parts, v_parts = (
         row.keys(current),
         _parts(k, b, h, current, row.H),
@@ -246,7 +255,7 @@ def _packed_attention_keys(
     def step(n: jax.Array, sums: Any) -> Any:
         g = jax.lax.div(n, count)
         at = columns(visits[b, j, n - g * count], how.queries, T)
-        visible = _visible(*row.queries(at), of_k, at, current, 1)
+        visible = _visible(row.queries(at), of_k, at, current, 1, window)
         q_parts, g_parts = _parts(q, b, h, g, at, row.H), _parts(g_out, b, h, g, at, row.V)
         # [S, Q]
         p = jnp.where(
@@ -280,12 +289,12 @@ def _call(
     programs: int,
     flops: int,
     how: Block,
-    args: Sequence[jax.Array],
+    args: Sequence[Any],
     out: Any,
     interpret: Any,
     **static: Any,
 ) -> Any:
-    nbytes = sum(x.size * x.dtype.itemsize for x in (*args, *out))
+    nbytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((args, out)))
     return pl.pallas_call(
         functools.partial(kernel, how=how, **static),
         grid=(programs,),
@@ -304,8 +313,10 @@ def forward(
     v: jax.Array,
     own: jax.Array,
     parent: jax.Array,
+    position: jax.Array | None = None,
     *,
     scale: float,
+    window: int | None = None,
     how: Config | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
@@ -313,18 +324,28 @@ def forward(
     (B, K, G, T, H), V, how = (
         q.shape,
         v.shape[3],
-        config("packed_attention", q, v) if how is None else how,
+        config("packed_attention", q, v, window) if how is None else how,
     )
     one = how.forward
     out = (
         jax.ShapeDtypeStruct((B, K, G, T, V), q.dtype),
         jax.ShapeDtypeStruct((B, K, G, T), jnp.float32),
     )
-    args = *_visits(own, parent, one, False), own, parent, q, k, v
-    flops = B * K * G * T * T * (H + V)  # half of the pairs
+    of = segments(own, parent, position, window)
+    args = *_visits(of, window, one, False), of, q, k, v
+    flops = B * K * G * pairs(T, window) * 2 * (H + V)
     programs = B * K * G * pl.cdiv(T, one.queries)
     made, lse = _call(
-        _packed_attention, programs, flops, one, args, out, interpret, scale=scale, most=how.most
+        _packed_attention,
+        programs,
+        flops,
+        one,
+        args,
+        out,
+        interpret,
+        scale=scale,
+        window=window,
+        most=how.most,
     )
     return made, lse
 
@@ -335,11 +356,13 @@ def backward(
     v: jax.Array,
     own: jax.Array,
     parent: jax.Array,
+    position: jax.Array | None,
     out: jax.Array,
     lse: jax.Array,
     g: jax.Array,
     *,
     scale: float,
+    window: int | None = None,
     how: Config | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -347,23 +370,27 @@ def backward(
     (B, K, G, T, H), V, how = (
         q.shape,
         v.shape[3],
-        config("packed_attention backward", q, v) if how is None else how,
+        config("packed_attention backward", q, v, window) if how is None else how,
     )
     along = jnp.sum(g.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
-    wide = own, parent, q, k, v, g.astype(q.dtype), lse, along
-    pairs, like = B * K * G * T * T, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
-    static = {"interpret": interpret, "scale": scale, "most": how.most}
-    one, args = how.of_queries, (*_visits(own, parent, how.of_queries, False), *wide)
+    of = segments(own, parent, position, window)
+    wide = of, q, k, v, g.astype(q.dtype), lse, along
+    flops, like = (
+        2 * B * K * G * pairs(T, window),
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
+    )
+    static = {"interpret": interpret, "scale": scale, "window": window, "most": how.most}
+    one, args = how.of_queries, (*_visits(of, window, how.of_queries, False), *wide)
     programs = B * K * G * pl.cdiv(T, one.queries)
     [dq] = _call(
-        _packed_attention_queries, programs, pairs * (2 * H + V), one, args, [like(q)], **static
+        _packed_attention_queries, programs, flops * (2 * H + V), one, args, [like(q)], **static
     )
-    one, args = how.of_keys, (*_visits(own, parent, how.of_keys, True), *wide)
+    one, args = how.of_keys, (*_visits(of, window, how.of_keys, True), *wide)
     programs = B * K * pl.cdiv(T, one.keys)
     dk, dv = _call(
         _packed_attention_keys,
         programs,
-        2 * pairs * (H + V),
+        2 * flops * (H + V),
         one,
         args,
         [like(k), like(v)],

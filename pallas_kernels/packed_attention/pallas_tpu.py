@@ -15,13 +15,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import tuning
-from pallas_kernels.naturals import div, rem
-from pallas_kernels.packed_attention.segments import key_of, meeting
+from pallas_kernels.naturals import div
+from pallas_kernels.packed_attention.segments import key_of, meeting, pairs, segments, visits
 from pallas_kernels.partial import MASKED
 from pallas_kernels.products import dot
 
 LANES = 128
 VMEM_LIMIT = 56 << 20  # of 64 MiB per core on a TPU7x, the smallest
+LONGEST = 1 << 17  # the table of visits of a row this long takes 256 KiB of 1 MiB of SMEM
 WIDEST = 256  # with blocks of 512 everything is below 16 MiB then
 
 
@@ -31,9 +32,9 @@ class Config(NamedTuple):
     block: int = 512  # maximum queries and keys of one matmul; a power of two times 128
 
 
-def config(op: str, q: jax.Array, v: jax.Array) -> Config:
+def config(op: str, q: jax.Array, v: jax.Array, window: int | None) -> Config:
     """Returns the sizes for ``packed_attention`` or its ``backward``: measured, or the rule."""
-    return tuning.chosen(op, "tpu", key_of(q, v), Config())
+    return tuning.chosen(op, "tpu", key_of(q, v, window), Config())
 
 
 def require(q: jax.Array, k: jax.Array, v: jax.Array, *rest: Any) -> None:
@@ -47,10 +48,13 @@ def require(q: jax.Array, k: jax.Array, v: jax.Array, *rest: Any) -> None:
         raise NotImplementedError(
             f"heads are {wrong[0]} wide; multiples of 8 up to {WIDEST} are served"
         )
+    if q.shape[3] > LONGEST:
+        raise NotImplementedError(f"rows have {q.shape[3]} tokens; up to {LONGEST} are served")
 
 
 class _Blocks:
-    """Division of T tokens into blocks.
+    """Division of T tokens into blocks; long rows are padded to whole blocks, so that their table
+    of visits is small.
 
     Attributes:
         size: tokens of a block.
@@ -58,10 +62,10 @@ class _Blocks:
     """
 
     def __init__(self, T: int, config: Config):
-        tiles = -(-T // LANES)
-        self.size = LANES * max(
-            n for n in range(1, config.block // LANES + 1) if tiles % n == 0 or n == 1
-        )
+        tiles, most = -(-T // LANES), config.block // LANES
+        if tiles > 16 * most:
+            tiles = -(-tiles // most) * most
+        self.size = LANES * max(n for n in range(1, most + 1) if tiles % n == 0 or n == 1)
         self.count, self.padding = tiles * LANES // self.size, tiles * LANES - T
 
     def padded(self, x: jax.Array, axis: int, fill: int = 0) -> jax.Array:
@@ -71,16 +75,15 @@ class _Blocks:
 
 
 def _segments(
-    blocks: _Blocks, own: jax.Array, parent: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns segments ``[B, 1, T]`` twice, and which blocks meet, ``[B, blocks, blocks]``."""
+    blocks: _Blocks, of: tuple[jax.Array, ...], window: int | None
+) -> tuple[jax.Array, jax.Array]:
+    """Returns what the mask depends on, ``[B, 2 or 3, T]``, and which blocks meet, ``[B, blocks,
+    blocks]``.
+    """
     # Padding attends to itself.
-    own, parent = (blocks.padded(x.astype(jnp.int32), 1, fill=-1) for x in (own, parent))
-    return (
-        own[:, None],
-        parent[:, None],
-        meeting(own, parent, blocks.size, blocks.size).astype(jnp.int32),
-    )
+    fills = -1, -1, 0
+    of = tuple(blocks.padded(x.astype(jnp.int32), 1, fill) for x, fill in zip(of, fills))
+    return jnp.stack(of, axis=1), meeting(of, window, blocks.size, blocks.size)
 
 
 def _column(row: jax.Array) -> jax.Array:
@@ -94,28 +97,54 @@ def _row(column: jax.Array) -> jax.Array:
 
 
 def _visible(
-    own_q: jax.Array, parent_q: jax.Array, own_k: jax.Array, i: jax.Array, j: jax.Array, axis: int
+    of_q: Any, of_k: Any, i: jax.Array, j: jax.Array, axis: int, window: int | None
 ) -> jax.Array:
     """Returns the mask of keys of block j for each query of block i; queries are along ``axis``."""
-    size = own_q.size
-    query, key = (jax.lax.broadcasted_iota(jnp.int32, (size, size), n) for n in (axis, 1 - axis))
-    return ((own_q == own_k) | (parent_q == own_k)) & (i * size + query >= j * size + key)
+    n, size = of_q.shape[1:]
+    turn = (_column, lambda row: row) if axis == 0 else (lambda row: row, _column)
+    own_q, parent_q, *position_q = (turn[0](of_q[0, at : at + 1]) for at in range(n))
+    own_k, *position_k = (turn[1](of_k[0, at : at + 1]) for at in range(0, n, 2))
+    query, key = (
+        jax.lax.broadcasted_iota(jnp.int32, (size, size), one) for one in (axis, 1 - axis)
+    )
+    visible = ((own_q == own_k) | (parent_q == own_k)) & (i * size + query >= j * size + key)
+    if window is not None:
+        visible &= position_q[0] - position_k[0] < window
+    return visible
+
+
+class _Visit:
+    """A program's place in the table of visits.
+
+    Attributes:
+        block: the program's own block.
+        other: block that it visits.
+        valid: False after the block's last visit.
+        last: True at the last visit.
+    """
+
+    def __init__(self, table: Any, counts: Any, blocks: int, t: jax.Array):
+        self.block = pl.program_id(2)
+        row = pl.program_id(0) * blocks + self.block
+        self.other = table[row * blocks + t]
+        self.valid, self.last = t < counts[row], t == counts[row] - 1
 
 
 def _forward_kernel(
-    meet, own_q, parent_q, own_k, q, k, v, out, lse, top, total, acc, *, scale: float
+    table, counts, of_q, of_k, q, k, v, out, lse, top, total, acc, *, scale, window, blocks
 ) -> None:
-    i, j = pl.program_id(2), pl.program_id(3)
+    t = pl.program_id(3)
+    visit = _Visit(table, counts, blocks, t)
 
-    @pl.when(j == 0)
+    @pl.when(t == 0)
     def _first() -> None:
         top[...] = jnp.full(top.shape, MASKED, jnp.float32)
         total[...] = jnp.zeros(total.shape, jnp.float32)
         acc[...] = jnp.zeros(acc.shape, jnp.float32)
 
-    @pl.when(meet[0, 0, j] > 0)
+    @pl.when(visit.valid)
     def _block() -> None:
-        visible = _visible(_column(own_q[0]), _column(parent_q[0]), own_k[0], i, j, 0)
+        visible = _visible(of_q, of_k, visit.block, visit.other, 0, window)
         s = jnp.where(visible, dot(q[0, 0], k[0, 0], (1, 1)) * scale, MASKED)
         old = top[...]
         new = jnp.maximum(old, jnp.max(s, axis=1, keepdims=True))
@@ -126,7 +155,7 @@ def _forward_kernel(
         total[...] = shrunk * total[...] + jnp.sum(p, axis=1, keepdims=True)
         acc[...] = shrunk[:, :1] * acc[...] + dot(p.astype(v.dtype), v[0, 0], (1, 0))
 
-    @pl.when(j == pl.num_programs(3) - 1)
+    @pl.when(visit.last)
     def _last() -> None:
         # Every query attends to itself, so no sum is 0.
         out[0, 0] = (acc[...] / total[:, :1]).astype(out.dtype)
@@ -134,17 +163,18 @@ def _forward_kernel(
 
 
 def _queries_kernel(
-    meet, own_q, parent_q, own_k, q, k, v, g, lse, along, dq, acc, *, scale: float
+    table, counts, of_q, of_k, q, k, v, g, lse, along, dq, acc, *, scale, window, blocks
 ) -> None:
-    i, j = pl.program_id(2), pl.program_id(3)
+    t = pl.program_id(3)
+    visit = _Visit(table, counts, blocks, t)
 
-    @pl.when(j == 0)
+    @pl.when(t == 0)
     def _first() -> None:
         acc[...] = jnp.zeros(acc.shape, jnp.float32)
 
-    @pl.when(meet[0, 0, j] > 0)
+    @pl.when(visit.valid)
     def _block() -> None:
-        visible = _visible(_column(own_q[0]), _column(parent_q[0]), own_k[0], i, j, 0)
+        visible = _visible(of_q, of_k, visit.block, visit.other, 0, window)
         p = jnp.where(
             visible, jnp.exp(dot(q[0, 0], k[0, 0], (1, 1)) * scale - _column(lse[0, 0])), 0.0
         )
@@ -153,16 +183,16 @@ def _queries_kernel(
         )
         acc[...] += dot(ds.astype(k.dtype), k[0, 0], (1, 0))
 
-    @pl.when(j == pl.num_programs(3) - 1)
+    @pl.when(visit.last)
     def _last() -> None:
         dq[0, 0] = acc[...].astype(dq.dtype)
 
 
 def _keys_kernel(
-    meet,
-    own_q,
-    parent_q,
-    own_k,
+    table,
+    counts,
+    of_q,
+    of_k,
     q,
     k,
     v,
@@ -174,26 +204,28 @@ def _keys_kernel(
     dk_acc,
     dv_acc,
     *,
-    scale: float,
-    blocks: int,
+    scale,
+    window,
+    blocks,
+    heads,
 ) -> None:
-    j, t = pl.program_id(2), pl.program_id(3)
-    i = rem(t, blocks)
+    head, t = pl.program_id(3), pl.program_id(4)
+    visit = _Visit(table, counts, blocks, t)
 
-    @pl.when(t == 0)
+    @pl.when((head == 0) & (t == 0))
     def _first() -> None:
         dk_acc[...] = jnp.zeros(dk_acc.shape, jnp.float32)
         dv_acc[...] = jnp.zeros(dv_acc.shape, jnp.float32)
 
-    @pl.when(meet[0, 0, i] > 0)
+    @pl.when(visit.valid)
     def _block() -> None:
-        visible = _visible(own_q[0], parent_q[0], _column(own_k[0]), i, j, 1)  # [S, Q]
+        visible = _visible(of_q, of_k, visit.other, visit.block, 1, window)  # [S, Q]
         p = jnp.where(visible, jnp.exp(dot(k[0, 0], q[0, 0], (1, 1)) * scale - lse[0, 0]), 0.0)
         ds = jnp.where(visible, p * (dot(v[0, 0], g[0, 0], (1, 1)) - along[0, 0]) * scale, 0.0)
         dv_acc[...] += dot(p.astype(g.dtype), g[0, 0], (1, 0))
         dk_acc[...] += dot(ds.astype(q.dtype), q[0, 0], (1, 0))
 
-    @pl.when(t == pl.num_programs(3) - 1)
+    @pl.when((head == heads - 1) & visit.last)
     def _last() -> None:
         dk[0, 0], dv[0, 0] = dk_acc[...].astype(dk.dtype), dv_acc[...].astype(dv.dtype)
 
@@ -210,17 +242,24 @@ def _call(
     kernel: Any,
     grid: tuple[int, ...],
     flops: int,
+    meet: jax.Array,
     args: tuple[jax.Array, ...],
     interpret: Any,
     name: str,
+    out_shape: list[Any],
     **how: Any,
 ) -> Any:
-    nbytes = sum(x.nbytes for x in args) + sum(x.size * x.dtype.itemsize for x in how["out_shape"])
+    """Calls a kernel; the last axis of its grid is the visits of the block with most of them."""
+    table, counts = visits(meet)
+    nbytes = sum(x.size * x.dtype.itemsize for x in (*args, *out_shape))
     return pl.pallas_call(
-        kernel,
-        grid=grid,
+        functools.partial(kernel, blocks=meet.shape[1]),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2, grid=(*grid, jnp.max(counts)), **how
+        ),
+        out_shape=out_shape,
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
+            dimension_semantics=("parallel",) * 3 + ("arbitrary",) * (len(grid) - 2),
             vmem_limit_bytes=VMEM_LIMIT,
         ),
         cost_estimate=pl.CostEstimate(
@@ -228,32 +267,36 @@ def _call(
         ),
         interpret=interpret,
         name=name,
-        **how,
-    )(*args)
+    )(table.reshape(-1), counts.reshape(-1), *args)
 
 
-def _specs(blocks: _Blocks, G: int, H: int, V: int) -> tuple[list[Any], Any, Any]:
-    """Returns the block specs of segments, q, k and v for a grid of (row, head, queries, keys)."""
-    # Blocks above the diagonal are not fetched.
-    size, last = blocks.size, lambda i, j: jnp.minimum(i, j)
+def _visited(blocks: _Blocks, b: Any, i: Any, t: Any, table: Any) -> Any:
+    """Returns the block that the program visits; after the last visit it stays, so that nothing
+    more is fetched.
+    """
+    return table[(b * blocks.count + i) * blocks.count + t]
+
+
+def _specs(blocks: _Blocks, n: int, G: int, H: int, V: int) -> tuple[list[Any], Any, Any]:
+    """Returns the block specs of the n rows of segments, q, k and v for a grid of (row, head,
+    queries, visit).
+    """
+    size, at = blocks.size, functools.partial(_visited, blocks)
     metas = [
-        pl.BlockSpec(
-            (1, 1, blocks.count),
-            lambda b, n, i, j: (b * blocks.count + i, 0, 0),
-            memory_space=pltpu.SMEM,
-        ),
-        *(pl.BlockSpec((1, 1, size), lambda b, n, i, j: (b, 0, i)),) * 2,
-        pl.BlockSpec((1, 1, size), lambda b, n, i, j: (b, 0, last(i, j))),
+        pl.BlockSpec((1, n, size), lambda b, h, i, t, *_: (b, 0, i)),
+        pl.BlockSpec((1, n, size), lambda b, h, i, t, table, _: (b, 0, at(b, i, t, table))),
     ]
     wide = [
-        pl.BlockSpec((1, 1, size, n), lambda b, h, i, j: (b, div(h, G), last(i, j), 0))
+        pl.BlockSpec(
+            (1, 1, size, n), lambda b, h, i, t, table, _: (b, div(h, G), at(b, i, t, table), 0)
+        )
         for n in (H, V)
     ]
-    of_queries = lambda n: pl.BlockSpec((1, 1, size, n), lambda b, h, i, j: (b, h, i, 0))  # noqa: E731
+    of_queries = lambda n: pl.BlockSpec((1, 1, size, n), lambda b, h, i, t, *_: (b, h, i, 0))  # noqa: E731
     return (
         [*metas, of_queries(H), *wide],
         of_queries,
-        pl.BlockSpec((1, 1, 1, size), lambda b, h, i, j: (b, h, 0, i)),
+        pl.BlockSpec((1, 1, 1, size), lambda b, h, i, t, *_: (b, h, 0, i)),
     )
 
 
@@ -263,8 +306,10 @@ def forward(
     v: jax.Array,
     own: jax.Array,
     parent: jax.Array,
+    position: jax.Array | None = None,
     *,
     scale: float,
+    window: int | None = None,
     how: Config | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
@@ -275,26 +320,22 @@ def forward(
         q: ``[B, K, G, T, H]``.
         k, v: ``[B, K, T, H]`` and ``[B, K, T, V]``.
         own, parent: ``[B, T]`` int32, at least 0: segments that each token attends to.
+        position: ``[B, T]`` int32, needed with a window: how many tokens precede each token in its
+            segment and its parent.
+        window: a token attends to keys fewer positions before it; None for all.
     """
     (B, K, G, T, H), V = q.shape, v.shape[3]
-    blocks = _Blocks(T, how or config("packed_attention", q, v))
-    own, parent, meet = _segments(blocks, own, parent)
-    specs, of_queries, of_numbers = _specs(blocks, G, H, V)
+    blocks = _Blocks(T, how or config("packed_attention", q, v, window))
+    of, meet = _segments(blocks, segments(own, parent, position, window), window)
+    specs, of_queries, of_numbers = _specs(blocks, of.shape[1], G, H, V)
     N, S = K * G, blocks.size
-    args = (
-        meet.reshape(-1, 1, blocks.count),
-        own,
-        parent,
-        own,
-        _heads(blocks, q),
-        blocks.padded(k, 2),
-        blocks.padded(v, 2),
-    )
+    args = (of, of, _heads(blocks, q), blocks.padded(k, 2), blocks.padded(v, 2))
     full = blocks.count * S
     out, lse = _call(
-        functools.partial(_forward_kernel, scale=scale),
-        (B, N, blocks.count, blocks.count),
-        B * N * full * full * (H + V),  # half of the pairs
+        functools.partial(_forward_kernel, scale=scale, window=window),
+        (B, N, blocks.count),
+        2 * B * N * pairs(full, window) * (H + V),
+        meet,
         args,
         interpret,
         "packed_attention",
@@ -320,37 +361,41 @@ def backward(
     v: jax.Array,
     own: jax.Array,
     parent: jax.Array,
+    position: jax.Array | None,
     out: jax.Array,
     lse: jax.Array,
     g: jax.Array,
     *,
     scale: float,
+    window: int | None = None,
     how: Config | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the gradients of q, k and v; ``g`` is that of ``out``, a result of ``forward``."""
     (B, K, G, T, H), V = q.shape, v.shape[3]
-    blocks = _Blocks(T, how or config("packed_attention backward", q, v))
+    blocks = _Blocks(T, how or config("packed_attention backward", q, v, window))
     N, S, full = K * G, blocks.size, (T + blocks.padding)
+    flops = 2 * B * N * pairs(full, window)
     along = jnp.sum(g.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
-    own, parent, meet = _segments(blocks, own, parent)
-    specs, of_queries, of_numbers = _specs(blocks, G, H, V)
-    wide = (
-        own,
-        parent,
-        own,
+    of, meet = _segments(blocks, segments(own, parent, position, window), window)
+    specs, of_queries, of_numbers = _specs(blocks, of.shape[1], G, H, V)
+    args = (
+        of,
+        of,
         _heads(blocks, q),
         blocks.padded(k, 2),
         blocks.padded(v, 2),
         _heads(blocks, g.astype(q.dtype)),
+        _rows(blocks, lse),
+        _rows(blocks, along),
     )
-    numbers = _rows(blocks, lse), _rows(blocks, along)
     vmem = lambda n: pltpu.VMEM((S, n), jnp.float32)  # noqa: E731
     [dq] = _call(
-        functools.partial(_queries_kernel, scale=scale),
-        (B, N, blocks.count, blocks.count),
-        B * N * full * full * (2 * H + V),
-        (meet.reshape(-1, 1, blocks.count), *wide, *numbers),
+        functools.partial(_queries_kernel, scale=scale, window=window),
+        (B, N, blocks.count),
+        flops * (2 * H + V),
+        meet,
+        args,
         interpret,
         "packed_attention_queries",
         in_specs=[*specs, of_queries(V), of_numbers, of_numbers],
@@ -358,28 +403,26 @@ def backward(
         out_shape=[jax.ShapeDtypeStruct((B, N, full, H), q.dtype)],
         scratch_shapes=[vmem(H)],
     )
-    # The block of queries; blocks that attend to none of these keys are not fetched.
-    at = lambda t, j: jnp.maximum(rem(t, blocks.count), j)  # noqa: E731
-    head = lambda n, t: n * G + div(t, blocks.count)  # noqa: E731
-    of_q = lambda w: pl.BlockSpec((1, 1, S, w), lambda b, n, j, t: (b, head(n, t), at(t, j), 0))  # noqa: E731
-    of_k = lambda w: pl.BlockSpec((1, 1, S, w), lambda b, n, j, t: (b, n, j, 0))  # noqa: E731
-    of_segments = pl.BlockSpec((1, 1, S), lambda b, n, j, t: (b, 0, at(t, j)))
-    row = pl.BlockSpec((1, 1, 1, S), lambda b, n, j, t: (b, head(n, t), 0, at(t, j)))
+    at = functools.partial(_visited, blocks)
+    of_q = lambda w: pl.BlockSpec(  # noqa: E731
+        (1, 1, S, w), lambda b, n, j, g, t, table, _: (b, n * G + g, at(b, j, t, table), 0)
+    )
+    of_k = lambda w: pl.BlockSpec((1, 1, S, w), lambda b, n, j, *_: (b, n, j, 0))  # noqa: E731
+    row = pl.BlockSpec(
+        (1, 1, 1, S), lambda b, n, j, g, t, table, _: (b, n * G + g, 0, at(b, j, t, table))
+    )
+    meta = (1, of.shape[1], S)
     dk, dv = _call(
-        functools.partial(_keys_kernel, scale=scale, blocks=blocks.count),
-        (B, K, blocks.count, G * blocks.count),
-        2 * B * N * full * full * (H + V),
-        (meet.swapaxes(1, 2).reshape(-1, 1, blocks.count), *wide, *numbers),
+        functools.partial(_keys_kernel, scale=scale, window=window, heads=G),
+        (B, K, blocks.count, G),
+        2 * flops * (H + V),
+        meet.swapaxes(1, 2),
+        args,
         interpret,
         "packed_attention_keys",
         in_specs=[
-            pl.BlockSpec(
-                (1, 1, blocks.count),
-                lambda b, n, j, t: (b * blocks.count + j, 0, 0),
-                memory_space=pltpu.SMEM,
-            ),
-            *(of_segments,) * 2,
-            pl.BlockSpec((1, 1, S), lambda b, n, j, t: (b, 0, j)),
+            pl.BlockSpec(meta, lambda b, n, j, g, t, table, _: (b, 0, at(b, j, t, table))),
+            pl.BlockSpec(meta, lambda b, n, j, *_: (b, 0, j)),
             *(of_q(H), of_k(H), of_k(V), of_q(V), row, row),
         ],
         out_specs=[of_k(H), of_k(V)],

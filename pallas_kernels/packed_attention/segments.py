@@ -4,33 +4,63 @@ their texts cost.
 Axes: B rows, T tokens, I blocks of queries, J blocks of keys.
 """
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import tuning
 
 
-def key_of(q: jax.Array, v: jax.Array) -> str:
+def key_of(q: jax.Array, v: jax.Array, window: int | None) -> str:
     """Returns the tuning key of a call with ``q [B, K, G, T, H]`` and ``v [B, K, T, V]``."""
     B, K, G, T, H = q.shape
     return (
         f"{q.dtype} rows {tuning.power(B)} tokens {tuning.power(T)} heads {K}x{G} {H}>{v.shape[3]}"
+        f"{'' if window is None else f' window {window}'}"
     )
 
 
-def meeting(own: jax.Array, parent: jax.Array, queries: int, keys: int) -> jax.Array:
-    """Returns ``[B, I, J]`` bool: a query of block i may attend to a key of block j."""
+def segments(
+    own: jax.Array, parent: jax.Array, position: jax.Array | None, window: int | None
+) -> tuple[jax.Array, ...]:
+    """Returns the arrays that the mask depends on."""
+    if window is None:
+        return own, parent
+    if position is None:
+        raise ValueError(f"a window of {window} needs positions")
+    return own, parent, position
 
-    def ends(x: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
-        x = x.reshape(x.shape[0], -1, size)
-        return jnp.min(x, axis=2), jnp.max(x, axis=2)
 
-    low, high = (x[:, None] for x in ends(own, keys))
+def pairs(T: int, window: int | None) -> int:
+    """Returns the most pairs of a query and a key in a row."""
+    return T * T // 2 if window is None else T * min(T // 2, window)
 
-    def overlap(of_queries: jax.Array) -> jax.Array:
-        least, most = (x[:, :, None] for x in ends(of_queries, queries))
-        return (least <= high) & (low <= most)
 
-    last = (jnp.arange(own.shape[1] // queries) + 1) * queries - 1
-    below = last[:, None] >= (jnp.arange(own.shape[1] // keys) * keys)[None]
-    return (overlap(own) | overlap(parent)) & below[None]
+def meeting(of: Sequence[jax.Array], window: int | None, queries: int, keys: int) -> jax.Array:
+    """Returns ``[B, I, J]`` bool: a query of block i may attend to a key of block j.
+
+    Args:
+        of: segments of each token and of its parent, and with a window positions, ``[B, T]`` each.
+    """
+    own, parent, *position = of
+    B, T = own.shape
+    # The range of a block's keys meets each query by itself: where a text ends within a block of
+    # queries, the small positions of the next text would reach all keys of the first.
+    of_keys = [x.reshape(B, 1, -1, keys) for x in (own, *position)]
+    low, high = jnp.min(of_keys[0], axis=3), jnp.max(of_keys[0], axis=3)
+    meet = jnp.arange(T)[None, :, None] >= (jnp.arange(T // keys) * keys)[None, None]
+    own, parent = own[..., None], parent[..., None]
+    meet &= ((low <= own) & (own <= high)) | ((low <= parent) & (parent <= high))
+    if window is not None:
+        meet &= position[0][..., None] - jnp.max(of_keys[1], axis=3) < window
+    return jnp.any(meet.reshape(B, -1, queries, T // keys), axis=2)
+
+
+def visits(meet: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the blocks that each block of ``meet [B, I, J]`` meets, in order and then the last of
+    them again, ``[B, I, J]`` int32, and their number ``[B, I]``.
+    """
+    blocks = jnp.where(meet, jnp.arange(meet.shape[2], dtype=jnp.int32), 0)
+    last = jnp.max(blocks, axis=2, keepdims=True)
+    return jnp.sort(jnp.where(meet, blocks, last), axis=2), jnp.sum(meet, axis=2, dtype=jnp.int32)

@@ -4,7 +4,9 @@ from typing import NamedTuple
 
 
 class Shape(NamedTuple):
-    """One call: B rows of T tokens, K kv heads of G query heads, H wide keys and V wide values."""
+    """One call: B rows of T tokens, K kv heads of G query heads, H wide keys and V wide values,
+    and the positions of a window.
+    """
 
     B: int
     K: int
@@ -13,6 +15,7 @@ class Shape(NamedTuple):
     H: int
     V: int
     dtype: str = "bfloat16"
+    window: int | None = None
 
 
 TRAIN = (
@@ -22,4 +25,5 @@ TRAIN = (
     Shape(1, 8, 1, 4096, 192, 128),  # Kimi-K2, a device's heads of 64 over eight
     Shape(1, 8, 4, 32768, 128, 128),
     Shape(2, 4, 8, 1000, 128, 128, "float32"),
+    Shape(2, 8, 8, 4096, 64, 64, window=128),  # gpt-oss-20b
 )

@@ -4,6 +4,7 @@ sinks, and the runs that a window reads.
 Axes: B rows, T tokens, N heads, H head dim, D table entries.
 """
 
+import functools
 import json
 import math
 import shutil
@@ -19,7 +20,10 @@ from mint_jax import params as params_lib
 from mint_jax.errors import UserError
 from mint_jax.models import attention, hf, names, paged, transformer
 from mint_jax.models.attention import Segments
+from mint_jax.models.config import Kernels
 from mint_jax.models.hf_config import from_hf
+from pallas_kernels import dispatch
+from tests.marks import first
 
 TYPES = ("sliding_attention", "full_attention")
 GPT_OSS = names.SHAPES["gpt-oss-20b"] | {
@@ -158,17 +162,20 @@ def test_a_checkpoint_of_pictures_too_is_read_for_its_text(
     jax.tree.map(np.testing.assert_array_equal, whole, plain)
 
 
-def test_gradients_of_sinks_are_those_of_a_softmax_with_one_more_key(rng):
+@pytest.mark.parametrize("kernel", first(1, ["xla", "pallas_tpu", "pallas_gpu"]))
+def test_gradients_of_sinks_are_those_of_a_softmax_with_one_more_key(rng, kernel):
     B, T, N, H, window = 2, 70, 4, 8, 9
     q, k, v, g = (rng.normal(size=(B, T, N, H)).astype(np.float32) for _ in range(4))
     sinks, zeros = rng.normal(size=N).astype(np.float32), np.zeros((B, T), np.int32)
     position = np.broadcast_to(np.arange(T, dtype=np.int32), (B, T))
-    keys = attention.keys_within(window, position)
 
     def ours(*args):
         q, k, v, sinks = args
         segments = Segments(zeros, zeros)
-        out = attention.packed_attention(q, k, v, segments, 0.4, keys, sinks_N=sinks)
+        near = {"window": window, "positions_BT": position}
+        out = attention.packed_attention(
+            q, k, v, segments, 0.4, kernel=kernel, sinks_N=sinks, **near
+        )
         return jnp.sum(out * g)
 
     def plain(*args):
@@ -185,6 +192,32 @@ def test_gradients_of_sinks_are_those_of_a_softmax_with_one_more_key(rng):
     for got, want in zip(*(jax.jit(jax.grad(f, of_all))(*args) for f in (ours, plain))):
         # float32 sums of up to 140 terms
         np.testing.assert_allclose(got, want, rtol=0, atol=2e-5 * np.abs(want).max() + 1e-6)
+
+
+@pytest.mark.parametrize("family", first(1, ["gemma3", "gpt_oss", "mistral"]))
+def test_layers_with_a_window_have_a_kernel_too(family, tiny_base, rng):
+    """Of a prompt and two rollouts, the second far from the prompt in the row."""
+    base, lengths = tiny_base(family), (30, 60, 20)
+    own = np.repeat(np.arange(3, dtype=np.int32), lengths)[None]
+    starts = (0, lengths[0], lengths[0])
+    position = np.concatenate([at + np.arange(n) for at, n in zip(starts, lengths)])[None]
+    tokens = rng.integers(3, base.cfg.vocab_size, own.shape).astype(np.int32)
+    inputs = transformer.DecoderInputs(
+        tokens, position.astype(np.int32), Segments(own, np.zeros_like(own))
+    )
+
+    def hidden(params, kernel):
+        cfg = base.cfg.replace(kernels=Kernels(packed_attention=kernel))
+        return transformer.hidden_states(params, None, inputs, cfg)[0]
+
+    before = dispatch.fallen.copy()
+    jax.eval_shape(functools.partial(hidden, kernel="auto"), base.params)
+    skipped = dispatch.passed_over(before, "cuda")
+    assert "packed_attention" not in [one["op"] for one in skipped], skipped
+    # a named kernel that cannot serve a layer raises
+    xla, kernel = (jax.jit(hidden, static_argnums=1)(base.params, n) for n in ("xla", "pallas_gpu"))
+    # float32 sums in another order, after layers and a norm
+    np.testing.assert_allclose(kernel, xla, rtol=0, atol=2e-5 * np.abs(xla).max())
 
 
 def test_a_window_reads_its_own_runs_only():

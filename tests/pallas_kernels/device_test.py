@@ -152,24 +152,30 @@ def of_grouped_matmul(rng, kernel, dtype):
 
 def of_packed_attention(rng, kernel, dtype):
     sizes = of((2, 2, 2, 150, 64, 64), (2, 2, 4, 1500, 128, 128))
-    q, k, v, own, parent, g = packed_attention_test.arguments(rng, *sizes, dtype)
+    for window in of((None, 40), (None, 100, 700)):
+        within_window(*packed_attention_test.arguments(rng, *sizes, dtype), kernel, window)
+
+
+def within_window(q, k, v, own, parent, g, kernel, window):
+    at = packed_attention_test.positions(own, parent)
     (B, K, G, T, H), scale = q.shape, packed_attention_test.SCALE
 
     def both(q, k, v, own, parent, g, implementation):
         def one(q, k, v):
             flat = q.transpose(0, 3, 1, 2, 4).reshape(B, T, K * G, H), k.swapaxes(1, 2)
             segments = Segments(own, parent)
-            out = packed_attention(*flat, v.swapaxes(1, 2), segments, scale, kernel=implementation)
+            how = {"kernel": implementation, "window": window, "positions_BT": at}
+            out = packed_attention(*flat, v.swapaxes(1, 2), segments, scale, **how)
             return out.reshape(B, T, K, G, -1).transpose(0, 2, 3, 1, 4)
 
         out, back = jax.vjp(one, q, k, v)
         return out, *back(g)
 
-    want = attention_reference.attention(q, k, v, own, parent, scale)[0]
-    grads = attention_reference.gradients(q, k, v, own, parent, scale, g)
+    want = attention_reference.attention(q, k, v, own, parent, scale, window, at)[0]
+    grads = attention_reference.gradients(q, k, v, own, parent, scale, g, window, at)
     made = run(kernel, both, q, k, v, own, parent, g)
     for ours, theirs in zip(made, (want, *grads), strict=True):
-        most = packed_attention_test.TOLERANCE[dtype] * max(1, np.abs(theirs).max())
+        most = packed_attention_test.TOLERANCE[str(q.dtype)] * max(1, np.abs(theirs).max())
         np.testing.assert_allclose(np.array(ours, np.float64), theirs, atol=most, rtol=0)
 
 
