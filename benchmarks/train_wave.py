@@ -29,9 +29,9 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
             f"{config.policies} policies need as many rows: config.rows is {config.rows}"
         )
     base = open_base(config)
-    many, single = _trainer(config, base, config.policies), _trainer(config, base, 1)
+    many, single = trainer(config, base, config.policies), trainer(config, base, 1)
     rng = np.random.default_rng(config.seed)
-    rows = [_group(config, base, rng) for _ in range(config.rows)]
+    rows = [group(config, base, rng) for _ in range(config.rows)]
     parts = {name: rows[p :: config.policies] for p, name in enumerate(many.policies)}
     [lone] = single.policies
 
@@ -40,7 +40,7 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
             many.update({name: part})
         jax.block_until_ready(many.state)
 
-    sides = {"together": _step(many, parts), "one": _step(single, {lone: rows})}
+    sides = {"together": step(many, parts), "one": step(single, {lone: rows})}
     if config.policies <= config.one_by_one:
         sides["one_by_one"] = one_by_one
     times = timing.in_turn(f"{config.policies} policies", sides, config.n)
@@ -57,20 +57,24 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
     }
 
 
-def _trainer(config: Any, base: Base, policies: int) -> Trainer:
-    adapter, loss = AdapterConfig(config.rank, 2.0 * config.rank), LossConfig("cross_entropy")
+def trainer(config: Any, base: Base, policies: int) -> Trainer:
+    """A trainer of policies with adapters of rank ``config.rank`` on all projections."""
+    adapter = AdapterConfig(config.rank, 2.0 * config.rank, ("all-linear",))
+    loss = LossConfig("cross_entropy")
     return Trainer(
         base, [PolicyConfig(f"p{i}", adapter, loss=loss, seed=i) for i in range(policies)]
     )
 
 
-def _group(config: Any, base: Base, rng: np.random.Generator) -> Group:
+def group(config: Any, base: Base, rng: np.random.Generator) -> Group:
     """One row: a token, and those that follow it, all of them targets."""
     tokens = rng.integers(3, base.cfg.vocab_size, config.tokens + 1).tolist()
     return Group(tokens[:1], [TrainSequence(tokens[1:], [1 / config.tokens] * config.tokens)])
 
 
-def _step(trainer: Trainer, groups: dict[str, list[Group]]) -> Callable[[], None]:
+def step(trainer: Trainer, groups: dict[str, list[Group]]) -> Callable[[], None]:
+    """One update as a call that can be timed."""
+
     def call() -> None:
         trainer.update(groups)
         jax.block_until_ready(trainer.state)
