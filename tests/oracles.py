@@ -96,6 +96,12 @@ _NEMOTRON = {
 }
 
 
+_KIMI_LINEAR = {name: value for name, value in (_LATENT | _EXPERTS).items() if "dense" not in name}
+_KIMI_LINEAR |= {"q_lora_rank": None, "rms_norm_eps": 1e-2, "num_hidden_layers": 5}
+_KIMI_LINEAR |= {"linear_head_dim": 12, "linear_num_heads": 4}  # rms_norm_eps: as of _STATES
+_KIMI_LINEAR |= {"num_local_experts": _KIMI_LINEAR.pop("n_routed_experts"), "head_dim": None}
+
+
 def _pattern(kinds: str) -> list[str]:
     return [{"s": "sliding_attention", "f": "full_attention"}[kind] for kind in kinds]
 
@@ -209,6 +215,8 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
             "use_conv_bias": False,
         },
     ),
+    "kimi_linear": ("KimiLinearConfig", _KIMI_LINEAR),
+    "kimi_linear_dense": ("KimiLinearConfig", _KIMI_LINEAR | {"mlp_layer_types": ["dense"] * 5}),
     "gpt_oss": (
         "GptOssConfig",
         {

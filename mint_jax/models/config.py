@@ -116,6 +116,9 @@ class Delta(State):
     # queries, keys, values and gates of a key head are neighbours in one projection, its decays and
     # betas in another (Qwen3-Next)
     joint: bool = False
+    # Kimi Delta Attention (arXiv 2510.26692, section 3): a decay for each channel of keys; width of
+    # the latents of decays and of gates; 0: neither has one
+    latent: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -326,7 +329,8 @@ class ModelConfig:
     @property
     def rope_dim(self) -> int:
         """Dimensions of a head with rotary position."""
-        return self.latent.rope if self.latent is not None else int(self.head_dim * self.rotary)
+        width = self.head_dim if self.latent is None else self.latent.rope
+        return int(width * self.rotary)
 
     def replace(self, **changes: Any) -> "ModelConfig":
         return dataclasses.replace(self, **changes)

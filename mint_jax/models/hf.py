@@ -147,6 +147,25 @@ _NEMOTRON_H = {  # a layer has one part, and its only norm before that
     **_matrices("moe/experts", "mixer.experts.{e}", "up", "down"),
     **_matrices("moe/shared", "mixer.shared_experts", "up", "down"),
 }
+_KIMI_LINEAR = (
+    _LATENT
+    | _MOE
+    | {
+        "delta/norm": "input_layernorm.weight",
+        **_matrices("delta", "self_attn", *"qkvo"),
+        **{
+            f"delta/{ours}/w": f"self_attn.{theirs}_proj.weight"
+            for ours, theirs in {
+                **{"decay_a": "forget_gate.f_a", "decay_b": "forget_gate.f_b"},
+                **{"z_a": "g_a", "z_b": "g_b", "beta": "b"},
+            }.items()
+        },
+        "delta/convolution": "self_attn.conv1d.weight",
+        "delta/log_rate": "self_attn.forget_gate.A_log",
+        "delta/bias": "self_attn.forget_gate.dt_bias",
+        "delta/out_norm": "self_attn.o_norm.weight",
+    }
+)
 LAYER_NAMES: dict[str, dict[str, str]] = {
     **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral", "ministral3"), _DECODER),
     "qwen3_moe": _DECODER | _MOE,
@@ -160,6 +179,7 @@ LAYER_NAMES: dict[str, dict[str, str]] = {
     **dict.fromkeys(("deepseek_v3", "glm4_moe_lite"), _LATENT | _MOE),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), _SPARSE | _MOE),
     "nemotron_h": _NEMOTRON_H,
+    "kimi_linear": _KIMI_LINEAR,
 }
 # Prefixes of tensors of other media and of multi-token prediction, which text does not pass through
 _PICTURES = "vision_tower.", "multi_modal_projector."
@@ -175,6 +195,18 @@ OTHER_PARTS = {
 # A layer's experts in one tensor ``[E, F, D]`` -> the projections whose rows it stacks
 FUSED = {".experts.gate_up_proj": ("gate_proj", "up_proj"), ".experts.down_proj": ("down_proj",)}
 FUSED[".experts.up_proj"] = ("up_proj",)  # experts without a gate
+# Names in published files (Kimi-Linear) -> those of the class in transformers
+RENAMED = [(re.compile(r"\.block_sparse_moe\."), ".mlp.")]
+_NUMBERED = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+RENAMED += [
+    (re.compile(rf"(\.mlp\.experts\.\d+)\.{theirs}\."), rf"\1.{name}.")
+    for theirs, name in _NUMBERED.items()
+]
+RENAMED.append(
+    (re.compile(r"\.self_attn\.(f_[ab]_proj\.|A_log|dt_bias)"), r".self_attn.forget_gate.\1")
+)
+# Tensor of the class -> the ones of a published file, which it stacks
+STACKED = {"conv1d.weight": tuple(f"{name}_conv1d.weight" for name in "qkv")}
 FLOATS = ("F64", "F32", "F16", "BF16")  # supported dtypes, as named by safetensors
 PREFIXES = {  # prefix of the decoder's names in a file -> prefix of the head's
     "model.": "",
@@ -235,7 +267,9 @@ def module_names(cfg: ModelConfig, paths: Iterable[str]) -> BaseNames:
     """Returns PEFT's module names of each projection path, per layer, or per layer and expert."""
     specs = dict(params_lib.leaves_with_path(transformer.abstract(cfg)))
     alternate = cfg.experts is not None and cfg.experts.bias
-    fused = not cfg.gated or (cfg.experts is not None and cfg.experts.fused)
+    # PEFT converts Kimi-Linear's experts one by one for the names in published files only.
+    fused = not cfg.gated or cfg.family == "kimi_linear"
+    fused = fused or (cfg.experts is not None and cfg.experts.fused)
     out = BaseNames(functools.partial(_holds, cfg), alternate, fused)
     for path in paths:
         leaf = f"{path}/w"
@@ -309,6 +343,7 @@ class Checkpoint:
                 self._names[f"{module}{self._scheme.whole}"] = parts[0]
                 self._quantised[f"{module}{self._scheme.whole}"] = tuple(parts)
         self._experts = self._fused_experts()
+        self._stacked = self._stacked_parts()
         if tied and EMBED not in self._names and HEAD in self._names:
             self._names[EMBED] = self._names.pop(HEAD)
         self.files = {name: self.stored[stored] for name, stored in self._names.items()}
@@ -347,6 +382,18 @@ class Checkpoint:
                 found[one] = whole, e, rows
         return found
 
+    def _stacked_parts(self) -> dict[str, list[Any]]:
+        """Replaces the names of tensors that the class stacks by its own; returns the parts."""
+        found = {}
+        for whole, parts in STACKED.items():
+            for first in [name for name in self._names if name.endswith(f".{parts[0]}")]:
+                owner = first.removesuffix(parts[0])
+                names = [owner + part for part in parts]
+                if all(name in self._names for name in names):
+                    found[owner + whole] = [self._whole(name) for name in names]
+                    self._names[owner + whole], *_ = map(self._names.pop, names)
+        return found
+
     def tensor(self, name: str) -> Any:
         """Returns a lazy slice with ``get_shape()``; raises ``UserError`` if there is none."""
         if name not in self.files:
@@ -358,6 +405,8 @@ class Checkpoint:
             )
         if name in self._experts:
             return _Expert(*self._experts[name])
+        if name in self._stacked:
+            return _Stacked(self._stacked[name])
         return self._whole(name)
 
     def _whole(self, name: str) -> Any:
@@ -409,6 +458,24 @@ class _Expert:
         return np.asarray(self._fused[(own, span, *columns)])[0, :: picked.step]
 
 
+class _Stacked:
+    """Tensors one after another, lazily read as one."""
+
+    def __init__(self, parts: list[Any]):
+        self._parts = parts
+
+    def get_shape(self) -> list[int]:
+        sizes, *rest = zip(*(part.get_shape() for part in self._parts))
+        return [sum(sizes), *(of[0] for of in rest)]
+
+    def get_dtype(self) -> str:
+        return self._parts[0].get_dtype()
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        rows, *others = index if isinstance(index, tuple) else (index,)
+        return np.concatenate([part[(slice(None), *others)] for part in self._parts])[rows]
+
+
 def _weight_map(index: Path) -> dict[str, str]:
     try:
         found = json.loads(index.read_text())["weight_map"]
@@ -422,10 +489,13 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _plain_name(stored: str, prefix: str) -> str:
-    """Returns a tensor's name in transformers, given the decoder's ``prefix`` in the file."""
+    """Returns a tensor's name in its class, given the decoder's ``prefix`` in the file."""
     if stored == PREFIXES[prefix] + HEAD:
         return HEAD
-    return f"model.{stored.removeprefix(prefix)}" if stored.startswith(prefix) else stored
+    name = f"model.{stored.removeprefix(prefix)}" if stored.startswith(prefix) else stored
+    for pattern, theirs in RENAMED:
+        name = pattern.sub(theirs, name)
+    return name
 
 
 def same_values(one: Any, other: Any) -> bool:
@@ -718,7 +788,15 @@ def _holds(cfg: ModelConfig, name: str, value: np.ndarray) -> bool | None:
 def save(params: Any, cfg: ModelConfig, directory: str | Path) -> None:
     """Writes ``model.safetensors``, for tools and tests: training never saves a base."""
     Path(directory).mkdir(parents=True, exist_ok=True)
-    save_file(dict(tensors(params, cfg)), Path(directory) / SINGLE, metadata={"format": "pt"})
+    out = dict(tensors(params, cfg))
+    if cfg.family == "kimi_linear":  # its class reads experts under their published names only
+        theirs = {name: number for number, name in _NUMBERED.items()}
+        pattern = re.compile(r"\.mlp(\.experts\.\d+\.)(\w+)")
+        out = {
+            pattern.sub(lambda m: f".block_sparse_moe{m[1]}{theirs[m[2]]}", name): value
+            for name, value in out.items()
+        }
+    save_file(out, Path(directory) / SINGLE, metadata={"format": "pt"})
 
 
 def fingerprint(directory: str | Path) -> str:

@@ -105,6 +105,21 @@ _NEMOTRON_H |= {"mlp_bias": False, "n_routed_experts": 8, "num_experts_per_tok":
 _NEMOTRON_H |= {"moe_intermediate_size": 7688, "moe_shared_expert_intermediate_size": 7688}
 _NEMOTRON_H |= {"moe_latent_size": None, "routed_scaling_factor": 1.0, "n_group": 1}
 _NEMOTRON_H |= {"topk_group": 1, "norm_topk_prob": True, "layer_norm_epsilon": 1e-5}
+_KIMI_LINEAR = {
+    k: v for k, v in _LATENT.items() if k not in ("n_routed_experts", "rope_parameters")
+}
+_KIMI_LINEAR |= {"vocab_size": 163840, "hidden_size": 2304, "intermediate_size": 9216}
+_KIMI_LINEAR |= {"moe_intermediate_size": 1024, "num_hidden_layers": 27, "num_local_experts": 256}
+_KIMI_LINEAR |= {"num_attention_heads": 32, "num_key_value_heads": 32, "q_lora_rank": None}
+_KIMI_LINEAR |= {"routed_scaling_factor": 2.446, "n_group": 1, "topk_group": 1}
+_KIMI_LINEAR |= {"max_position_embeddings": 1048576, "rms_norm_eps": 1e-5}
+_KIMI_LINEAR |= {"layer_types": None, "mlp_layer_types": None, "linear_head_dim": 128}
+_KIMI_LINEAR |= {"linear_num_heads": 32, "linear_conv_kernel_dim": 4}
+del _KIMI_LINEAR["first_k_dense_replace"]
+# Name of a field in published files -> its name in the class
+_KIMI_NAMES = {"model_max_length": "max_position_embeddings", "moe_renormalize": "norm_topk_prob"}
+_KIMI_NAMES |= {"num_expert_group": "n_group", "num_shared_experts": "n_shared_experts"}
+_KIMI_NAMES |= {"num_experts": "num_local_experts", "num_experts_per_token": "num_experts_per_tok"}
 # Part of a layer by its letter in ``hybrid_override_pattern``, and in ``layers_block_type``
 _LETTERS = {"M": "ssm", "*": "attn", "-": "mlp", "E": "moe"}
 _BLOCKS = {"linear_attention": "ssm", "mamba": "ssm", "full_attention": "attn"}
@@ -129,6 +144,8 @@ _ALL_SPARSE = {"mlp_only_layers": (None, []), "decoder_sparse_step": (None, 1)}
 _LATENT_ONLY = dict.fromkeys(("attention_bias", "mlp_bias", "sliding_window"), _OFF)
 _LATENT_ONLY |= {"moe_layer_freq": _ONE, "scoring_func": (None, "sigmoid")}
 _LATENT_ONLY |= {"topk_method": (None, "noaux_tc")}
+_KIMI_ONLY = _LATENT_ONLY | {"mla_use_nope": (None, True)}
+_KIMI_ONLY["moe_router_activation_func"] = (None, "sigmoid")
 # as Python writes it, as a tuple, and as transformers does
 _UNLIMITED: tuple[Any, ...] = [0.0, math.inf], (0.0, math.inf), [0.0, {"__float__": "Infinity"}]
 _NEMOTRON_ONLY: dict[str, tuple[Any, ...]] = {"time_step_limit": (None, *_UNLIMITED)}
@@ -277,6 +294,7 @@ FAMILIES = {  # `architectures` entry ->
     "NemotronHForCausalLM": Family(
         "nemotron_h", _NEMOTRON_H, _NEMOTRON_ONLY, rotary=0.0, activation="relu2"
     ),
+    "KimiLinearForCausalLM": Family("kimi_linear", _KIMI_LINEAR, _KIMI_ONLY, rotary=0.0),
 }
 # Classes of text and other media -> that of their ``text_config``
 WRAPPERS = {
@@ -524,6 +542,47 @@ def _delta(given: dict[str, Any], fields: _Fields, layers: int, joint: bool) -> 
     return Delta(*sizes, full=full, joint=joint)
 
 
+def _kimi_linear(given: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields under the names of the class, from its files' or from published ones."""
+    out = dict(given)
+    for theirs, name in _KIMI_NAMES.items():
+        if theirs in given:
+            out[name] = out.pop(theirs)
+            _require(
+                given.get(name, out[name]) == out[name],
+                f"{theirs} is {out[name]!r}, and {name} is {given.get(name)!r}",
+            )
+    layers = _Fields(known | out).number("num_hidden_layers")
+    nested = out.pop("linear_attn_config", None) or {}
+    _require(isinstance(nested, dict), f"linear_attn_config is {nested!r}; expected an object")
+    inner = {"head_dim": "head_dim", "num_heads": "num_heads"}
+    inner["short_conv_kernel_size"] = "conv_kernel_dim"
+    out |= {f"linear_{name}": nested[key] for key, name in inner.items() if key in nested}
+    if out.get("layer_types") is None:
+        full = nested.get("full_attn_layers", range(5, layers + 1, 4))
+        linear = nested.get("kda_layers", sorted({*range(1, layers + 1)} - {*full}))
+        _require(
+            sorted([*full, *linear]) == [*range(1, layers + 1)],
+            f"full_attn_layers is {full!r} and kda_layers {linear!r}; expected each of {layers}"
+            " layers once, from 1 on",
+        )
+        kinds = "linear_attention", "full_attention"
+        out["layer_types"] = [kinds[i in full] for i in range(1, layers + 1)]
+    if out.get("mlp_layer_types") is None:
+        dense = _Fields({"first_k_dense_replace": 1} | out).number("first_k_dense_replace")
+        out["mlp_layer_types"] = ["dense" if i < dense else "sparse" for i in range(layers)]
+    return out
+
+
+def _channel_delta(fields: _Fields, layers: int) -> Delta:
+    names = "num_heads", "head_dim", "conv_kernel_dim"
+    heads, width, taps = sizes = [fields.number(f"linear_{name}") for name in names]
+    for name, size in zip(names, sizes):
+        _require(size > 0, f"linear_{name} is {size}")
+    full = _full_layers(fields["layer_types"], layers, "linear_attention", 0)
+    return Delta(heads, heads, width, width, taps, full=full, latent=width)
+
+
 def _only_parts(given: dict[str, Any], fields: _Fields) -> tuple[str, ...]:
     """Returns the part of each layer; by default, as in the class, one layer of each."""
     blocks, letters = fields["layers_block_type"], given.get("hybrid_override_pattern")
@@ -559,9 +618,9 @@ def _ssm(fields: _Fields) -> Ssm:
 
 
 def _experts(given: dict[str, Any], fields: _Fields, shared_gate: bool) -> Experts:
-    number, grouped = fields.number, "n_routed_experts" in fields  # DeepSeek's
+    number, grouped = fields.number, "topk_group" in fields  # DeepSeek's
     names = ["num_experts", "num_local_experts"]
-    if grouped:
+    if "n_routed_experts" in fields:
         names.insert(0, "n_routed_experts")
     experts = Experts(
         fields.one_of(given, *names),
@@ -647,6 +706,8 @@ def from_hf(given: dict[str, Any]) -> ModelConfig:
     given = _text_of(given)
     family = _checked_family(given)
     known, dense, experts, latent, indexer, delta = family.defaults, 0, None, None, None, None
+    if "linear_num_heads" in known:
+        given = _kimi_linear(given, known)
     fields = _Fields(known | given)
     only = _only_parts(given, fields) if "layers_block_type" in known else None
     heads = fields.number("num_attention_heads")
@@ -680,6 +741,8 @@ def from_hf(given: dict[str, Any]) -> ModelConfig:
         indexer = _indexer(given, fields, layers, family.shared_indexers)
     if "linear_num_value_heads" in known:
         delta = _delta(given, fields, layers, family.joint_delta)
+    elif "linear_num_heads" in known:
+        delta = _channel_delta(fields, layers)
     of_rope, near = _ropes(fields, family)
     theta, scaling = _rope(of_rope, family)
     windows = _windows(fields, layers, family, near) if "sliding_window" in known else None

@@ -1,5 +1,5 @@
 """Mixers whose memory is a state in place of keys: what gated delta nets (``delta.py``) and Mamba-2
-(``ssm.py``) share.
+(``ssm.py``) share. A state decays by one factor for each head, or by one for each channel of keys.
 
 A head's state is ``S [K, V]``, and ``o_t = q_t S_t``. Mamba-2 adds to the decayed state; a gated
 delta net corrects what the state already says of the key:
@@ -81,14 +81,14 @@ class _Chunk(NamedTuple):
     u: jax.Array  # [B, N, C, V] values of a chunk that begins with empty states
     attn: jax.Array  # [B, N, C, C] weights of the chunk's own values
     k: jax.Array  # [B, N, 2, C, K] keys that enter the two states after the chunk
-    keep: jax.Array  # [B, N, 2, 2] decay from the states before to the states after
+    keep: jax.Array  # [B, N, 2, 2, 1 or K] decay from the states before to the states after
 
 
 def recurrence(
     q_BTNK: jax.Array,
     k_BTNK: jax.Array,
     v_BTNV: jax.Array,
-    decay_BTN: jax.Array,
+    decay: jax.Array,
     beta_BTN: jax.Array,
     of: Lineage,
     corrects: bool,
@@ -96,7 +96,7 @@ def recurrence(
     """Returns ``o [B, T, N, V]`` float32 of packed rows.
 
     Args:
-        decay_BTN: ``g``, at most 0.
+        decay: ``g [B, T, N]``, or ``[B, T, N, K]`` of channels; at most 0.
         corrects: values are corrected by the state, whose keys have norm 1; beta is 0 to 1 then.
     """
     B, T, N, V = v_BTNV.shape
@@ -109,7 +109,7 @@ def recurrence(
 
     heads = (
         jnp.moveaxis(chunks(x.astype(jnp.float32)), 3, 2)
-        for x in (q_BTNK, k_BTNK, v_BTNV, decay_BTN, beta_BTN)
+        for x in (q_BTNK, k_BTNK, v_BTNV, decay, beta_BTN)
     )
     of = Lineage(*map(chunks, of))
     parts = _prepare(*heads, of=of, corrects=corrects, continues=False)
@@ -117,7 +117,11 @@ def recurrence(
     def step(states: jax.Array, part: _Chunk) -> tuple[jax.Array, jax.Array]:
         new = part.u if part.w is None else part.u - part.w @ states  # of states [B, N, 2K, V]
         out = part.q @ states + part.attn @ new
-        kept = jnp.einsum("bnij,bnjkv->bnikv", part.keep, states.reshape(B, N, 2, K, V))
+        pair = states.reshape(B, N, 2, K, V)
+        if decay.ndim == 3:
+            kept = jnp.einsum("bnij,bnjkv->bnikv", part.keep[..., 0], pair)
+        else:
+            kept = jnp.sum(part.keep[..., None] * pair[:, :, None], axis=3)
         after = kept + jnp.einsum("bnick,bncv->bnikv", part.k, new)
         return after.reshape(B, N, 2 * K, V), out
 
@@ -141,39 +145,6 @@ def _prepare(q, k, v, g, beta, of: Lineage, corrects: bool, continues: bool) -> 
         found = jnp.take_along_axis(x, jnp.broadcast_to(jnp.maximum(i, 0), x.shape), axis=3)
         return jnp.where(i < 0, 0.0, found)
 
-    # Log decay from the lineage's first token in this chunk. Differences of sums over whole rows
-    # would lose digits.
-    total = jnp.cumsum(g, axis=-1)
-    log = total - at(total, start - 1)
-    log += at(log, end)
-    i = jnp.arange(C)
-    causal = (i[:, None] >= i[None])[None, None]
-    ancestor = own[..., :, None] == own[..., None, :]
-    ancestor = (ancestor | (parent[..., :, None] == own[..., None, :])) & causal
-    between = log[..., :, None] - log[..., None, :]
-    weights = jnp.exp(jnp.where(ancestor[:, :, None], between, -jnp.inf))
-
-    # States with which a token's lineage enters the chunk: the running one or the last parent's.
-    none = own[:, :1, 0] if continues else jnp.full((B, 1), -2, jnp.int32)
-    last, last_parent = (
-        jnp.concatenate([none, x[:, :-1, -1]], axis=1)[..., None] for x in (own, parent)
-    )
-    running = (own == last) | (parent == last)
-    sibling = (parent == last_parent) & (parent != own) & ~running
-    enters = jnp.stack([running, sibling], axis=-1)[:, :, None] * jnp.exp(log)[..., None]
-
-    def reads(x: jax.Array) -> jax.Array:
-        return (enters[..., None] * x[..., None, :]).reshape(*x.shape[:-1], 2 * K)
-
-    u, w = v * beta[..., None], None
-    if corrects:
-        strictly = (i[:, None] > i[None])[None, None, None]
-        system = jnp.where(strictly, (k @ k.mT) * weights, 0.0) * beta[..., None]
-        right = jnp.concatenate([u, reads(k) * beta[..., None]], axis=-1)
-        solved = jax.lax.linalg.triangular_solve(
-            system, right, left_side=True, lower=True, unit_diagonal=True
-        )
-        u, w = jnp.split(solved, [v.shape[-1]], axis=-1)
     # Afterwards: the state of the last token's lineage, and that of its parent. A segment without a
     # parent may become one, so that both are the same then.
     child = (parent != own)[..., -1:]
@@ -182,18 +153,131 @@ def _prepare(q, k, v, g, beta, of: Lineage, corrects: bool, continues: bool) -> 
     inside, to = ((x[:, :, None, :, None]) for x in (ends >= 0, jnp.maximum(ends, 0)))
 
     def ending(x: jax.Array) -> jax.Array:
-        to_x = jnp.broadcast_to(to, (*x.shape[:3], 2, x.shape[-1]))
+        to_x = to.reshape(*to.shape, *(1,) * (x.ndim - to.ndim))
+        to_x = jnp.broadcast_to(to_x, (*x.shape[:3], 2, *x.shape[4:]))
         return jnp.take_along_axis(x, to_x, axis=3)
 
-    stays = jnp.asarray([[0.0, 0.0], [0.0, 1.0]])[None, None, None]  # a parent before the chunk
-    return _Chunk(
-        reads(q),
-        w,
-        u,
-        (q @ k.mT) * weights,
-        jnp.where(inside, ending(weights), 0.0)[..., None] * k[:, :, :, None],
-        jnp.where(inside, ending(enters), stays),
+    # Log decay from the lineage's first token in this chunk, weights of pairs of tokens, and decay
+    # up to the states after the chunk.
+    if by_channel := g.ndim == k.ndim:
+        of_blocks = own.reshape(B * Q, C), parent.reshape(B * Q, C)
+        decays, *k_q = (jnp.moveaxis(x, 2, 3).reshape(B * Q, C, -1, K) for x in (g, k, q))
+        log = jnp.moveaxis(_since(*of_blocks, decays).reshape(B, Q, C, -1, K), 3, 2)
+        pairs = [x.reshape(B, Q, -1, C, C) for x in _weighted(*of_blocks, decays, *k_q)]
+        on, until = _until(*of_blocks, decays)
+        leaves = jnp.moveaxis(jnp.exp(until).reshape(B, Q, 2, C, -1, K), 4, 2)
+        leaves = jnp.where(on.reshape(B, Q, 1, 2, C, 1), leaves, 0.0)
+    else:
+        # Differences of sums over whole rows would lose digits.
+        total = jnp.cumsum(g, axis=-1)
+        log = total - at(total, start - 1)
+        log += at(log, end)
+        between = log[..., :, None] - log[..., None, :]
+        ancestor = _ancestors(own, parent)[:, :, None]
+        weights = jnp.exp(jnp.where(ancestor, between, -jnp.inf))
+        pairs = [(x @ k.mT) * weights for x in (q, k)]
+        leaves = jnp.where(inside, ending(weights), 0.0)[..., None]
+
+    # States with which a token's lineage enters the chunk: the running one or the last parent's.
+    none = own[:, :1, 0] if continues else jnp.full((B, 1), -2, jnp.int32)
+    last, last_parent = (
+        jnp.concatenate([none, x[:, :-1, -1]], axis=1)[..., None] for x in (own, parent)
     )
+    decay = jnp.exp(log if by_channel else log[..., None])
+    enters = _entering(own, parent, last, last_parent)[:, :, None, ..., None] * decay[..., None, :]
+
+    def reads(x: jax.Array) -> jax.Array:
+        return (enters * x[..., None, :]).reshape(*x.shape[:-1], 2 * K)
+
+    u, w = v * beta[..., None], None
+    if corrects:
+        system = jnp.tril(pairs[1], -1) * beta[..., None]
+        right = jnp.concatenate([u, reads(k) * beta[..., None]], axis=-1)
+        solved = jax.lax.linalg.triangular_solve(
+            system, right, left_side=True, lower=True, unit_diagonal=True
+        )
+        u, w = jnp.split(solved, [v.shape[-1]], axis=-1)
+    stays = jnp.asarray([[0.0, 0.0], [0.0, 1.0]])[None, None, None, ..., None]
+    keep = jnp.where(inside[..., None], ending(enters), stays)  # stays: a parent before the chunk
+    return _Chunk(reads(q), w, u, pairs[0], leaves * k[:, :, :, None], keep)
+
+
+def _ancestors(own: jax.Array, parent: jax.Array, strict: bool = False) -> jax.Array:
+    """Returns True where token j of a block is i or its ancestor, ``[..., C, C]`` for i and j;
+    ``strict``: not i.
+    """
+    same = own[..., :, None] == own[..., None, :]
+    return jnp.tril(same | (parent[..., :, None] == own[..., None, :]), -int(strict))
+
+
+def _entering(own: jax.Array, parent: jax.Array, last: jax.Array, above: jax.Array) -> jax.Array:
+    """Returns True where a token's lineage comes from the token before a block, or from the end of
+    that one's parent, ``[..., C, 2]``; ``last`` and ``above``: its segment and the parent's.
+    """
+    running = (own == last) | (parent == last)
+    sibling = (parent == above) & (parent != own) & ~running
+    return jnp.stack([running, sibling], axis=-1)
+
+
+# Sums of decays ``g [Z, C, N, K]`` along lineages of blocks Z. Each adds numbers of one sign; as a
+# difference of two sums it would lose digits where decays are strong. Arrays have few axes: with 8
+# of them XLA's library of matmuls on CPUs crashes.
+def _sums(over: jax.Array, g: jax.Array) -> jax.Array:
+    # One pass of bfloat16 would round decays to 8 bits.
+    highest = jax.lax.Precision.HIGHEST
+    return jnp.einsum("zit,ztnk->zink", over.astype(g.dtype), g, precision=highest)
+
+
+def _since(own: jax.Array, parent: jax.Array, g: jax.Array) -> jax.Array:
+    """Returns sums from the lineage's first token in the block to each token."""
+    return _sums(_ancestors(own, parent), g)
+
+
+def _until(own: jax.Array, parent: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns which tokens are the last one of the block or its ancestors, and then which the end
+    of its parent or that one's, ``[Z, 2 C]``; and sums from each token on to there, without its
+    own, ``[Z, 2 C, N, K]``.
+    """
+    Z, C = own.shape
+    above = own == parent[:, -1:]
+    on = jnp.concatenate([(own == own[:, -1:]) | above, above], axis=-1)
+    later = _ancestors(own, parent, strict=True).mT[:, None] & on.reshape(Z, 2, 1, C)
+    return on, _sums(later.reshape(Z, 2 * C, C), g)
+
+
+def _weighted(own, parent, g, k, q) -> list[jax.Array]:
+    """Returns ``sum_K q_i k_j exp(g_{j+1} + ... + g_i)`` of tokens i and their ancestors j,
+    ``[Z, N, C, C]``, where each channel has its decay; and the same with keys for q.
+
+    Factors of i and j would overflow: the decay from a chunk's begin to j divides. From a token in
+    between, which they have in halves of 2, 4, 8, ... tokens, both are at most 1.
+    """
+    blocks = [jnp.sum(x * k, axis=-1).reshape(-1, k.shape[2], 1, 1) for x in (q, k)]
+    assert k.shape[1].bit_count() == 1
+    while blocks[0].shape[-1] < k.shape[1]:
+        blocks = _joined(own, parent, g, k, q, blocks)
+    return blocks
+
+
+@jax.checkpoint  # factors of all levels are 20 times the keys
+def _joined(own, parent, g, k, q, blocks):
+    """Joins neighbours of blocks on the diagonal, ``[Z, N, C, C]``, by the weights between."""
+    C = blocks[0].shape[-1]
+    own, parent, g, k, q = (x.reshape(-1, 2, C, *x.shape[2:]) for x in (own, parent, g, k, q))
+    on, until = _until(own[:, 0], parent[:, 0], g[:, 0])
+    keys = jnp.exp(until) * jnp.concatenate([k[:, 0], k[:, 0]], axis=1)
+    since = jnp.exp(_since(own[:, 1], parent[:, 1], g[:, 1]))
+    enters = _entering(own[:, 1], parent[:, 1], own[:, 0, -1:], parent[:, 0, -1:])
+    related = (enters[..., None] & on.reshape(-1, 1, 2, C)).reshape(-1, 1, C, 2 * C)
+    out = []
+    for x, block in zip((q, k), blocks):
+        pairs = jnp.einsum("zink,zjnk->znij", since * x[:, 1], keys)
+        pairs = jnp.where(related, pairs, 0.0)
+        between = pairs[..., :C] + pairs[..., C:]  # one of two is not 0
+        upper = jnp.concatenate([block[0::2], jnp.zeros_like(between)], axis=-1)
+        lower = jnp.concatenate([between, block[1::2]], axis=-1)
+        out.append(jnp.concatenate([upper, lower], axis=-2))
+    return out
 
 
 def short_convolution(x_BTW: jax.Array, w_MW: jax.Array, before_BTM: jax.Array) -> jax.Array:
@@ -230,7 +314,7 @@ def mix(
     x_BTW: jax.Array,
     taps_MW: jax.Array,
     heads_of: Heads,
-    decay_BTN: jax.Array,
+    decay: jax.Array,
     beta_BTN: jax.Array,
     of: Lineage | None,
     cache: paged.Cache | None,
@@ -247,12 +331,12 @@ def mix(
     if cache is None:
         assert of is not None
         q, k, v = heads_of(short_convolution(x_BTW, taps_MW, previous(of, d.taps)))
-        return recurrence(q, k, v, decay_BTN, beta_BTN, of, corrects), v, None
+        return recurrence(q, k, v, decay, beta_BTN, of, corrects), v, None
     # Slots count within a part of the mesh. In a tensor group the devices split the heads; each
     # convolves all channels, which is little.
     # Where it splits rows, XLA would gather the projections instead of moving few channels.
     x_BTW = sharding.constrain(x_BTW, "batch", None, "q_heads")
-    rows, split = sharding.cache_axes(cfg.num_kv_heads)
+    rows, split = sharding.cache_axes(cache.heads)
     of_head = (rows, None, *sharding.fitting((d.heads,), split))
     of_tail, of_state = (None, rows), (None, rows, of_head[2])
     row, where = (rows, None, None), (cache.layer, cache.view.states)
@@ -262,7 +346,7 @@ def mix(
     )
     x, tail = sharding.over_devices(_convolved, args, specs, (row, of_tail))
     q, k, v = heads_of(x)
-    args, specs = (q, k, v, decay_BTN, beta_BTN, cache.pool["state"], *where), (of_head,) * 5
+    args, specs = (q, k, v, decay, beta_BTN, cache.pool["state"], *where), (of_head,) * 5
     specs = (*specs, of_state, (), (rows,))
     run = functools.partial(_run, corrects=corrects)
     o, state = sharding.over_devices(run, args, specs, (of_head, of_state))
@@ -289,14 +373,13 @@ def _convolved(x_BTW, w_MW, pool, layer, slots: StateSlots):
     return x, pool.at[layer, slots.keep].set(tail, mode="drop")
 
 
-def _run(
-    q_BTNK, k_BTNK, v_BTNV, decay_BTN, beta_BTN, pool, layer, slots: StateSlots, corrects: bool
-):
+def _run(q_BTNK, k_BTNK, v_BTNV, decay, beta_BTN, pool, layer, slots: StateSlots, corrects: bool):
     """Returns ``o [B, T, N, V]`` and the pool with the states after the rows."""
     T = q_BTNK.shape[1]
     # A token that is not in use leaves the state as it is.
     used = (jnp.arange(T)[None] < slots.count[:, None])[..., None]
-    decay, beta = jnp.where(used, decay_BTN, 0.0), jnp.where(used, beta_BTN, 0.0)
+    decay = jnp.where(used if decay.ndim == 3 else used[..., None], decay, 0.0)
+    beta = jnp.where(used, beta_BTN, 0.0)
     if T > 1:
         return _blocks((q_BTNK, k_BTNK, v_BTNV, decay, beta), slots, pool, layer, corrects)
     start = pool[layer, jnp.maximum(slots.load, 0)]
@@ -306,9 +389,9 @@ def _run(
     return o[:, None], pool.at[layer, slots.save].set(after, mode="drop")
 
 
-def _step(q_BNK, k_BNK, v_BNV, decay_BN, beta_BN, state_BNKV, corrects: bool):
+def _step(q_BNK, k_BNK, v_BNV, decay, beta_BN, state_BNKV, corrects: bool):
     """Returns ``o [B, N, V]`` and the state after one token."""
-    state = state_BNKV * jnp.exp(decay_BN)[..., None, None]
+    state = state_BNKV * jnp.exp(decay).reshape(*decay.shape[:2], -1, 1)
     if corrects:
         v_BNV = v_BNV - jnp.einsum("bnk,bnkv->bnv", k_BNK, state)
     new = v_BNV * beta_BN[..., None]
@@ -333,7 +416,7 @@ def _blocks(rows, slots: StateSlots, pool, layer, corrects: bool):
         state = jnp.where(load == FOLLOW, state, found)
         new = part.u if part.w is None else part.u - part.w[..., :K] @ state
         out = part.q[..., :K] @ state + part.attn @ new
-        state = part.keep[:, 0, 0, None, None] * state + part.k[:, 0].mT @ new
+        state = part.keep[:, 0, 0, :, None] * state + part.k[:, 0].mT @ new
         pool = pool.at[layer, save].set(state, mode="drop")
         return (state, pool.at[layer, keep].set(state, mode="drop")), out
 

@@ -80,6 +80,7 @@ def logits_and_gradients(params, stacks, tokens_BT, pull_BTV, cfg, blocks, base_
         pytest.param("nemotron_h", EXPERTS, marks=pytest.mark.long),
         pytest.param("nemotron_h", SHARED, marks=pytest.mark.long),
         pytest.param("nemotron_h_dense", EXPERTS, marks=pytest.mark.long),
+        pytest.param("kimi_linear", EXPERTS, marks=pytest.mark.long),
         pytest.param("qwen3_5_moe", EXPERTS, marks=pytest.mark.long),
         # the embedding is scaled, and the head is tied to it
         pytest.param("gemma3", MIXED, marks=pytest.mark.long),

@@ -65,6 +65,9 @@ EXPORTS = [
     ("nemotron_h", AdapterConfig(3, 5.0, (tree.ALL_LINEAR, "embed", "router"))),
     ("nemotron_h", AdapterConfig(2, 5.0, ("up", "in", "q"), rslora=True)),
     ("nemotron_h_dense", AdapterConfig(2, 5.0, ("up", "in", "q"))),
+    pytest.param(
+        *("kimi_linear", AdapterConfig(3, 5.0, (tree.ALL_LINEAR, "router"))), marks=pytest.mark.long
+    ),
     ("gemma4_shared", AdapterConfig(3, 5.0, (tree.ALL_LINEAR, "embed"))),
     ("gemma4_moe", AdapterConfig(3, 5.0, ("q", "down", "router"), rslora=True)),
     # a dense layer and shared experts beside routed ones

@@ -129,6 +129,8 @@ SMALL_LATENT |= {"topk_group": 1, "first_k_dense_replace": 1}
 SMALL_STATES = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
 SMALL_STATES |= {"linear_value_head_dim": 6, "num_hidden_layers": 4}
 SMALL_SHARED = SMALL_EXPERTS | {"num_experts": 8, "shared_expert_intermediate_size": 20}
+SMALL_CHANNELS = SMALL_LATENT | {"n_group": 1, "linear_head_dim": 8, "linear_num_heads": 2}
+SMALL_CHANNELS |= {"num_local_experts": SMALL_CHANNELS.pop("n_routed_experts")}
 SMALL_SSM = {"ssm_state_size": 6, "mamba_num_heads": 4, "mamba_head_dim": 5, "n_groups": 2}
 SMALL_SSM |= {"n_routed_experts": 8, "moe_shared_expert_intermediate_size": 20}
 SMALL_INDEXER = {"index_topk": 4, "index_head_dim": 16, "index_n_heads": 2}
@@ -144,6 +146,7 @@ TINY = {
     "qwen3_5_text": SMALL | SMALL_STATES,
     **dict.fromkeys(("qwen3_5_moe_text", "qwen3_next"), SMALL | SMALL_STATES | SMALL_SHARED),
     "nemotron_h": SMALL | SMALL_EXPERTS | SMALL_SSM | {"num_hidden_layers": 4},
+    "kimi_linear": SMALL | SMALL_CHANNELS | {"num_hidden_layers": 6},
     "deepseek_v3": SMALL | SMALL_LATENT,
     "glm4_moe": SMALL | SMALL_EXPERTS | {"n_routed_experts": 8},
     "glm4_moe_lite": SMALL | SMALL_LATENT | {"n_group": 1},
@@ -179,7 +182,8 @@ def _given(family):
 
 def _torch_logits(family, **changes):
     """Logits of the class with those fields; weights depend on their names only."""
-    fields = _given(family) | {"bos_token_id": None, "eos_token_id": None} | changes
+    none = dict.fromkeys(f"{name}_token_id" for name in ("bos", "eos", "pad"))
+    fields = _given(family) | none | changes
     config = CLASSES[family].from_dict(json.loads(json.dumps(fields)))
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     model = model.float().eval()
@@ -211,7 +215,7 @@ def test_defaults_are_those_of_the_classes_of_transformers(family):
     assert all(theirs[name] in values for name, values in refused.items()), (
         "what a file leaves out is never refused"
     )
-    if family == "nemotron_h":  # no positions
+    if family in ("nemotron_h", "kimi_linear"):  # no positions
         return
     rope = cls().rope_parameters
     rope = rope.get("full_attention", rope)

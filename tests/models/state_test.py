@@ -1,8 +1,9 @@
-"""Layers with a state against recurrences in float64, transformers' of a gated delta net and
-Mamba-2's definition: packed rows with parents, blocks and steps of a cache, and how a config is
-read.
+"""Layers with a state against recurrences in float64, transformers' of a gated delta net, and the
+definitions of Mamba-2 and Kimi Delta Attention: packed rows with parents, blocks and steps of a
+cache, and how a config is read.
 """
 
+import functools
 import json
 import shutil
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+import transformers
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule
 
 from mint_jax.errors import UserError
@@ -38,24 +40,28 @@ def rows(rng, T):
     return own[:T], parent[:T]
 
 
-def arguments(rng, T):
+def arguments(rng, T, channels=False):
+    """Of decays of channels, some are strong: 64 tokens of exp(20) are beyond float64."""
     q, k = rng.normal(size=(2, B, T, N, K))
     k /= np.linalg.norm(k, axis=-1, keepdims=True)
     v, beta = rng.normal(size=(B, T, N, V)), rng.uniform(size=(B, T, N))
-    decay = -rng.exponential(size=(B, T, N)) * rng.choice([0.01, 0.1, 3], size=(B, T, N))
+    shape = (B, T, N, K) if channels else (B, T, N)
+    strongest = 20 if channels else 3
+    decay = -rng.exponential(size=shape) * rng.choice([0.01, 0.1, strongest], size=shape)
     return q, k, v, decay, beta
 
 
 def exact(corrects, *args):
     """``o [T, N, V]`` of one sequence, torch, from an empty state; float64."""
     q, k, v, decay, beta = args
-    if corrects:
+    if corrects and decay.ndim == 2:
         args = (x[None] for x in (q * K**0.5, k, v, decay, beta))
         return torch_recurrent_gated_delta_rule(*args)[0][0]
     state, out = torch.zeros(N, K, V, dtype=torch.float64), []
     for t in range(len(q)):
-        new = torch.einsum("nk,nv->nkv", k[t], beta[t][:, None] * v[t])
-        state = decay[t].exp()[:, None, None] * state + new
+        state = decay[t].exp().reshape(N, -1, 1) * state
+        value = v[t] - torch.einsum("nk,nkv->nv", k[t], state) if corrects else v[t]
+        state = state + torch.einsum("nk,nv->nkv", k[t], beta[t][:, None] * value)
         out.append(torch.einsum("nk,nkv->nv", q[t], state))
     return torch.stack(out)
 
@@ -64,10 +70,18 @@ def floats(arrays):
     return [jnp.asarray(x, jnp.float32) for x in arrays]
 
 
-@pytest.mark.parametrize(("T", "corrects"), [(1, True), (63, True), (300, True), (300, False)])
-def test_packed_rows_are_their_lineages_apart(rng, T, corrects):
+@pytest.mark.parametrize(
+    ("T", "corrects", "channels"),
+    [
+        *((T, True, False) for T in (1, 63, 300)),
+        *((300, False, False), (300, True, True)),
+        pytest.param(300, False, True, marks=pytest.mark.long),
+    ],
+)
+def test_packed_rows_are_their_lineages_apart(rng, T, corrects, channels):
     own, parent = (np.array(x, np.int32) for x in zip(*(rows(rng, T) for _ in range(B))))
-    args, of = arguments(rng, T), state.lineage(Segments(jnp.asarray(own), jnp.asarray(parent)))
+    args = arguments(rng, T, channels)
+    of = state.lineage(Segments(jnp.asarray(own), jnp.asarray(parent)))
     made = np.asarray(
         jax.jit(lambda *x: state.recurrence(*x, of=of, corrects=corrects))(*floats(args))
     )
@@ -88,16 +102,19 @@ def test_packed_rows_are_their_lineages_apart(rng, T, corrects):
                 assert before[b, token].tolist() == ancestors
 
 
-@pytest.mark.parametrize("corrects", [True, False])
-def test_gradients_are_those_of_the_recurrence(rng, corrects):
+@pytest.mark.parametrize(
+    ("corrects", "channels"),
+    [(True, False), (False, False), pytest.param(True, True, marks=pytest.mark.long)],
+)
+def test_gradients_are_those_of_the_recurrence(rng, corrects, channels):
     T = 130
-    args, g = arguments(rng, T), rng.normal(size=(B, T, N, V))
+    args, g = arguments(rng, T, channels), rng.normal(size=(B, T, N, V))
     one = state.lineage(Segments(*(jnp.zeros((B, T), jnp.int32),) * 2))
 
     def loss(*x):
         return jnp.sum(state.recurrence(*x, of=one, corrects=corrects) * g)
 
-    made = jax.grad(loss, argnums=range(5))(*floats(args))
+    made = jax.jit(jax.grad(loss, argnums=range(5)))(*floats(args))
     leaves = [torch.tensor(x, requires_grad=True) for x in args]
     for b in range(B):
         (exact(corrects, *(x[b] for x in leaves)) * torch.tensor(g[b])).sum().backward()
@@ -106,14 +123,23 @@ def test_gradients_are_those_of_the_recurrence(rng, corrects):
         np.testing.assert_allclose(ours, want, rtol=0, atol=1e-4 * np.abs(want).max())
 
 
-@pytest.mark.parametrize(("bad", "corrects"), [(np.nan, True), (np.inf, True), (np.nan, False)])
-def test_blocks_in_any_calls_and_steps_are_the_recurrence(rng, bad, corrects):
+@pytest.mark.parametrize(
+    ("bad", "corrects", "channels"),
+    [
+        *((np.nan, True, False), (np.inf, True, False), (np.nan, False, False)),
+        (np.nan, True, True),
+        pytest.param(np.inf, True, True, marks=pytest.mark.long),
+    ],
+)
+def test_blocks_in_any_calls_and_steps_are_the_recurrence(rng, bad, corrects, channels):
     """A row's blocks in calls beside another row's, which is not finite: states pass from block to
     block, through slots between calls, and to single tokens.
     """
     T, P = 101, 32
-    q, k, v, decay, beta = (x[0] for x in arguments(rng, T))
+    q, k, v, decay, beta = (x[0] for x in arguments(rng, T, channels))
     want = exact(corrects, *map(torch.tensor, (q, k, v, decay, beta))).numpy()
+    blocks_of = jax.jit(functools.partial(state._blocks, corrects=corrects))
+    step = jax.jit(functools.partial(state._step, corrects=corrects))
     pool = jnp.full((1, 4, N, K, V), np.nan, jnp.float32)  # slots hold anything before
 
     def call(blocks, load, save, keep, pool):
@@ -128,9 +154,9 @@ def test_blocks_in_any_calls_and_steps_are_the_recurrence(rng, bad, corrects):
             for x in take
         ]
         used = np.arange(P)[None] < np.array(count)[:, None]
-        pad[3], pad[4] = (np.where(used[..., None], x, 0) for x in pad[3:])
+        pad[3:] = (np.where(used.reshape(*used.shape, *(1,) * (x.ndim - 2)), x, 0) for x in pad[3:])
         slots = StateSlots(*(jnp.asarray(x, jnp.int32) for x in (load, save, keep, count)))
-        out, pool = state._blocks(floats(pad), slots, pool, jnp.int32(0), corrects)
+        out, pool = blocks_of(floats(pad), slots, pool, jnp.int32(0))
         return [np.asarray(o)[:n] for o, n in zip(out, count)], pool
 
     first, pool = call([0, 1, -1], [EMPTY, FOLLOW, EMPTY], [9, 2, 3], [0, 9, 9], pool)
@@ -142,7 +168,7 @@ def test_blocks_in_any_calls_and_steps_are_the_recurrence(rng, bad, corrects):
     np.testing.assert_allclose(whole, want[:96], rtol=0, atol=2e-4)
     one = pool[0, 2][None]
     for t in range(96, T):
-        o, one = state._step(*floats(x[t][None] for x in (q, k, v, decay, beta)), one, corrects)
+        o, one = step(*floats(x[t][None] for x in (q, k, v, decay, beta)), one)
         np.testing.assert_allclose(o[0], want[t], rtol=0, atol=2e-4)
 
 
@@ -228,6 +254,49 @@ def test_a_config_of_one_part_a_layer_that_does_not_fit_is_refused(changes, word
         del config["layers_block_type"]
     with pytest.raises(UserError, match=words):
         hf_config.from_hf(config | changes)
+
+
+PUBLISHED = {  # spellings of Kimi-Linear's files
+    **{"num_experts": 16, "num_experts_per_token": 4, "model_max_length": 512},
+    **{"moe_renormalize": False, "num_expert_group": 2, "num_shared_experts": 3},
+    "linear_attn_config": {
+        **{"head_dim": 6, "num_heads": 2, "short_conv_kernel_size": 3},
+        **{"full_attn_layers": [3, 5], "kda_layers": [1, 2, 4]},
+    },
+    **{"first_k_dense_replace": 2, "num_hidden_layers": 5, "mla_use_nope": True},
+}
+
+
+def test_published_spellings_are_those_of_the_class():
+    fields = {"architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear"} | PUBLISHED
+    cfg = hf_config.from_hf(fields)
+    theirs = transformers.KimiLinearConfig.from_dict(json.loads(json.dumps(fields)))
+    assert hf_config.from_hf(fields | theirs.to_dict()) == cfg
+    assert list(cfg.delta.full) == [kind == "full_attention" for kind in theirs.layer_types]
+    assert cfg.dense_layers == theirs.mlp_layer_types.count("dense") == 2
+    assert (cfg.delta.heads, cfg.delta.key, cfg.delta.taps, cfg.delta.latent) == (2, 6, 3, 6)
+    assert (cfg.experts.count, cfg.experts.per_token, cfg.experts.groups) == (16, 4, 2)
+    assert (cfg.context, cfg.experts.normalise) == (512, False)
+    assert cfg.experts.shared == 3 * cfg.experts.width
+    assert cfg.rope_dim == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"linear_attn_config": {"full_attn_layers": [3, 6]}}, "full_attn_layers is .3, 6."),
+        ({"linear_attn_config": {"kda_layers": [1, 2, 3]}}, "expected each of 5 layers once"),
+        ({"linear_attn_config": [1]}, "linear_attn_config is .1."),
+        ({"linear_attn_config": {"num_heads": 0}}, "linear_num_heads is 0"),
+        ({"n_group": 4}, "num_expert_group is 2, and n_group is 4"),
+        ({"mla_use_nope": False}, "mla_use_nope is False"),
+        ({"moe_router_activation_func": "softmax"}, "func is 'softmax'; only None or 'sigmoid'"),
+    ],
+)
+def test_a_published_config_that_does_not_fit_is_refused(changes, words):
+    fields = {"architectures": ["KimiLinearForCausalLM"]} | PUBLISHED
+    with pytest.raises(UserError, match=words):
+        hf_config.from_hf(fields | changes)
 
 
 def test_a_pattern_of_letters_is_a_list_of_types(hf_dirs):

@@ -166,7 +166,10 @@ def _assert_same_gradients(tree, theirs, cfg):
     ("name", "remat"),
     [("qwen3", remat) for remat in transformer.REMAT]
     + [("llama_bias", "none"), ("qwen3_5", "names"), ("gemma3", "names"), *GEMMA4, *LATENT]
-    + [pytest.param("nemotron_h_dense", "names", marks=pytest.mark.long)],
+    + [
+        pytest.param(name, "names", marks=pytest.mark.long)
+        for name in ("nemotron_h_dense", "kimi_linear_dense")
+    ],
 )
 def test_gradients_equal_torch_under_every_remat_policy(
     name, remat, hf_dirs, tiny_base, rng, monkeypatch
@@ -188,7 +191,8 @@ def test_gradients_equal_torch_under_every_remat_policy(
     "name",
     first(
         4,
-        ["qwen3", "deepseek_v3_dense", "qwen3_5", "gemma3", "nemotron_h_dense", "gemma4_shared"],
+        ["qwen3", "deepseek_v3_dense", "qwen3_5", "gemma3", "nemotron_h_dense", "gemma4_shared"]
+        + ["kimi_linear_dense"],
     ),
 )
 def test_a_packed_row_equals_its_rows_apart(name, hf_dirs, tiny_base, rng):
