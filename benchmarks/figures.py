@@ -93,7 +93,7 @@ RUNS = (
 )
 BASES = (
     *("qwen3_4b", "qwen3_30b_a3b", "qwen3_30b_a3b_experts", "qwen3_235b_a22b"),
-    *("kimi_k2", "kimi_k2_experts", "glm_5"),
+    *("kimi_k2", "kimi_k2_experts", "glm_5", "gpt_oss_20b"),
 )
 
 
