@@ -5,6 +5,7 @@ XLA's forms run.
 """
 
 import ctypes
+import fcntl
 import functools
 import hashlib
 import os
@@ -135,7 +136,15 @@ def _built() -> Path:
     if made.is_file():
         return made
     made.parent.mkdir(parents=True, exist_ok=True)
-    # Several processes may do this at once; each writes a whole file.
+    # One process compiles, with all cores, and the others wait. The lock ends with its process.
+    with (made.parent / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.is_file():
+            _compile(command, made)
+    return made
+
+
+def _compile(command: list[str], made: Path) -> None:
     with tempfile.TemporaryDirectory(dir=made.parent) as folder:
         whole = Path(folder) / "kernels.so"
         objects = [str(Path(folder) / f"{name}.o") for name in SOURCES]
@@ -147,7 +156,6 @@ def _built() -> Path:
             list(pool.map(_run_command, each))
         _run_command([*command, *objects, "-o", str(whole)])
         os.replace(whole, made)
-    return made
 
 
 def _run_command(command: list[str]) -> str:
