@@ -105,6 +105,13 @@ HYBRID = STATES | {
     **{"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
     "shared_expert_intermediate_size": 20,
 }
+CHANNELS = {name: value for name, value in LATENT.items() if "dense" not in name} | {
+    "architectures": ["KimiLinearForCausalLM"],
+    "num_hidden_layers": 5,
+    "linear_attn_config": {"head_dim": 12, "num_heads": 4, "full_attn_layers": [3, 5]},
+    "mla_use_nope": True,
+    "rms_norm_eps": 1e-2,
+}
 ONLY = {k: v for k, v in DENSE.items() if k != "num_hidden_layers"} | {
     "architectures": ["NemotronHForCausalLM"],
     "hybrid_override_pattern": "MEM*-E",
@@ -114,7 +121,7 @@ ONLY = {k: v for k, v in DENSE.items() if k != "num_hidden_layers"} | {
 }
 FAMILIES = {
     **{"dense": DENSE, "experts": SPARSE, "latent": LATENT, "indexed": INDEXED},
-    **{"states": STATES, "hybrid": HYBRID, "only": ONLY},
+    **{"states": STATES, "hybrid": HYBRID, "only": ONLY, "channels": CHANNELS},
     **{"windows": WINDOWS, "shared keys": SHARED_KEYS, "with mlp": WITH_MLP},
 }
 MESHES = {
@@ -130,7 +137,7 @@ SPARSE_MESHES = [
     (family, "expert4_tensor2") for family in ("experts", "indexed", "windows", "only")
 ]
 STATE_MESHES = [("states", name) for name in ("data8", "tensor2_fsdp2_data2")]
-STATE_MESHES += [("only", "tensor2_fsdp2_data2")]
+STATE_MESHES += [(family, "tensor2_fsdp2_data2") for family in ("only", "channels")]
 CASES = [
     pytest.param(*case, marks=pytest.mark.long)
     for case in [

@@ -74,7 +74,7 @@ def logits_and_gradients(params, stacks, tokens_BT, pull_BTV, cfg, blocks, base_
         ("moonlight_dense", NO_Q_LATENT),
         ("qwen3_moe", EXPERTS),
         ("qwen3_moe", SHARED),
-        ("gpt_oss", EXPERTS),
+        pytest.param("gpt_oss", EXPERTS, marks=pytest.mark.long),
         ("qwen3_5", STATES),
         pytest.param("qwen3_next", EXPERTS, marks=pytest.mark.long),
         pytest.param("nemotron_h", EXPERTS, marks=pytest.mark.long),

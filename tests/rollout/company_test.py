@@ -39,12 +39,18 @@ LATENT = tuple(
 )
 FAMILIES = (
     "llama",
-    "qwen3_5",
     # states as in qwen3_5, keys as in gemma4_shared, routes as in qwen3_moe
     *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_next", "gemma4_moe")),
     *(
         pytest.param(name, marks=pytest.mark.long)
-        for name in ("qwen3_moe", "gpt_oss", "nemotron_h", "gemma4_shared")
+        for name in (
+            "qwen3_5",
+            "qwen3_moe",
+            "gpt_oss",
+            "nemotron_h",
+            "gemma4_shared",
+            "kimi_linear",
+        )
     ),
     *LATENT,
 )
