@@ -166,13 +166,12 @@ def cache_specs(
         if cfg.has_state(stack):
             assert cfg.state is not None
             out[stack] = state.cache_specs(cfg.state, L, states, dtype)
-        elif cfg.has_keys(stack):
+        elif cfg.has_keys(stack) and "attn" in cfg.parts_of(stack):
             make: dict[str, Any] = names or dict.fromkeys(
                 "kv", entry(own.head_dim, own.num_kv_heads)
             )
             here = near if near is not None and cfg.has_window(stack) else pages
-            has_attention = "attn" in cfg.parts_of(stack)
-            out[stack] = {n: of(L, here) for n, of in make.items()} if has_attention else {}
+            out[stack] = {name: of(L, here) for name, of in make.items()}
     if routes and cfg.routed and cfg.experts is not None:
         # The smallest dtype that holds an expert's number.
         kind = jnp.uint8 if cfg.experts.count <= 256 else jnp.uint16
