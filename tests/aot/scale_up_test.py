@@ -55,6 +55,20 @@ def test_decoding_reads_and_writes_the_state_of_each_row_once():
     assert prefill.unread == (slots - 2 * 1) * state + (pages - 2) * page
 
 
+def test_a_new_cache_goes_through_every_program_and_keeps_its_parts():
+    """Also where the first call decodes: a loop needs the parts that its body returns."""
+    name = "nemotron-3-nano-30b-a3b"  # some stacks have states, some pages, some nothing
+    mesh = MAKE_MESH({"data": 1}, jax.devices()[:1])
+    plan = Plan(from_hf(names.SHAPES[name]), mesh, jnp.bfloat16, AdapterConfig(16, targets=("q",)))
+    shape = RolloutShape(adapters=1, prompts=2, rollouts=1, prompt_tokens=64, new_tokens=32)
+    for program in plan.sampling(shape):
+        pool = program.trace(mesh).out_info[0]
+        shapes, before = (
+            jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in (pool, program.args[2])
+        )
+        assert shapes == before
+
+
 @pytest.mark.long
 def test_a_tiny_model_on_four_chips(config, tmp_path, capsys):
     config.hlo = True
