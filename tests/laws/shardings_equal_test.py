@@ -255,7 +255,8 @@ def pose(family, checkpoint):
 def test_eight_devices_equal_one(family, name, problem):
     checkpoint, args, one = problem(family)
     base = base_lib.load(checkpoint, make_mesh(MESHES[name]))
-    for path, parts in (("dense/mlp/up/w", SPLITS[name]), ("moe/moe/experts/up/w", 8)):
+    of_experts = SPLITS[name] * MESHES[name].get("expert", 1)
+    for path, parts in (("dense/mlp/up/w", SPLITS[name]), ("moe/moe/experts/up/w", of_experts)):
         projection = dict(params_lib.leaves_with_path(base.params)).get(path)
         if projection is not None:
             assert len(projection.sharding.device_set) == 8
