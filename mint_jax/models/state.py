@@ -193,10 +193,7 @@ def _prepare(q, k, v, g, beta, of: Lineage, corrects: bool, continues: bool) -> 
     if corrects:
         system = jnp.tril(pairs[1], -1) * beta[..., None]
         right = jnp.concatenate([u, reads(k) * beta[..., None]], axis=-1)
-        solved = jax.lax.linalg.triangular_solve(
-            system, right, left_side=True, lower=True, unit_diagonal=True
-        )
-        u, w = jnp.split(solved, [v.shape[-1]], axis=-1)
+        u, w = jnp.split(_inverse(system) @ right, [v.shape[-1]], axis=-1)
     stays = jnp.asarray([[0.0, 0.0], [0.0, 1.0]])[None, None, None, ..., None]
     keep = jnp.where(inside[..., None], ending(enters), stays)  # stays: a parent before the chunk
     return _Chunk(reads(q), w, u, pairs[0], leaves * k[:, :, :, None], keep)
@@ -278,6 +275,30 @@ def _joined(own, parent, g, k, q, blocks):
         lower = jnp.concatenate([between, block[1::2]], axis=-1)
         out.append(jnp.concatenate([upper, lower], axis=-2))
     return out
+
+
+# On CPUs the gradient of XLA's triangular_solve does not end at 256 systems of 64.
+@jax.custom_jvp
+def _inverse(below: jax.Array) -> jax.Array:
+    """Returns the inverse of ``I + below``, whose argument ``[..., C, C]`` is 0 on and above the
+    diagonal. Inverses of blocks join in pairs, which is a substitution made of matmuls.
+    """
+    C = below.shape[-1]
+    i = jnp.arange(C)
+    inverse, size = jnp.broadcast_to(jnp.eye(C), below.shape), 1
+    matmul = functools.partial(jnp.matmul, precision="highest")
+    while size < C:
+        row, column = i[:, None] // size, i[None] // size
+        pairs = (row % 2 == 1) & (column == row - 1)
+        inverse -= matmul(matmul(inverse, jnp.where(pairs, below, 0.0)), inverse)
+        size *= 2
+    return inverse
+
+
+@_inverse.defjvp
+def _(primals, tangents):
+    inverse = _inverse(*primals)
+    return inverse, -(inverse @ tangents[0] @ inverse)
 
 
 def short_convolution(x_BTW: jax.Array, w_MW: jax.Array, before_BTM: jax.Array) -> jax.Array:
