@@ -11,9 +11,7 @@ from jax.extend import core
 
 
 def traced_flops(jaxpr: core.Jaxpr, devices: int = 1) -> float:
-    """Returns ``2 M N K`` of every matrix product, and the operations of triangular systems;
-    ``devices`` run each ``shard_map`` body.
-    """
+    """Returns ``2 M N K`` of every matrix product; ``devices`` run each ``shard_map`` body."""
     return sum(_equation(eqn, devices) for eqn in jaxpr.eqns)
 
 
@@ -34,9 +32,6 @@ def _equation(eqn: Any, devices: int) -> float:
             return 2.0 * eqn.outvars[0].aval.size * math.prod(lhs[d] for d in contracted)
         # [K, rows] x [rows, N]: a row adds to the matrix of its group
         return 2.0 * math.prod(lhs) * rhs[-1]
-    if name == "triangular_solve":  # substitution; ones on the diagonal need no division
-        (square, right), ones = (eqn.invars[i].aval for i in (0, 1)), params["unit_diagonal"]
-        return float((square.shape[-1] - bool(ones)) * right.size)
     if name == "pallas_call":
         return float(getattr(params.get("cost_estimate"), "flops", 0))
     if name == "cond":

@@ -280,19 +280,19 @@ def _joined(own, parent, g, k, q, blocks):
 # On CPUs the gradient of XLA's triangular_solve does not end at 256 systems of 64.
 @jax.custom_jvp
 def _inverse(below: jax.Array) -> jax.Array:
-    """Returns the inverse of ``I + below``, whose argument ``[..., C, C]`` is 0 on and above the
-    diagonal. Inverses of blocks join in pairs, which is a substitution made of matmuls.
+    """Returns the inverse of ``I + below [B, Q, N, C, C]``, whose argument is 0 on and above the
+    diagonal: from those of its halves, which is a substitution made of matmuls. C is a power of 2.
     """
-    C = below.shape[-1]
-    i = jnp.arange(C)
-    inverse, size = jnp.broadcast_to(jnp.eye(C), below.shape), 1
+    half = below.shape[-1] // 2
+    if not half:
+        return jnp.ones_like(below)
+    # Halves are further chunks: a mesh divides the axes of rows and of heads.
+    halves = [below[..., :half, :half], below[..., half:, half:]]
+    first, second = jnp.split(_inverse(jnp.concatenate(halves, axis=1)), 2, axis=1)
     matmul = functools.partial(jnp.matmul, precision="highest")
-    while size < C:
-        row, column = i[:, None] // size, i[None] // size
-        pairs = (row % 2 == 1) & (column == row - 1)
-        inverse -= matmul(matmul(inverse, jnp.where(pairs, below, 0.0)), inverse)
-        size *= 2
-    return inverse
+    corner = -matmul(matmul(second, below[..., half:, :half]), first)
+    rows = [first, jnp.zeros_like(first)], [corner, second]
+    return jnp.concatenate([jnp.concatenate(row, axis=-1) for row in rows], axis=-2)
 
 
 @_inverse.defjvp

@@ -41,7 +41,7 @@ def rows(rng, T):
 
 
 def arguments(rng, T, channels=False):
-    """Of decays of channels, some are strong: 64 tokens of exp(20) are beyond float64."""
+    """Some decays of channels are strong: exp(20) over 64 tokens exceeds float64."""
     q, k = rng.normal(size=(2, B, T, N, K))
     k /= np.linalg.norm(k, axis=-1, keepdims=True)
     v, beta = rng.normal(size=(B, T, N, V)), rng.uniform(size=(B, T, N))

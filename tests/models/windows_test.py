@@ -196,7 +196,7 @@ def test_gradients_of_sinks_are_those_of_a_softmax_with_one_more_key(rng, kernel
 
 @pytest.mark.parametrize("family", first(1, ["gemma3", "gpt_oss", "mistral"]))
 def test_layers_with_a_window_have_a_kernel_too(family, tiny_base, rng):
-    """Of a prompt and two rollouts, the second far from the prompt in the row."""
+    """A prompt and two rollouts; the second is far from the prompt in the row."""
     base, lengths = tiny_base(family), (30, 60, 20)
     own = np.repeat(np.arange(3, dtype=np.int32), lengths)[None]
     starts = (0, lengths[0], lengths[0])
