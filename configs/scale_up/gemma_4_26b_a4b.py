@@ -4,7 +4,7 @@ TPU v5p chips.
 Command: python -m mint_jax.launch --config=configs/scale_up/gemma_4_26b_a4b.py
   --workdir=runs/scale_up/gemma_4_26b_a4b
 Smallest pod: --config.topology=smallest --config.chip=v5p
-Needs the ``tpu-aot`` extra and no accelerator; several minutes on two CPU cores.
+Needs the ``tpu-aot`` extra and no accelerator. Not compiled yet: whether it fits is not known.
 """
 
 from ml_collections import ConfigDict
