@@ -8,6 +8,8 @@ Needs the ``tpu-aot`` extra and no accelerator; several minutes on two CPU cores
 
 from ml_collections import ConfigDict
 
+from mint_jax.models.names import SHAPES
+
 
 def get_config() -> ConfigDict:
     config = ConfigDict()
@@ -26,30 +28,5 @@ def get_config() -> ConfigDict:
     config.rollout = ConfigDict(
         {"adapters": 16, "prompts": 32, "rollouts": 8, "prompt_tokens": 1024, "new_tokens": 1024}
     )
-    config.model = ConfigDict(  # fields of the model's config.json
-        {
-            "architectures": ["GptOssForCausalLM"],
-            "vocab_size": 201088,
-            "hidden_size": 2880,
-            "intermediate_size": 2880,
-            "num_local_experts": 32,
-            "num_experts_per_tok": 4,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 64,
-            "num_key_value_heads": 8,
-            "head_dim": 64,
-            "sliding_window": 128,
-            "rope_theta": 150000,
-            "rope_scaling": {
-                "rope_type": "yarn",
-                "factor": 32.0,
-                "truncate": False,
-                "original_max_position_embeddings": 4096,
-            },
-            "max_position_embeddings": 131072,
-            "tie_word_embeddings": False,
-            "rms_norm_eps": 1e-05,
-            "attention_bias": True,
-        }
-    )
+    config.model = ConfigDict(SHAPES[config.base])
     return config

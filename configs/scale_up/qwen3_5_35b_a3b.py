@@ -9,6 +9,8 @@ Needs the ``tpu-aot`` extra and no accelerator; many minutes on two CPU cores.
 
 from ml_collections import ConfigDict
 
+from mint_jax.models.names import SHAPES
+
 
 def get_config() -> ConfigDict:
     config = ConfigDict()
@@ -22,40 +24,10 @@ def get_config() -> ConfigDict:
     config.hlo = False  # write the compiled programs beside the result
     config.adapter = ConfigDict({"rank": 16, "alpha": 32.0, "targets": ("all-linear",)})
     config.train = ConfigDict(
-        {"policies": 16, "rows": 4, "tokens": 4096, "targets": 2048, "remat": "full"}
+        {"policies": 16, "rows": 1, "tokens": 4096, "targets": 2048, "remat": "full"}
     )
     config.rollout = ConfigDict(
         {"adapters": 16, "prompts": 64, "rollouts": 8, "prompt_tokens": 2048, "new_tokens": 2048}
     )
-    config.model = ConfigDict(  # fields of the model's config.json
-        {
-            "architectures": ["Qwen3_5MoeForCausalLM"],
-            "vocab_size": 248320,
-            "hidden_size": 2048,
-            "moe_intermediate_size": 512,
-            "shared_expert_intermediate_size": 512,
-            "num_experts": 256,
-            "num_experts_per_tok": 8,
-            "num_hidden_layers": 40,
-            "full_attention_interval": 4,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 2,
-            "head_dim": 256,
-            "linear_conv_kernel_dim": 4,
-            "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128,
-            "linear_num_key_heads": 16,
-            "linear_num_value_heads": 32,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 10000000.0,
-                "partial_rotary_factor": 0.25,
-            },
-            "max_position_embeddings": 262144,
-            "tie_word_embeddings": False,
-            "hidden_act": "silu",
-            "rms_norm_eps": 1e-06,
-            "attention_bias": False,
-        }
-    )
+    config.model = ConfigDict(SHAPES[config.base])
     return config

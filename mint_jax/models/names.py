@@ -44,6 +44,7 @@ _GPT_OSS |= {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_thet
 _GPT_OSS |= {"tie_word_embeddings": False}
 _GPT_OSS |= {"rope_scaling": {"rope_type": "yarn", "factor": 32.0, "truncate": False}}
 _GPT_OSS["rope_scaling"] |= {"original_max_position_embeddings": 4096}
+_120B = {"num_hidden_layers": 36, "num_local_experts": 128}
 _ROPE = {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25}
 _QWEN3_5 = {"architectures": ["Qwen3_5MoeForCausalLM"], "vocab_size": 248320, "hidden_size": 2048}
 _QWEN3_5 |= {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
@@ -57,6 +58,16 @@ _QWEN3_5 |= {"rms_norm_eps": 1e-06, "attention_bias": False}
 _LARGE = {"hidden_size": 4096, "num_hidden_layers": 60, "num_attention_heads": 32}
 _LARGE |= {"moe_intermediate_size": 1024, "shared_expert_intermediate_size": 1024}
 _LARGE |= {"num_experts": 512, "num_experts_per_tok": 10, "linear_num_value_heads": 64}
+_NEXT = {"architectures": ["Qwen3NextForCausalLM"], "vocab_size": 151936, "norm_topk_prob": True}
+_NEXT |= {"intermediate_size": 5120, "num_hidden_layers": 48}
+_NEXT |= {"num_experts": 512, "num_experts_per_tok": 10}
+_GLM = {"architectures": ["Glm4MoeForCausalLM"], "vocab_size": 151552, "hidden_size": 5120}
+_GLM |= {"intermediate_size": 12288, "moe_intermediate_size": 1536, "n_routed_experts": 160}
+_GLM |= {"n_shared_experts": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 3}
+_GLM |= {"routed_scaling_factor": 2.5, "num_hidden_layers": 92, "num_attention_heads": 96}
+_GLM |= {"num_key_value_heads": 8, "head_dim": 128, "partial_rotary_factor": 0.5}
+_GLM |= {"rope_theta": 1000000.0, "max_position_embeddings": 131072, "use_qk_norm": True}
+_GLM |= {"tie_word_embeddings": False, "attention_bias": True, "rms_norm_eps": 1e-05}
 _GEMMA4 = {"architectures": ["Gemma4ForCausalLM"], "vocab_size": 262144, "sliding_window": 1024}
 _GEMMA4 |= {"hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 60}
 _GEMMA4 |= {"num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 256}
@@ -81,7 +92,9 @@ _NEMOTRON |= {"intermediate_size": 1856, "max_position_embeddings": 262144}
 # Name -> fields of these models' config.json.
 SHAPES: dict[str, dict[str, Any]] = {"qwen3-4b": _QWEN3, "qwen3-30b-a3b": _QWEN3_MOE}
 SHAPES |= {"qwen3.5-35b-a3b": _QWEN3_5, "qwen3.5-397b-a17b": _QWEN3_5 | _LARGE}
-SHAPES |= {"gpt-oss-20b": _GPT_OSS, "gemma-4-e4b": _E4B, "gemma-4-31b": _GEMMA4}
+SHAPES |= {"qwen3-next-80b-a3b": _QWEN3_5 | _NEXT, "glm-4.5": _GLM}
+SHAPES |= {"gpt-oss-20b": _GPT_OSS, "gpt-oss-120b": _GPT_OSS | _120B}
+SHAPES |= {"gemma-4-e4b": _E4B, "gemma-4-31b": _GEMMA4}
 SHAPES |= {"gemma-4-26b-a4b": _GEMMA4_MOE, "nemotron-3-nano-30b-a3b": _NEMOTRON}
 
 

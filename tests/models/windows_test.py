@@ -35,7 +35,6 @@ GPT_OSS = names.SHAPES["gpt-oss-20b"] | {
     "swiglu_limit": 7.0,
     "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
 }
-LARGE = names.SHAPES["gpt-oss-20b"] | {"num_hidden_layers": 36, "num_local_experts": 128}
 GEMMA = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
 GEMMA4 = {"architectures": ["Gemma4ForCausalLM"], "num_hidden_layers": 3}
 GEMMA4 |= {"layer_types": [TYPES[0], TYPES[1], TYPES[1]], "attention_k_eq_v": True}
@@ -46,13 +45,19 @@ MINISTRAL = {"architectures": ["Ministral3ForCausalLM"]}
 @pytest.mark.parametrize(
     ("fields", "billions"),
     [
-        *((GPT_OSS, 20.91), (LARGE, 116.83)),
+        *((GPT_OSS, 20.91), (names.SHAPES["gpt-oss-120b"], 116.83)),
+        # of the classes of transformers 5.23
+        (names.SHAPES["qwen3-next-80b-a3b"], 79.67),
+        (names.SHAPES["glm-4.5"], 352.80),
         # of their model cards
         (names.SHAPES["gemma-4-31b"], 30.7),
         (names.SHAPES["gemma-4-26b-a4b"], 25.2),
         (names.SHAPES["nemotron-3-nano-30b-a3b"], 31.6),
     ],
-    ids=["gpt-oss-20b", "gpt-oss-120b", "gemma-4-31b", "gemma-4-26b", "nemotron-3-nano"],
+    ids=[
+        *("gpt-oss-20b", "gpt-oss-120b", "qwen3-next", "glm-4.5", "gemma-4-31b", "gemma-4-26b"),
+        "nemotron-3-nano",
+    ],
 )
 def test_published_bases_have_their_number_of_parameters(fields, billions):
     cfg = from_hf(fields)
