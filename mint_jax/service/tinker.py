@@ -198,7 +198,7 @@ class Tinker:
         def make() -> Call:
             try:
                 call, spans = message.batch()
-                return self.server.sequences.with_routes(call, spans, model.tenant)
+                return self.server.sequences.complete(call, spans, model.tenant)
             except UserError as reason:
                 return Refused(reason_of(reason))
 

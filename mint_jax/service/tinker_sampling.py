@@ -118,7 +118,7 @@ class Sampling:
                 server.answers.end(answer, failure=failure)
                 return
             for i, completion in enumerate(completions):
-                server.sequences.add(f"{answer.id}.{i}", tenant, completion)
+                server.sequences.add(f"{answer.id}.{i}", tenant, completion, spec.recorded)
             nbytes = sum(map(_bytes_of, completions)) + 40 * len(spec.request.prompt)
             server.answers.end(answer, (spec, completions), nbytes=nbytes)
 

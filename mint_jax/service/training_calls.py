@@ -17,7 +17,8 @@ from mint_jax.train.blocks import Datum
 from mint_jax.train.config import KINDS, OptimizerConfig
 from mint_jax.train.losses import LossCoefs
 
-ARRAYS = ("tokens", "targets", "weights", "advantages", "old_logp", "in_ratio", "routes")
+ARRAYS = ("tokens", "targets", "weights", "advantages", "old_logp")
+ARRAYS += ("in_ratio", "routes", "ref_logp")
 
 
 class Trained(NamedTuple):

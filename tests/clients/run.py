@@ -201,7 +201,6 @@ def rl_loop(run: Run) -> str:
     run.log("rl_loop").mkdir()
     (run.log("rl_loop") / "checkpoints.jsonl").write_text(json.dumps(begun) + "\n")
     options = "batch_size=2 group_size=8 learning_rate=4e-4 max_steps=4 save_every=2 max_tokens=8"
-    options += " loss_fn=importance_sampling"
     run.whole("rl_loop", run.recipe("rl_loop", "rl_loop", options))
     rows = run.metrics("rl_loop")
     rewards, steps = series(rows, "reward/total"), series(rows, "grad_norm")
@@ -215,7 +214,7 @@ def rl_loop(run: Run) -> str:
 
 def arithmetic(run: Run) -> str:
     options = f"{RENDERER} env=arithmetic group_size=8 groups_per_batch=4 max_steps={STEPS}"
-    options += " lora_rank=8 learning_rate=4e-4 loss_fn=importance_sampling"
+    options += " lora_rank=8 learning_rate=4e-4"
     options += " eval_every=0 save_every=0"
     run.whole("arithmetic", run.recipe("arithmetic", "math_rl.train", options))
     rows = run.metrics("arithmetic")

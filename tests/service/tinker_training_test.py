@@ -4,6 +4,7 @@ server.
 
 import numpy as np
 import pytest
+import tinker
 import torch
 from tinker import types
 
@@ -24,6 +25,17 @@ from tests.train.live_test import (
 CLIPPED = {"ppo", "cispo", "gspo"}
 
 
+def spanned(datum, id, sampled, offset=0):
+    """A datum with provenance: targets of one sequence where they were sampled."""
+    kinds = types.PromptProvenanceSpan, types.SampledProvenanceSpan
+    offsets = offset + np.cumsum(sampled) - sampled
+    spans = [
+        kinds[int(is_sampled)](sequence_id=id, offset=int(at * is_sampled), length=1)
+        for is_sampled, at in zip(sampled, offsets)
+    ]
+    return datum.with_provenance(model_input=spans, loss_fn_inputs=spans)
+
+
 def sent(data, kind):
     """Our data as a client of Tinker states them: what counts not has no advantage, but for DRO,
     whose square needs weights.
@@ -37,13 +49,15 @@ def sent(data, kind):
         if kind == "gspo":
             inputs["sequence_ratio_mask"] = types.TensorData.from_numpy(datum.weights)
         out.append(types.Datum(types.ModelInput.from_ints(datum.tokens.tolist()), inputs))
+        if kind == "stable_reinforce":
+            out[-1] = spanned(out[-1], "x", datum.weights != 0)
     return out
 
 
 def options(kind):
     low, high, beta = LOSSES.get(kind, (0, 0, 0))
-    if kind == "dro":
-        return {"beta": beta}
+    if kind in ("dro", "stable_reinforce"):
+        return {"beta" if kind == "dro" else "kl_coeff": beta}
     clips = {"clip_low_threshold": low, "clip_high_threshold": high}
     return clips if kind in CLIPPED else None
 
@@ -104,6 +118,44 @@ def test_every_loss_and_update_is_torch_s(rng, site, hf_dirs):
     for path, factor in tenant.factors.items():
         moved = np.abs(factor.detach().numpy() - state.parts["factors"][path]).max()
         np.testing.assert_allclose(held.parts["factors"][path], factor.detach(), atol=2e-2 * moved)
+
+
+def test_stable_reinforce_reads_what_recorded_samples_drew(rng, site):
+    trainer, prompt = site.trainer(), rng.integers(3, 97, 5).tolist()
+    state = random_state(rng, site.server.base, site.held(trainer).config)
+    site.put(trainer, state)
+    rows = []
+    for recorded in (True, False):
+        sampler = trainer.save_weights_and_get_sampling_client(
+            record_stability_info=recorded
+        ).result()
+        [drawn] = (
+            sampler.sample(
+                types.ModelInput.from_ints(prompt), 1, types.SamplingParams(max_tokens=6, stop=[])
+            )
+            .result()
+            .sequences
+        )
+        tokens = prompt + drawn.tokens
+        sampled = np.arange(1, len(tokens)) >= len(prompt)
+        inputs = {"target_tokens": tokens[1:], "advantages": sampled * rng.normal()}
+        datum = types.Datum(types.ModelInput.from_ints(tokens[:-1]), inputs)
+        logprobs = np.zeros(sampled.size, np.float32)
+        logprobs[sampled] = drawn.logprobs
+        full = types.Datum(datum.model_input, inputs | {"logprobs": logprobs})
+        rows.append([spanned(one, drawn.sequence_id, sampled) for one in (datum, full)])
+    # one update away from the sampler, so that its log-probabilities matter
+    site.put(trainer, random_state(rng, site.server.base, state.config))
+    gradients = []
+    for datum in rows[0]:
+        trainer.forward_backward([datum], "stable_reinforce", {"kl_coeff": 0.7}).result()
+        gradients.append(site.held(trainer).parts["grad"])
+        trainer.optim_step(types.AdamParams(learning_rate=0.0)).result()
+    for path, leaf in gradients[0].items():
+        np.testing.assert_array_equal(leaf, gradients[1][path])
+    with pytest.raises(tinker.RequestFailedError, match="record_stability_info"):
+        trainer.forward_backward([rows[1][0]], "stable_reinforce").result()
+    trainer.forward_backward([rows[1][1]], "stable_reinforce").result()
 
 
 def test_a_loss_of_the_client_s_own_has_its_gradients(rng, site):

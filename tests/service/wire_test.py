@@ -68,6 +68,12 @@ def sampled_inputs(rng, n, loss):
     return inputs | ({"sequence_ratio_mask": mask.astype(np.float32)} if loss == "gspo" else {})
 
 
+def sampled_here(datum):
+    """A datum whose targets were all sampled."""
+    spans = [types.SampledProvenanceSpan(sequence_id="a", length=datum.model_input.length)]
+    return datum.with_provenance(model_input=spans, loss_fn_inputs=spans)
+
+
 def sdk_datum(tokens, inputs, cuts=()):
     chunks = [types.EncodedTextChunk(tokens=part.tolist()) for part in np.split(tokens, list(cuts))]
     return types.Datum(model_input=types.ModelInput(chunks=chunks), loss_fn_inputs=inputs)
@@ -133,10 +139,16 @@ def test_what_the_sdk_encodes_is_read_back_the_same(loss, content_type, rng):
     tokens = [rng.integers(0, V, n) for n in lengths]
     inputs = [sampled_inputs(rng, n, loss) for n in lengths]
     data = [sdk_datum(t, i, cuts=(t.size // 2,)) for t, i in zip(tokens, inputs)]
+    if loss == "stable_reinforce":
+        data = [sampled_here(datum) for datum in data]
     message = read(sdk_request(data, loss, CONFIGS.get(loss)), content_type)
     assert (message.model_id, message.seq_id) == ("s:train:0", 3)
+    if (loss, content_type) == ("stable_reinforce", JSON):
+        refused(message.batch, "has no loss_fn_input_spans; stable_reinforce needs them")
+        return
     call, _ = message.batch()
-    assert (call.backward, call.columns, KINDS[call.loss.kind]) == (True, None, loss)
+    kind = "cispo" if loss == "stable_reinforce" else loss
+    assert (call.backward, call.columns, KINDS[call.loss.kind]) == (True, None, kind)
     for datum, t, sent in zip(call.data, tokens, inputs):
         dtypes = datum.tokens.dtype, datum.targets.dtype, datum.weights.dtype
         assert dtypes == (np.int32, np.int32, np.float32)
@@ -218,6 +230,7 @@ def test_soft_targets_come_back_in_the_shape_they_were_sent_in(content_type, k, 
 
 def test_options_have_the_defaults_of_the_contract():
     clips = {"ppo": (0.8, 1.2), "cispo": (0.0, 4.0), "gspo": (0.8, 1.2)}
+    clips["stable_reinforce"] = (0.0, 1.0)
     for loss in forward_backward.LOSSES:
         given = {"beta": 0.1} if loss == "dro" else {}
         assert forward_backward.loss_of(loss, given)[1:3] == clips.get(loss, (0.0, math.inf))
@@ -303,9 +316,9 @@ def inputs(name, datum=0, shape=None, **fields):
     return change
 
 
-def span(sequence, offset, length):
+def span(sequence, offset, length, field="model_input_spans"):
     def change(message):
-        run = message.data[0].model_input_spans.add().prompt_tokens
+        run = getattr(message.data[0], field).add().prompt_tokens
         run.sequence_id, run.offset, run.length = sequence, offset, length
 
     return change
@@ -351,6 +364,9 @@ BAD = [  # message, change, words of the refusal
     (good("ppo", {"clip_low_threshold": 1.3}), lambda m: None, "1.3 and clip_high_threshold 1.2"),
     (good("ppo", {"clip_high_threshold": math.nan}), lambda m: None, "is nan; expected"),
     (good("dro"), lambda m: None, "has no beta; dro needs it"),
+    (good("stable_reinforce"), lambda m: None, "has no loss_fn_input_spans"),
+    (good("stable_reinforce"), span("a", 0, 3, "loss_fn_input_spans"), "an advantage at 0, which"),
+    (good("stable_reinforce", {"kl_coeff": -1.0}), lambda m: None, "kl_coeff is -1.0; expected"),
 ]
 
 

@@ -36,13 +36,14 @@ CONFIGS = {
     "c": AdapterConfig(1, 2.0, ("v",)),
     "d": AdapterConfig(2, 4.0, ("unembed",)),
 }
-LOSSES = {  # as a client of Tinker states them: absolute bounds, and beta of DRO
+LOSSES = {  # as a client of Tinker states them: absolute bounds, and beta or kl_coeff
     "cross_entropy": (0.0, np.inf, 0.0),
     "importance_sampling": (0.0, np.inf, 0.0),
     "ppo": (0.8, 1.2, 0.0),
     "cispo": (0.5, 4.0, 0.0),
     "gspo": (0.9, 1.3, 0.0),
     "dro": (0.0, np.inf, 0.3),
+    "stable_reinforce": (0.0, 1.0, 0.4),  # kl_coeff
 }
 FAMILIES = [
     "llama",
@@ -57,6 +58,8 @@ EPS = 1e-2
 
 def coefs(kind):
     low, high, beta = LOSSES[kind]
+    if kind == "stable_reinforce":
+        return LossCoefs(KINDS.index("cispo"), low, high, 1, beta, 0.0, np.inf, 0.0)
     return LossCoefs(KINDS.index(kind), low, high, 0, 0.0, 0.0, np.inf, beta)
 
 
@@ -96,6 +99,7 @@ class Tenant(TorchPolicy):
                 "cispo": -r.clamp(low, high).detach() * lp * A,
                 "gspo": -torch.minimum(s * A, s.clamp(low, high) * A),
                 "dro": -(lp * A - beta / 2 * (lp - q) ** 2),
+                "stable_reinforce": -(r.clamp(max=1) * (A - beta * (lp - q))).detach() * lp,
             }
             total = total + each[kind].sum()
         total.backward()
@@ -135,6 +139,7 @@ def random_data(rng, kind, longest=12):
                 "advantages": rng.normal(size=n).astype(np.float32),
                 "old_logp": (-np.minimum(rng.exponential(1, n), 2) - 4).astype(np.float32),
             }
+            fields |= {"ref_logp": fields["old_logp"]} if kind == "stable_reinforce" else {}
         data.append(Datum(tokens, targets, weights, **fields))
     return data
 

@@ -6,10 +6,11 @@ content. A request with bad content keeps its place, and its future fails.
 Axes: N positions of a datum, K targets of a position as sent, k as computed.
 """
 
+import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,10 +24,11 @@ from mint_jax.service.validation import Body, Text, check, parse, shown
 from mint_jax.service.wire import messages, tensors
 from mint_jax.service.wire.tensors import MAX_CELLS, ModelInput, Tensor, TensorBody
 from mint_jax.train.blocks import Datum
-from mint_jax.train.config import KINDS
+from mint_jax.train.config import KINDS, KL_KINDS
 from mint_jax.train.losses import NO_LOSS, LossCoefs
 
 CLIP, SAMPLED = ("clip_low_threshold", "clip_high_threshold"), ("logprobs", "advantages")
+OPTIONAL = {"stable_reinforce": ("weights", "logprobs")}  # of other losses: weights
 INPUTS = ("target_tokens", "weights", *SAMPLED, "sequence_ratio_mask")
 # With lp = log p(target), q = logprobs, A = advantages, r = exp(lp - q), sg = no gradient, w =
 # weights (1 unless sent), each summed over every position:
@@ -36,6 +38,9 @@ INPUTS = ("target_tokens", "weights", *SAMPLED, "sequence_ratio_mask")
 #     cispo                  -w sg(clip(r, low, high)) lp A
 #     dro                    -w (lp A - beta/2 (lp - q)^2)
 #     gspo                   as ppo; r = exp(mean of lp - q over sequence_ratio_mask)
+#     stable_reinforce       -w sg(min(r, 1) (A - kl_coeff (lp - q))) lp, over sampled tokens alone
+# The last one's authors publish no formula. Ours is REINFORCE with truncated importance weights
+# (arXiv 1802.01561, section 4.1) and the penalty of KL(policy || sampler) in the advantage.
 # `blocks.fill` passes the sampler's log-probabilities as the old ones: `train.losses`' k is 1.
 # Loss -> inputs besides target_tokens, and options with their defaults; None: required.
 LOSSES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
@@ -46,6 +51,7 @@ LOSSES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     # the contract has no default, and peers differ by a hundred
     "dro": (SAMPLED, {"beta": None}),
     "gspo": ((*SAMPLED, "sequence_ratio_mask"), dict(zip(CLIP, (0.8, 1.2)))),
+    "stable_reinforce": (("advantages",), {"kl_coeff": 0.0}),
 }
 
 
@@ -58,6 +64,13 @@ class Span(NamedTuple):
     sequence: str
     offset: int
     length: int
+
+
+class Spans(NamedTuple):
+    """Runs that tile a datum's model input, and those that tile its targets; empty: not given."""
+
+    model_input_spans: tuple[Span, ...]
+    loss_fn_input_spans: tuple[Span, ...]
 
 
 class DatumBody(Body):
@@ -83,12 +96,13 @@ class Message(NamedTuple):
     seq_id: int
     body: Any
 
-    def batch(self) -> tuple[ForwardBackward, list[tuple[Span, ...]]]:
-        """Returns the call, and for each datum the runs that tile its model input, if given.
+    def batch(self) -> tuple[ForwardBackward, list[Spans]]:
+        """Returns the call, and for each datum the runs that tile it, if given.
 
-        Targets are as computed; packed ones have ``columns``, see ``tensors.packed``. Raises
-        ``UserError``; ``train.blocks.check`` checks lengths against the training steps and ids
-        against the vocabulary.
+        Targets are as computed; packed ones have ``columns``, see ``tensors.packed``. Without sent
+        ``logprobs`` a datum of ``stable_reinforce`` has no ``old_logp``. Raises ``UserError``;
+        ``train.blocks.check`` checks lengths against the training steps and ids against the
+        vocabulary.
         """
         batch, config, backward = _content(self.body)
         loss, cells = loss_of(batch.loss_fn, config), 0
@@ -103,9 +117,12 @@ class Message(NamedTuple):
                 found = f"the sparse target_tokens of data 0 to {i} have {cells} cells"
                 raise UserError(f"{found}; expected {MAX_CELLS} at most: send fewer")
             datum, column = _datum(batch.loss_fn, tokens, inputs)
+            spans = Spans(*(_spans(sent, name, tokens.size, what) for name in Spans._fields))
+            if batch.loss_fn == "stable_reinforce":
+                datum = _of_sampled(datum, spans.loss_fn_input_spans, what)
             rows.append(datum)
             columns.append(column)
-            sources.append(_spans(getattr(sent, "model_input_spans", ()), tokens.size, what))
+            sources.append(spans)
         packed = columns if any(column is not None for column in columns) else None
         return ForwardBackward(rows, loss, backward, packed), sources
 
@@ -147,8 +164,8 @@ def loss_of(name: str, config: Mapping[str, Any]) -> LossCoefs:
     """Returns a loss and its options as numbers; thresholds are ratios, not distances from 1.
     Raises ``UserError`` for an unknown loss or option, or a bad value.
     """
-    if name in ("stable_reinforce", "custom"):
-        instead = "send importance_sampling, or let the client differentiate its own loss"
+    if name == "custom":
+        instead = "let the client differentiate its own loss"
         raise UserError(f"loss_fn {name!r} is not computed here: {instead}")
     if name not in LOSSES:
         raise choice("loss_fn", name[:80], LOSSES)
@@ -167,19 +184,22 @@ def loss_of(name: str, config: Mapping[str, Any]) -> LossCoefs:
         ):
             raise UserError(f"loss_fn_config.{key} is {shown(value)}; expected a finite number")
     low, high = (float(numbers.get(key, default)) for key, default in zip(CLIP, (0, math.inf)))
-    beta = float(numbers.get("beta", 0))
+    beta, kl = (float(numbers.get(key, 0)) for key in ("beta", "kl_coeff"))
     if not 0 <= low <= high:
         found = f"clip_low_threshold is {low} and clip_high_threshold {high}"
         raise UserError(f"{found}; expected ratios, 0 <= low <= high, 0.8 and 1.2 say")
-    if beta < 0:
-        raise UserError(f"beta is {beta}; expected at least 0")
+    if min(beta, kl) < 0:
+        raise UserError(f"beta or kl_coeff is {min(beta, kl)}; expected at least 0")
+    if name == "stable_reinforce":
+        truncated = NO_LOSS._replace(kind=KINDS.index("cispo"), ratio_high=1.0)
+        return truncated._replace(kl_kind=KL_KINDS.index("k1"), kl=kl)
     return NO_LOSS._replace(kind=KINDS.index(name), ratio_low=low, ratio_high=high, beta=beta)
 
 
-def _spans(sent: Any, length: int, what: str) -> tuple[Span, ...]:
+def _spans(sent: Any, field: str, length: int, what: str) -> tuple[Span, ...]:
     spans = []
-    for i, one in enumerate(sent):
-        name = f"{what}: model_input_spans[{i}]"
+    for i, one in enumerate(getattr(sent, field, ())):
+        name = f"{what}: {field}[{i}]"
         if (arm := one.WhichOneof("span")) is None:
             raise UserError(f"{name} has no kind; expected prompt_tokens or sampled_tokens")
         run = getattr(one, arm)
@@ -190,9 +210,22 @@ def _spans(sent: Any, length: int, what: str) -> tuple[Span, ...]:
             raise UserError(f"{name} has {found}; expected an id, and no number below 0")
         spans.append(Span(arm.removesuffix("_tokens"), run.sequence_id, run.offset, run.length))
     if spans and (total := sum(span.length for span in spans)) != length:
-        found = f"{what}: model_input_spans cover {total} positions; the datum has {length}"
+        found = f"{what}: {field} cover {total} positions; the datum has {length}"
         raise UserError(f"{found}: let the runs tile it")
     return tuple(spans)
+
+
+def _of_sampled(datum: Datum, spans: Sequence[Span], what: str) -> Datum:
+    """Returns a datum of which only sampled targets count, with the sampler as its reference."""
+    if not spans:
+        remedy = "name the sequences that it was sampled in (Datum.with_provenance)"
+        raise UserError(f"{what} has no loss_fn_input_spans; stable_reinforce needs them: {remedy}")
+    sampled = np.repeat([one.kind == "sampled" for one in spans], [one.length for one in spans])
+    if (elsewhere := np.flatnonzero((datum.advantages != 0) & ~sampled)).size:
+        found = f"{what} has an advantage at {elsewhere[0]}, which loss_fn_input_spans say"
+        raise UserError(f"{found} was not sampled; expected 0 there")
+    weights = datum.weights * sampled
+    return dataclasses.replace(datum, weights=weights, ref_logp=datum.old_logp)
 
 
 def _inputs(what: str, loss: str, length: int, sent: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -207,7 +240,7 @@ def _inputs(what: str, loss: str, length: int, sent: Mapping[str, Any]) -> dict[
     inputs = {
         name: tensors.tensor_of(sent[name], f"{what}: {name}")
         for name in takes
-        if name in (*needs, "weights") and name in sent
+        if name in (*needs, *OPTIONAL.get(loss, ("weights",))) and name in sent
     }
     targets = inputs["target_tokens"]
     soft = loss == "cross_entropy" and len(targets.shape) == 2
@@ -240,7 +273,7 @@ def _datum(
     if loss == "gspo":
         in_ratio = (floats["sequence_ratio_mask"] != 0).astype(np.float32)
         weights = ((in_ratio != 0) | (floats["advantages"] != 0)).astype(np.float32)
-    sampled = floats["advantages"], floats["logprobs"]
+    sampled = floats["advantages"], floats.get("logprobs")
     return Datum(tokens, ids, weights, *sampled, in_ratio=in_ratio), None
 
 

@@ -29,11 +29,12 @@ Pairs = Sequence[Sequence[tuple[int, float]]]  # tokens and log-probabilities of
 
 class SampleSpec(NamedTuple):
     """A request, and the ``[P - 1, K]`` tokens to score as sent, -1 for none: they shape its
-    answer.
+    answer. ``recorded``: log-probabilities are kept for ``stable_reinforce``.
     """
 
     request: Request
     named: Tensor | None = None
+    recorded: bool = False
 
 
 Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
@@ -59,6 +60,7 @@ class SampleBody(SampleRequest):
     prompt_alt_tokens_k: Top | None = None
     prompt_logprobs_last_n: Int32 | None = None
     target_prompt_logprobs: TensorBody | None = None
+    record_stability_info: bool | None = None
 
 
 def spec_of(raw: bytes, context: int, end_ids: Sequence[int], seed: int) -> SampleSpec:
@@ -100,7 +102,7 @@ def spec_of(raw: bytes, context: int, end_ids: Sequence[int], seed: int) -> Samp
         stop_ids=ids,
         stop=tuple(one for one in stops if isinstance(one, str)),
     )
-    return SampleSpec(request, named)
+    return SampleSpec(request, named, bool(body.record_stability_info))
 
 
 def _targets(named: Tensor, places: int) -> tuple[tuple[int, ...], ...]:
