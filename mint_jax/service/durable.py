@@ -20,6 +20,7 @@ from typing import Any, Literal
 from mint_jax.catalog.records.database import DatabaseFailed
 from mint_jax.catalog.storage.payloads import StorageFailed
 from mint_jax.errors import UserError
+from mint_jax.service import custom_loss
 from mint_jax.service import training_calls as codec
 from mint_jax.service.checkpoints import Checkpoints
 from mint_jax.service.costs import BASE, Costs, Kind, Payer
@@ -54,7 +55,8 @@ class Unavailable(UserError):
 @dataclasses.dataclass(eq=False)
 class _Operation:
     """A request, or a function of ``do``. ``work`` is for the devices' thread, None before the
-    request is read; ``waits`` while a thread reads or writes a checkpoint for it.
+    request is read; ``waits`` while a thread works for it. ``trained`` is the result of a custom
+    loss, known before its gradient is added.
     """
 
     policy: str
@@ -63,6 +65,7 @@ class _Operation:
     call: Call | None = None
     work: TrainRequest | OptimizerConfig | Callable[[Trainer], Any] | None = None
     waits: bool = False
+    trained: codec.Trained | None = None
     future: "Future[Any]" = dataclasses.field(default_factory=Future)
 
     @property
@@ -308,6 +311,7 @@ class Durable:
             match call:
                 case ForwardBackward(data, loss, backward):
                     blocks.check(data, self.live.base.cfg, self.live.declared)
+                    backward = backward and call.custom is None
                     one.work = TrainRequest(one.policy, data, loss, backward)
                 case Optim(numbers):
                     one.work = numbers
@@ -341,8 +345,25 @@ class Durable:
         for work, one in works.values():
             if not work.left:
                 assert isinstance(one.call, ForwardBackward)
+                if one.call.custom is not None and one.trained is None:
+                    self._differentiate(one, one.call, work.logprobs)
+                    continue
                 result = one.call.result(work.logprobs, work.loss)  # type: ignore[arg-type]
-                one.future.set_result(result)
+                one.future.set_result(one.trained or result)
+
+    def _differentiate(self, one: _Operation, call: ForwardBackward, logprobs: list[Any]) -> None:
+        """Computes a custom loss in the background; the work that adds its gradient follows."""
+
+        def run() -> codec.Trained | TrainRequest:
+            assert call.custom is not None
+            loss, metrics, weights = custom_loss.differentiate(call.custom, logprobs, call.inputs)
+            one.trained = codec.Trained(logprobs, loss, metrics=metrics)
+            data = [dataclasses.replace(d, weights=w) for d, w in zip(call.data, weights)]
+            return TrainRequest(one.policy, data, call.loss) if call.backward else one.trained
+
+        if call.backward:
+            one.work = None
+        self._in_background(one, run)
 
     def _until_update(self, head: _Operation) -> list[_Operation]:
         """Returns a policy's passes before its next other operation; they may run in any order."""
@@ -351,7 +372,7 @@ class Durable:
             if one.request is None or one.request.call != "forward_backward":
                 break
             self._read(one)
-            if not one.future.done():
+            if not one.future.done() and not one.waits:
                 found.append(one)
         return found
 
@@ -425,7 +446,7 @@ class Durable:
         else:
             self._later(self.snapshots.write, request, state, changes, self.futures)
 
-    # checkpoints, in threads of their own
+    # checkpoints and custom losses, in threads of their own
 
     def _in_background(self, one: _Operation, call: Callable[[], Any]) -> None:
         """Calls a function that returns the operation's work, or its result if it has done its

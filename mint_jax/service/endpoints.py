@@ -8,6 +8,7 @@ from starlette.routing import Route, compile_path
 
 from mint_jax.service import openai_types as openai
 from mint_jax.service import tinker_types as tinker
+from mint_jax.service.custom_loss import CreateCustomLoss
 from mint_jax.service.responses import ResponseBody
 from mint_jax.service.validation import CostsQuery, ModelsQuery, PageQuery, RunsQuery
 
@@ -101,6 +102,7 @@ def tinker_endpoints() -> Iterator[Endpoint]:
     yield post("unload_model", train, "Ends a policy's training.", tinker.ModelRef)
     yield post("forward", train, "Computes losses and log-probabilities.", place, **batch)
     yield post("forward_backward", train, "Computes losses and adds gradients.", place, **batch)
+    yield post("create_custom_loss", train, "Checks a traced loss.", CreateCustomLoss)
     yield post("optim_step", train, "Applies the added gradients by AdamW.", place)
     yield post("save_weights", train, "Saves the adapter and its moments.", place)
     yield post("save_weights_for_sampler", train, "Saves a revision to sample.", place)

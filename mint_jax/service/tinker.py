@@ -15,10 +15,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mint_jax.errors import UserError
-from mint_jax.service import checkpoints, training_calls
+from mint_jax.service import checkpoints, custom_loss, training_calls
 from mint_jax.service import tinker_types as types
 from mint_jax.service.answers import group_of
 from mint_jax.service.book import Checkpoint, Model, NotFound
+from mint_jax.service.custom_loss import CreateCustomLoss
 from mint_jax.service.errors import LONGEST_REASON, reason_of
 from mint_jax.service.futures import Conflict
 from mint_jax.service.server import Server
@@ -32,6 +33,7 @@ CLIENT_CONFIG = {
     "pjwt_auth_enabled": True,
     "proto_compress_fwdbwd": True,
     "sample_use_retrieve_futures": True,
+    "custom_loss_server_side": True,
 }
 DYNAMIC_CONFIG = {
     "refresh_interval_sec": 300,
@@ -203,6 +205,14 @@ class Tinker:
                 return Refused(reason_of(reason))
 
         return await self._submit(model, message.seq_id, await off_loop(len(raw), make))
+
+    async def create_custom_loss(self, request: Request) -> Response:
+        body, tenant = await body_of(CreateCustomLoss, request), tenant_of(request)
+        self.tenancy.need_open(tenant, body.session_id)
+        id = await asyncio.to_thread(custom_loss.create, body)
+        answer, _ = self.server.answers.begin(group_of(tenant, body.session_id), None, "")
+        self.server.answers.end(answer, {"type": "create_custom_loss", "loss_id": id})
+        return JSONResponse({"request_id": answer.id})
 
     async def optim_step(self, request: Request) -> Response:
         def make(body: types.OptimStep, model: Model) -> Call:

@@ -6,6 +6,7 @@ The arrays of all data are concatenated in a safetensors file; its metadata has 
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,15 +19,19 @@ from mint_jax.train.config import KINDS, OptimizerConfig
 from mint_jax.train.losses import LossCoefs
 
 ARRAYS = ("tokens", "targets", "weights", "advantages", "old_logp")
+INPUT = "input:"  # begins the column of a custom loss's input
 ARRAYS += ("in_ratio", "routes", "ref_logp")
 
 
 class Trained(NamedTuple):
-    """Log-probabilities of targets, the summed loss, and for cross-entropy each target's loss."""
+    """Log-probabilities of targets, the summed loss, for cross-entropy each target's loss, and a
+    custom loss's metrics.
+    """
 
     logprobs: list[np.ndarray]
     loss: float
     elementwise: list[np.ndarray] | None = None
+    metrics: Mapping[str, float] = MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,13 +46,16 @@ class Create:
 class ForwardBackward:
     """Adds the gradient of a loss over these data; without ``backward`` only computes the loss.
     ``columns``: for each datum whose targets were sent in another shape, the target of its row for
-    each cell, ``[N, K]`` int32; else None.
+    each cell, ``[N, K]`` int32; else None. ``custom``: id of a custom loss, and ``inputs`` what it
+    reads of each datum; ``loss`` is cross-entropy then.
     """
 
     data: Sequence[Datum]
     loss: LossCoefs
     backward: bool = True
     columns: Sequence[np.ndarray | None] | None = None
+    custom: str | None = None
+    inputs: Sequence[Mapping[str, np.ndarray]] = ()
 
     def result(self, logprobs: Sequence[np.ndarray], loss: float) -> Trained:
         """Returns the result of the data's log-probabilities, in the shape of the sent targets."""
@@ -120,10 +128,14 @@ def encode(call: Call) -> tuple[str, bytes]:
     """Returns the call's name and body."""
     if not isinstance(call, ForwardBackward):
         return type(call).__name__.lower(), _json(dataclasses.asdict(call))
-    fields = {"loss": [float(x) for x in call.loss], "backward": call.backward}
+    fields: dict[str, Any] = {"loss": [float(x) for x in call.loss], "backward": call.backward}
     columns = {name: [getattr(d, name) for d in call.data] for name in ARRAYS}
     if call.columns is not None:
         columns["columns"] = list(call.columns)
+    if call.custom is not None:
+        fields["custom"] = call.custom
+        names = sorted({name for one in call.inputs for name in one})
+        columns |= {INPUT + name: [one[name] for one in call.inputs] for name in names}
     return "forward_backward", _packed(fields, columns)
 
 
@@ -134,9 +146,13 @@ def decode(name: str, body: bytes) -> Call:
     fields, columns = _unpacked(body)
     kind, low, high, kl_kind, *others = fields["loss"]
     loss = LossCoefs(int(kind), low, high, int(kl_kind), *others)  # type: ignore[arg-type]
-    spread = columns.pop("columns", None)
+    spread, names = columns.pop("columns", None), [n for n in columns if n.startswith(INPUT)]
+    given = {name.removeprefix(INPUT): columns.pop(name) for name in names}
+    inputs = [dict(zip(given, row)) for row in zip(*given.values(), strict=True)]
     data = [Datum(**dict(zip(columns, row))) for row in zip(*columns.values(), strict=True)]
-    return ForwardBackward(data, loss, fields["backward"], spread)
+    custom = fields.get("custom")
+    inputs = inputs or [{}] * (0 if custom is None else len(data))
+    return ForwardBackward(data, loss, fields["backward"], spread, custom, inputs)
 
 
 def encode_result(result: Any) -> bytes:
@@ -146,7 +162,7 @@ def encode_result(result: Any) -> bytes:
     columns = {"logprobs": result.logprobs}
     if result.elementwise is not None:
         columns["elementwise"] = result.elementwise
-    return b"t" + _packed({"loss": result.loss}, columns)
+    return b"t" + _packed({"loss": result.loss, "metrics": dict(result.metrics)}, columns)
 
 
 def decode_result(body: bytes) -> Any:
@@ -154,7 +170,8 @@ def decode_result(body: bytes) -> Any:
     if body[:1] == b"j":
         return json.loads(body[1:])
     fields, columns = _unpacked(body[1:])
-    return Trained(columns["logprobs"], fields["loss"], columns.get("elementwise"))
+    own = fields.get("metrics", {})
+    return Trained(columns["logprobs"], fields["loss"], columns.get("elementwise"), own)
 
 
 def _json(value: Any) -> bytes:

@@ -2,6 +2,8 @@
 server.
 """
 
+import dataclasses
+
 import numpy as np
 import pytest
 import tinker
@@ -9,6 +11,8 @@ import torch
 from tinker import types
 
 from tests import oracles
+from tests.service.custom_loss_test import LOSSES as TRACED
+from tests.service.custom_loss_test import clipped
 from tests.service.sites import adam, datum_of, logprobs_of
 from tests.service.sites import site as site
 from tests.service.sites import sites as sites
@@ -183,6 +187,39 @@ def test_a_loss_of_the_client_s_own_has_its_gradients(rng, site):
     updated.result()
     assert site.held(custom).steps == 1
     assert "grad" not in site.held(custom).parts
+
+
+def test_a_traced_loss_is_computed_here_as_by_the_sdk_in_the_client(rng, site):
+    client = site.client()
+    here, there = site.trainer(client=client), site.trainer(client=client)
+    state = random_state(rng, site.server.base, site.held(here).config)
+    site.put(here, state)
+    site.put(there, state)
+    handle = client.create_custom_loss(clipped, TRACED[clipped]).result()
+    assert handle.loss_id is not None
+    data = []
+    for datum in random_data(rng, "ppo", 12):
+        inputs = {"old": datum.old_logp, "advantages": datum.advantages, "mask": datum.weights}
+        inputs |= {"target_tokens": np.int64(datum.targets), "beta": np.array(0.3, np.float32)}
+        data.append(types.Datum(types.ModelInput.from_ints(datum.tokens.tolist()), inputs))
+    one = here.forward_backward_custom(data, handle)
+    updated = here.optim_step(types.AdamParams(learning_rate=0.0))  # waits for both passes
+    one = one.result()
+    assert updated.result().metrics["grad_norm"] > 0
+    here.forward_backward_custom(data, handle).result()
+    two = there.forward_backward_custom(data, dataclasses.replace(handle, loss_id=None)).result()
+    assert two.metrics.pop("surrogate_loss:sum") is not None
+    assert one.metrics == pytest.approx(two.metrics, rel=1e-4, abs=1e-5)
+    for got, want in zip(logprobs_of(one), logprobs_of(two), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5)
+    live_test.assert_close(site.held(here).parts["grad"], site.held(there).parts["grad"])
+    before = site.held(here).parts["grad"]
+    only = here.forward(data, "custom", {"loss_id": handle.loss_id}).result()
+    assert only.metrics == pytest.approx(one.metrics, rel=1e-4, abs=1e-5)
+    live_test.assert_close(site.held(here).parts["grad"], before)
+    wrong = [datum_of(random_data(rng, "ppo")[0])]
+    with pytest.raises(tinker.RequestFailedError, match="datum 0: loss_fn_inputs has no old"):
+        here.forward_backward(wrong, "custom", {"loss_id": handle.loss_id}).result()
 
 
 def test_a_seed_and_families_make_the_adapter(site):

@@ -34,10 +34,15 @@ def test_data_of_any_shapes_are_read_as_written(rows, kind, seed):
         if sampled and n % 2:
             fields["in_ratio"] = (rng.random(n) < 0.5).astype(np.float32)
         data.append(datum(rng, n, width, routed, **fields))
-    call = ForwardBackward(data, coefs(kind), bool(seed % 2))
+    inputs = [{"mask": d.weights, "beta": np.float32(seed)} for d in data] if seed % 3 else ()
+    custom = "id" if seed % 3 else None
+    call = ForwardBackward(data, coefs(kind), bool(seed % 2), None, custom, inputs)
     name, body = codec.encode(call)
     again = codec.decode(name, body)
     assert (again.loss, again.backward, len(again.data)) == (call.loss, call.backward, len(data))
+    assert again.custom == custom
+    for one, two in zip(again.inputs, inputs, strict=True):
+        assert all(same(one[name], np.asarray(two[name])) for name in two)
     for one, two in zip(again.data, data):
         for field in dataclasses.fields(two):
             assert same(getattr(one, field.name), getattr(two, field.name))

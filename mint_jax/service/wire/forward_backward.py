@@ -17,7 +17,9 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from mint_jax.errors import UserError, choice
+from mint_jax.service import custom_loss
 from mint_jax.service.bodies import NO_MESSAGE, is_protobuf
+from mint_jax.service.custom_loss import Loss
 from mint_jax.service.tinker_types import FLOAT32_MAX, RequestPlace
 from mint_jax.service.training_calls import ForwardBackward, Trained
 from mint_jax.service.validation import Body, Text, check, parse, shown
@@ -105,18 +107,28 @@ class Message(NamedTuple):
         vocabulary.
         """
         batch, config, backward = _content(self.body)
-        loss, cells = loss_of(batch.loss_fn, config), 0
-        rows, columns, sources = [], [], []
+        custom, cells = _custom(config) if batch.loss_fn == "custom" else None, 0
+        loss = NO_LOSS if custom else loss_of(batch.loss_fn, config)
+        rows, columns, sources, extra = [], [], [], []
         for i, sent in enumerate(batch.data):
             what = f"datum {i}"
             tokens = tensors.tokens_of(sent.model_input, f"{what}: model_input")
-            inputs = _inputs(what, batch.loss_fn, tokens.size, sent.loss_fn_inputs)
-            if any(tensor.csr is not None for tensor in inputs.values()):
-                cells += math.prod(inputs["target_tokens"].shape)
+            if custom:
+                inputs = _custom_inputs(what, custom, tokens.size, sent.loss_fn_inputs)
+            else:
+                inputs = _inputs(what, batch.loss_fn, tokens.size, sent.loss_fn_inputs)
+            sparse = (math.prod(one.shape) for one in inputs.values() if one.csr is not None)
+            cells += max(sparse, default=0)
             if cells > MAX_CELLS:
                 found = f"the sparse target_tokens of data 0 to {i} have {cells} cells"
                 raise UserError(f"{found}; expected {MAX_CELLS} at most: send fewer")
-            datum, column = _datum(batch.loss_fn, tokens, inputs)
+            if custom:
+                own = {name: _values(one) for name, one in inputs.items()}
+                targets = own.pop("logprobs")
+                datum, column = Datum(tokens, targets, np.ones(targets.shape, np.float32)), None
+                extra.append(own)
+            else:
+                datum, column = _datum(batch.loss_fn, tokens, inputs)
             spans = Spans(*(_spans(sent, name, tokens.size, what) for name in Spans._fields))
             if batch.loss_fn == "stable_reinforce":
                 datum = _of_sampled(datum, spans.loss_fn_input_spans, what)
@@ -124,7 +136,8 @@ class Message(NamedTuple):
             columns.append(column)
             sources.append(spans)
         packed = columns if any(column is not None for column in columns) else None
-        return ForwardBackward(rows, loss, backward, packed), sources
+        id = config["loss_id"] if custom else None
+        return ForwardBackward(rows, loss, backward, packed, id, extra), sources
 
 
 def read(body: bytes, content_type: str) -> Message:
@@ -164,11 +177,8 @@ def loss_of(name: str, config: Mapping[str, Any]) -> LossCoefs:
     """Returns a loss and its options as numbers; thresholds are ratios, not distances from 1.
     Raises ``UserError`` for an unknown loss or option, or a bad value.
     """
-    if name == "custom":
-        instead = "let the client differentiate its own loss"
-        raise UserError(f"loss_fn {name!r} is not computed here: {instead}")
     if name not in LOSSES:
-        raise choice("loss_fn", name[:80], LOSSES)
+        raise choice("loss_fn", name[:80], (*LOSSES, "custom"))
     options = LOSSES[name][1]
     numbers = options | dict(config)
     for key, value in numbers.items():
@@ -252,6 +262,37 @@ def _inputs(what: str, loss: str, length: int, sent: Mapping[str, Any]) -> dict[
     return inputs
 
 
+def _custom(config: Mapping[str, Any]) -> Loss:
+    if not isinstance(id := config.get("loss_id"), str) or len(config) > 1:
+        raise UserError("custom takes the loss_id of create_custom_loss, and no other option")
+    return custom_loss.of_id(id)
+
+
+def _custom_inputs(
+    what: str, loss: Loss, length: int, sent: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """Returns a datum's tensors that a custom loss reads; ``logprobs`` are its targets."""
+    inputs = {}
+    for name, rank in ((one.name, one.rank) for one in loss.inputs):
+        key = "target_tokens" if name == "logprobs" else name
+        if key not in sent:
+            raise UserError(f"{what}: loss_fn_inputs has no {key}; {loss.name} needs it")
+        one = tensors.tensor_of(sent[key], f"{what}: {key}")
+        fits = one.shape[0] == length and len(one.shape) == rank if rank else one.shape == (1,)
+        if not fits:
+            expected = f"rank {rank}, a row for each of {length} tokens" if rank else "one number"
+            raise UserError(f"{one.what} has shape {list(one.shape)}; {loss.name} needs {expected}")
+        if name == "logprobs":
+            one.integers()
+        inputs[name] = one if rank else dataclasses.replace(one, shape=())
+    return inputs
+
+
+def _values(tensor: Tensor) -> np.ndarray:
+    is_whole = tensor.values.dtype.kind == "i"
+    return tensor.dense(tensor.integers() if is_whole else tensor.floats())
+
+
 def _datum(
     loss: str, tokens: np.ndarray, inputs: Mapping[str, Tensor]
 ) -> tuple[Datum, np.ndarray | None]:
@@ -286,7 +327,7 @@ def encode(trained: Trained, protobuf: bool) -> bytes:
         columns["elementwise_loss"] = trained.elementwise
     rows = [dict(zip(columns, row)) for row in zip(*columns.values(), strict=True)]
     answer: dict[str, Any] = {"loss_fn_output_type": "ArrayRecord"}
-    answer["metrics"] = {"loss:sum": float(trained.loss)}
+    answer["metrics"] = {"loss:sum": float(trained.loss), **trained.metrics}
     if not protobuf:
         outputs = [{name: tensors.to_json(array) for name, array in row.items()} for row in rows]
         return json.dumps(answer | {"loss_fn_outputs": outputs}, separators=(",", ":")).encode()
