@@ -18,6 +18,7 @@ from typing import Any
 from mint_jax.errors import UserError
 from mint_jax.service.server_db import Connection, ServerDatabase
 
+INFLIGHT = "inflight:"
 _KEY = "model = ? AND kind = ? AND name = ?"
 _LIVE = "(expires IS NULL OR expires > ?)"
 _IN_PROJECT = """tenant = ? AND (? IS NULL OR session IN (
@@ -58,11 +59,17 @@ class Model(_Row):
 
 @dataclasses.dataclass(frozen=True)
 class Sampler(_Row):
-    """A sampler of the bare base, or always of the weights of one digest."""
+    """A sampler of the bare base, or of the weights of one digest. With the path ``inflight:MODEL``
+    it moves to the digest that the model's newest sampler of that path began with.
+    """
 
     session: str
     path: str | None
     digest: str | None
+
+    @property
+    def is_inflight(self) -> bool:
+        return self.path is not None and self.path.startswith(INFLIGHT)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,6 +212,13 @@ class Book:
     def sampler(self, tenant: str, id: str) -> Sampler:
         return self._one(Sampler, "sampling session", tenant, id)
 
+    def digest_of(self, sampler: Sampler) -> str | None:
+        """Returns the digest that a sampler draws from now; None for the bare base."""
+        if not sampler.is_inflight:
+            return sampler.digest
+        query = "SELECT digest FROM samplers WHERE session = ? AND path = ? ORDER BY rowid DESC"
+        return self.database.read(f"{query} LIMIT 1", sampler.session, sampler.path)[0]["digest"]
+
     def samplers_of(self, tenant: str, session: str) -> list[str]:
         return self._ids("samplers", tenant, session)
 
@@ -212,7 +226,8 @@ class Book:
         """Removes samplers of unnamed weights ``seconds`` after their session; returns how many."""
         query = """DELETE FROM samplers WHERE id IN (
             SELECT samplers.id FROM samplers JOIN sessions ON session = sessions.id
-            WHERE ended < ? AND path IS NULL AND digest IS NOT NULL LIMIT ?) RETURNING 1"""
+            WHERE ended < ? AND (path IS NULL OR path GLOB 'inflight:*') AND digest IS NOT NULL
+            LIMIT ?) RETURNING 1"""
         return len(self._write(query, self.clock() - seconds, limit))
 
     # checkpoints

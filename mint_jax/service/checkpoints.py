@@ -33,7 +33,7 @@ from mint_jax.lora.tree import AdapterConfig
 from mint_jax.models import transformer
 from mint_jax.models.base import Base
 from mint_jax.service import external
-from mint_jax.service.book import Book, Checkpoint, Sampler
+from mint_jax.service.book import INFLIGHT, Book, Checkpoint, Sampler
 from mint_jax.service.server_db import DatabaseDamaged
 from mint_jax.service.training_calls import Load, Save
 from mint_jax.train.host_state import HostState
@@ -205,7 +205,7 @@ class Checkpoints:
             self.add(row, write, state.nbytes, call.overwrite)
             return {"path": row.path}
         session, number = call.sampler.rsplit(":sample:", 1)
-        new = session, int(number), tenant, None, digest
+        new = session, int(number), tenant, INFLIGHT + model if call.inflight else None, digest
         sampler = self._write(row, write, lambda: self.book.add_sampler(*new))
         return {"sampling_session_id": sampler.id}
 

@@ -25,7 +25,7 @@ from mint_jax.service.tinker_types import Name, SessionRef
 from mint_jax.service.validation import Body, Place, parse, shown
 
 MAX_NODES, MAX_INPUTS, MAX_BYTES = 1000, 16, 1 << 20
-MAX_CELLS = 1 << 24  # of one value
+MAX_CELLS = 1 << 25  # of all values of a datum: a gradient keeps them
 METRIC = re.compile(r"custom/[a-z0-9_./-]{1,64}:(sum|mean)")
 MODULES = ("", "torch", "torch._C._nn", "torch.nn.functional", "operator")
 PROGRAMS = 512  # compiled ones that are kept: one of each loss and length
@@ -208,8 +208,6 @@ def _called(node: Node, values: Mapping[str, Value]) -> Value:
     value: Any = OPERATIONS[name](*args, **kwargs)
     if isinstance(value, int) and abs(value) > MAX_CELLS:
         raise UserError(f"{node.target} makes {value:.3g}; expected a float there")
-    if getattr(value, "size", 0) > MAX_CELLS:
-        raise UserError(f"{node.target} makes {value.size} numbers; expected {MAX_CELLS} at most")
     return value
 
 
@@ -217,13 +215,17 @@ def _run(loss: Loss, logprobs: jax.Array, inputs: Sequence[jax.Array]) -> tuple[
     """Returns the scalar loss of one datum, and its metrics. Raises ``UserError``."""
     given = dict(zip((one.name for one in loss.inputs), (logprobs, *inputs)))
     values: dict[str, Value] = {}
+    cells = 0
     with jax.numpy_rank_promotion("allow"):
         for node in loss.graph.nodes:
             try:
                 if node.op == "output":
                     return _output(*_decoded(node.args, values))
                 is_input = node.op == "placeholder"
-                values[node.name] = given[node.target] if is_input else _called(node, values)
+                value = given[node.target] if is_input else _called(node, values)
+                values[node.name], cells = value, cells + getattr(value, "size", 0)
+                if cells > MAX_CELLS:
+                    raise UserError(f"{cells} numbers up to here; expected {MAX_CELLS} at most")
             except Exception as error:  # of any operation, for any arguments
                 reason = f"{type(error).__name__}: {error}".split("\n")[0][:1500]
                 at = f"custom loss {loss.name[:80]!r}, node {node.name[:80]!r}"

@@ -27,6 +27,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mint_jax.errors import UserError
+from mint_jax.models.paged import PAGE
 from mint_jax.residency.residency import Residency
 from mint_jax.service.costs import BASE, COUNTED, KINDS
 from mint_jax.service.endpoints import Endpoint
@@ -128,6 +129,7 @@ class PartsCollector(Collector):
             name, labels = f"mint_device_{unit}", ["tenant", "kind"]
             yield _family(CounterMetricFamily, name, help, labels, spent)
         yield adapters(server.residency, server.weights.names_of)
+        yield from load(server.engine.state())
         skipped = dispatch.passed_over(collections.Counter(), dispatch.platform_here())
         labels = ["op", "implementation", "reason"]
         times = {tuple(one[label] for label in labels): one["times"] for one in skipped}
@@ -155,6 +157,22 @@ def adapters(residency: Residency, names_of: Callable[[str], Iterable[str]]) -> 
     slots = sum(bucket["slots"] for bucket in state["slots"].values())
     samples = {(*named, str(slots)): time.time()}
     return _family(GaugeMetricFamily, "vllm:lora_requests_info", help, labels, samples)
+
+
+def load(state: Mapping[str, Any]) -> Iterator[Metric]:
+    """Yields vLLM's metrics of rows and pages (``Engine.state``), which llm-d's scorers read."""
+    rows, pages = state["rows"], state["pages"]
+    used = 1 - pages["available"] / pages["count"]
+    waiting = rows["waiting"] + rows["swapped"]
+    for name, help, value in (
+        ("num_requests_running", "Rows that are decoded.", rows["running"]),
+        ("num_requests_waiting", "Rows that wait for pages or a place.", waiting),
+        ("kv_cache_usage_perc", "Share of pages in use, from 0 to 1.", used),
+    ):
+        yield _family(GaugeMetricFamily, f"vllm:{name}", help, (), {(): value})
+    sizes = {(str(PAGE), str(pages["count"])): 1}
+    labels, help = ["block_size", "num_gpu_blocks"], "Tokens of a page, and pages."
+    yield _family(GaugeMetricFamily, "vllm:cache_config_info", help, labels, sizes)
 
 
 def _family(

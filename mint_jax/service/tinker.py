@@ -239,9 +239,13 @@ class Tinker:
 
     async def save_weights_for_sampler(self, request: Request) -> Response:
         def make(body: types.SaveForSampler, model: Model) -> Call:
-            if (number := body.sampling_session_seq_id) is None:
-                return _save("sampler_weights", body)
-            return Save("sampler_weights", None, f"{model.session}:sample:{number}")
+            moves = body.kind == "inflight"
+            if (number := body.sampling_session_seq_id) is not None:
+                sampler = f"{model.session}:sample:{number}"
+                return Save("sampler_weights", None, sampler, inflight=moves)
+            if moves:
+                raise UserError("kind inflight has no path: give a sampling_session_seq_id")
+            return _save("sampler_weights", body)
 
         return await self._train(request, types.SaveForSampler, make)
 

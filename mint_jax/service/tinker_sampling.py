@@ -73,7 +73,7 @@ class Sampling:
     async def sampler(self, request: Request) -> Response:
         found = self.server.sampler(tenant_of(request), request.path_params["sampler"])
         answer = {"sampler_id": found.id, "base_model": self.server.name}
-        return JSONResponse(answer | {"model_path": found.path})
+        return JSONResponse(answer | {"model_path": None if found.is_inflight else found.path})
 
     async def asample(self, request: Request) -> Response:
         body, tenant = await request.body(), tenant_of(request)
@@ -81,7 +81,8 @@ class Sampling:
             raise Unavailable(trouble)
         where = await off_loop(len(body), lambda: parse(types.SampleRequest, body))
         if (sampler := where.sampling_session_id) is not None:
-            place, digest = where.seq_id, self.server.sampler(tenant, sampler).digest
+            found = self.server.sampler(tenant, sampler)
+            place, digest = where.seq_id, self.server.book.digest_of(found)
             if place is None:
                 raise UserError("the request has a sampling_session_id and no seq_id: give one")
         else:  # SDKs before sampling sessions: a repeated request cannot be recognised

@@ -130,7 +130,7 @@ class SaveWeights(RequestPlace):
 
 
 class SaveForSampler(SaveWeights):
-    kind: Literal["snapshot"] = "snapshot"
+    kind: Literal["snapshot", "inflight"] = "snapshot"
     sampling_session_seq_id: Place | None = None
 
 

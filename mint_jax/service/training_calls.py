@@ -97,8 +97,9 @@ class Load:
 
 @dataclasses.dataclass(frozen=True)
 class Save:
-    """Saves a policy after its earlier requests, with a name or for a sampler of these weights.
-    ``recipients`` are age public keys that encrypt an external checkpoint.
+    """Saves a policy after its earlier requests, with a name or for a sampler of these weights, or
+    if ``inflight`` of these and later ones. ``recipients`` are age public keys that encrypt an
+    external checkpoint.
     """
 
     kind: str
@@ -108,6 +109,7 @@ class Save:
     overwrite: bool = False
     metadata: dict[str, Any] | None = None
     recipients: tuple[str, ...] = ()
+    inflight: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

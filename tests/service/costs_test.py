@@ -16,6 +16,7 @@ from tinker import types
 
 from mint_jax import top
 from mint_jax.catalog.records.database import DatabaseFailed
+from mint_jax.models.paged import PAGE
 from mint_jax.service.costs import BASE, KINDS, Cost, Costs, Payer
 from mint_jax.service.server_db import ServerDatabase
 from pallas_kernels import dispatch
@@ -170,6 +171,10 @@ def test_operators_see_costs_in_pages_and_by_tenant(site, worked, monkeypatch):
     counts = site.server.engine.counts
     assert found["mint_engine_drawn_tokens_total"][()] == counts["drawn_tokens"] > 0
     assert found["mint_residency_joined_total"].keys() == {()}
+    queue = "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"
+    assert [found[name] for name in queue] == [{(): 0}] * 3, "nothing is sampled now"
+    pages = site.server.engine.state()["pages"]["count"]
+    assert found["vllm:cache_config_info"] == {(str(PAGE), str(pages)): 1}
     quantiles = {("0.5",): 0.1, ("0.95",): 0.1, ("0.99",): 0.2, ("1.0",): 7.0}
     assert found["mint_decode_gap_seconds"] == quantiles
     labels = "cpu", "slot_lora", 'rows are "bfloat16"'  # implementation, op, reason

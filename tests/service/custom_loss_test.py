@@ -133,6 +133,10 @@ BAD = [  # change of a good body, words of the refusal
     (node(2, args=["a" * 9, 10**9]), "has other arguments than tensors and numbers"),
     (node(2, args=[10**9, 10**9]), "makes 1e\\+18; expected a float there"),
     (node(2, args=[X]), "node 'mul': TypeError"),
+    (
+        node(2, target="torch.full_like", args=[X, 1, None, {"tuple": [10**9]}]),
+        "000016 numbers up to",
+    ),
     (node(2, kwargs={"out": X}), "node 'mul': TypeError"),
     (node(2, target="getattr", args=[X, "__class__"]), "attribute is '__class__'; choose"),
     (node(1, target="other"), "KeyError: 'other'"),

@@ -149,6 +149,33 @@ def test_a_snapshot_stays_what_it_was_while_its_policy_trains_on(site, rng):
     assert sampled(old) == before
 
 
+def test_inflight_samplers_of_a_policy_move_to_its_newest_save(site, rng):
+    client, prompt = site.client(), ints(rng.integers(3, 97, 6))
+    trainer, other = (site.trainer(client=client) for _ in range(2))
+    for one in (trainer, other):
+        site.put(one, random_state(rng, site.server.base, site.held(one).config))
+
+    def saved(of, kind):
+        return of.save_weights_and_get_sampling_client(kind=kind).result()
+
+    def sampled(sampler):
+        (sequence,) = sampler.sample(prompt, 1, params()).result().sequences
+        return sequence.tokens, sequence.logprobs
+
+    samplers = [saved(trainer, "inflight"), saved(other, "inflight"), saved(trainer, "snapshot")]
+    first = [sampled(one) for one in samplers]
+    assert first[0] == first[2] != first[1]
+    site.put(trainer, random_state(rng, site.server.base, site.held(trainer).config))
+    assert [sampled(one) for one in samplers] == first, "nothing was saved"
+    newest, now = saved(trainer, "inflight"), saved(trainer, "snapshot")
+    assert sampled(samplers[0]) == sampled(newest) == sampled(now) != first[0]
+    assert [sampled(one) for one in samplers[1:]] == first[1:]
+    place = {"model_id": trainer.model_id, "seq_id": 5, "kind": "inflight", "path": "named"}
+    answer = site.post("save_weights_for_sampler", place).json()
+    refused = site.retrieve(answer["request_id"]).json()
+    assert refused["error"].startswith("kind inflight has no path")
+
+
 def test_clones_of_a_sampler_have_numbers_of_their_own(bare, rng):
     prompt = ints(rng.integers(3, 97, 5))
     expected = drawn(bare.sample(prompt, 1, params()).result())

@@ -124,6 +124,7 @@ def test_every_loss_and_update_is_torch_s(rng, site, hf_dirs):
         np.testing.assert_allclose(held.parts["factors"][path], factor.detach(), atol=2e-2 * moved)
 
 
+@pytest.mark.long  # compiles the programs of sampling
 def test_stable_reinforce_reads_what_recorded_samples_drew(rng, site):
     trainer, prompt = site.trainer(), rng.integers(3, 97, 5).tolist()
     state = random_state(rng, site.server.base, site.held(trainer).config)
