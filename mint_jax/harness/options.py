@@ -21,7 +21,7 @@ from mint_jax.models import names
 from mint_jax.models.kernels import Kernels
 from mint_jax.rollout.ranges import check_ranges
 from mint_jax.train import advantages
-from mint_jax.train.config import KINDS, LossConfig, OptimizerConfig
+from mint_jax.train.config import KINDS, PAIRED, LossConfig, OptimizerConfig
 
 TRACKERS = ("wandb", "mlflow")  # the setting, the package and the extra have the same name
 Dtype = Annotated[str, tuple(names.DTYPES)]
@@ -327,11 +327,12 @@ class SftPolicy(PolicySettings):
 
     def __post_init__(self):
         kind = type(self).__dataclass_fields__["loss"].default.kind
+        shipped = PAIRED if kind in PAIRED else (kind,)
         is_own = kind == "cross_entropy" and self.loss.kind not in KINDS
-        if self.loss.kind != kind and not (is_own and self.loss.needs <= {"ref_logp"}):
+        if self.loss.kind not in shipped and not (is_own and self.loss.needs <= {"ref_logp"}):
             raise UserError(
-                f"loss.kind is {self.loss.kind!r}, but this job minimises {kind!r}: drop"
-                " loss.kind, or choose another job"
+                f"loss.kind is {self.loss.kind!r}, but this job minimises {' or '.join(shipped)}:"
+                " drop loss.kind, or choose another job"
             )
 
 

@@ -1,8 +1,9 @@
-"""Direct preference optimisation of many policies at once (arXiv 2305.18290). The reference of a
-policy is by default the adapter that it began with.
+"""Direct preference optimisation of many policies at once (arXiv 2305.18290); IPO and SimPO are
+other losses of the same pairs. The reference of a policy is by default the adapter that it began
+with.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,23 +43,26 @@ def from_env(examples: Sequence[Example]) -> list[dict[str, Any]]:
 
 
 def measure(trainer: Trainer, data: dict[str, PolicyData]) -> sft.Metrics:
-    """Returns the held-out reward margin ``beta ((c - c_ref) - (j - j_ref))`` and the share of
-    pairs with a positive one.
+    """Returns the held-out reward margin, ``beta ((c - c_ref) - (j - j_ref))`` for DPO, and the
+    share of pairs with a positive one.
     """
     out = {}
     for name, one in data.items():
-        beta = trainer.policies[name].loss.dpo_beta
-        policy, reference = (
-            _margins(sft.sequence_logprobs(trainer, name, one.held_out, reference=is_reference))
-            for is_reference in (False, True)
+        loss = trainer.policies[name].loss
+        beta = loss.simpo_beta if loss.kind == "simpo" else loss.dpo_beta
+        combine = np.sum if loss.kind == "dpo" else np.mean
+        compared = (False,) if loss.kind == "simpo" else (False, True)
+        policy, *reference = (
+            _margins(sft.sequence_logprobs(trainer, name, one.held_out, is_reference), combine)
+            for is_reference in compared
         )
-        margin = beta * (policy - reference)
+        margin = beta * (policy - sum(reference))
         out[name] = {"margin": float(margin.mean()), "preferred": float((margin > 0).mean())}
     return out
 
 
-def _margins(scores: list[list[np.ndarray]]) -> np.ndarray:
-    return np.array([chosen.sum() - rejected.sum() for chosen, rejected in scores], np.float64)
+def _margins(scores: list[list[np.ndarray]], combine: Callable[..., Any]) -> np.ndarray:
+    return np.array([combine(c) - combine(j) for c, j in scores], np.float64)
 
 
 DPO = sft.Task(to_group, from_env, chat.PREFERENCES, measure, "margin", 1)

@@ -21,9 +21,18 @@ BUILT_IN = {  # losses and the data fields that each needs, as ``losses.reads`` 
     "dpo": frozenset(("ref_logp", "pairs")),
     "gspo": frozenset(("advantages", "old_logp")),
     "dro": frozenset(("advantages", "old_logp")),
+    "ipo": frozenset(("ref_logp", "pairs")),
+    "simpo": frozenset(("pairs",)),
 }
 KINDS = tuple(BUILT_IN)
-KL_KINDS = ("none", "k1", "k3")
+PAIRED = tuple(kind for kind, needed in BUILT_IN.items() if "pairs" in needed)
+KL_KINDS = ("none", "k1", "k3", "k2")
+# The losses that read an option which is off by default.
+USERS = {
+    "dual_clip": ("ppo", "gspo"),
+    "sampler_cap": ("importance_sampling", "ppo", "cispo", "gspo"),
+    "label_smoothing": ("dpo", "simpo"),
+}
 SCHEDULES = ("constant", "linear", "cosine")
 
 
@@ -65,18 +74,32 @@ class LossConfig(Settings):
     clip_high: float = setting(
         "PPO, GSPO and CISPO clip the probability ratio at 1 + clip_high", 0.2
     )
-    kl_kind: str = setting("estimator of the KL to the reference: none, k1 or k3", "none")
+    dual_clip: float = setting(
+        "PPO and GSPO also clip the ratio here where the advantage is negative; inf: no clip",
+        math.inf,
+    )
+    kl_kind: str = setting("estimator of the KL to the reference: none, k1, k2 or k3", "none")
     kl: float = setting("coefficient of the KL to the reference", 0.0)
     band_low: float = setting(
         "tokens whose ratio of trainer to sampler probability is lower are masked; 0: none", 0.0
     )
     band_high: float = setting(
         "tokens whose ratio of trainer to sampler probability is higher are masked; inf: none",
-        float("inf"),
+        math.inf,
+    )
+    sampler_cap: float = setting(
+        "bound of the ratio of trainer to sampler probability that weighs a token (truncated "
+        "importance sampling); inf: none",
+        math.inf,
     )
     dpo_beta: float = setting(
-        "DPO's beta: a larger one keeps the policy nearer to its reference", 0.1
+        "DPO's beta and IPO's tau: a larger one keeps the policy nearer to its reference", 0.1
     )
+    label_smoothing: float = setting(
+        "DPO and SimPO: probability that a pair's answers are in the wrong order", 0.0
+    )
+    simpo_beta: float = setting("SimPO's beta, of log-probabilities per token", 2.0)
+    simpo_margin: float = setting("SimPO's gamma, which a pair's margin should exceed", 1.0)
     dro_beta: float = setting("DRO's beta", 0.05)
     reference: str = setting(
         "policy that KL and DPO compare with: start, the adapter that training began with (a new "
@@ -94,24 +117,33 @@ class LossConfig(Settings):
             raise choice("loss", self.kind, known_kinds())
         if self.kl_kind not in KL_KINDS:
             raise choice("kl_kind", self.kl_kind, KL_KINDS)
-        sizes = {
-            "clip_low": 0 <= self.low <= 1,
-            "clip_high": self.clip_high >= 0,
-            "kl": 0 <= self.kl < math.inf,
-            "band_low": 0 <= self.band_low <= self.band_high,
-            "dpo_beta": self.dpo_beta > 0,
-            "dro_beta": self.dro_beta >= 0,
+        checks = {
+            "clip_low": (0 <= self.low <= 1, "0 to 1"),
+            "clip_high": (self.clip_high >= 0, "at least 0"),
+            "dual_clip": (self.dual_clip > 1 + self.clip_high, "more than 1 + clip_high"),
+            "kl": (0 <= self.kl < math.inf, "a finite number of at least 0"),
+            "band_low": (0 <= self.band_low <= self.band_high, "0 to band_high"),
+            "sampler_cap": (self.sampler_cap > 0, "more than 0"),
+            "dpo_beta": (0 < self.dpo_beta < math.inf, "a finite number above 0"),
+            "label_smoothing": (0 <= self.label_smoothing < 0.5, "0 or more, and less than 0.5"),
+            "simpo_beta": (0 < self.simpo_beta < math.inf, "a finite number above 0"),
+            "simpo_margin": (0 <= self.simpo_margin < math.inf, "a finite number of at least 0"),
+            "dro_beta": (self.dro_beta >= 0, "at least 0"),
         }
-        if wrong := [name for name, fine in sizes.items() if not fine]:
-            raise UserError(
-                f"loss.{wrong[0]} is {getattr(self, wrong[0])}; expected 0 <= clip_low <= 1,"
-                " clip_high >= 0, a finite kl >= 0, 0 <= band_low <= band_high, dpo_beta > 0,"
-                " dro_beta >= 0"
-            )
+        for name, (is_fine, expected) in checks.items():
+            if not is_fine:
+                raise UserError(f"loss.{name} is {getattr(self, name)}; expected {expected}")
+        for name, users in USERS.items():
+            is_set = getattr(self, name) != type(self).__dataclass_fields__[name].default
+            if is_set and self.kind in set(KINDS) - set(users):
+                raise UserError(
+                    f"loss.{name} is {getattr(self, name)}, which loss {self.kind!r} does not use:"
+                    f" drop it, or choose {' or '.join(users)}"
+                )
         if self.kl_kind == "k1" and "advantages" not in needs(self.kind):
             raise UserError(
                 f"kl_kind 'k1' adjusts advantages, which loss {self.kind!r} does not use: choose"
-                " 'k3' or 'none'"
+                " 'k2', 'k3' or 'none'"
             )
 
     @property
@@ -131,12 +163,12 @@ class LossConfig(Settings):
 
     @property
     def is_banded(self) -> bool:
-        return self.samples and (self.band_low > 0 or self.band_high < float("inf"))
+        return self.samples and (self.band_low > 0 or self.band_high < math.inf)
 
     @property
     def samples(self) -> bool:
         """True if later updates on the same tokens are measured against the first."""
-        return self.kind not in ("cross_entropy", "dpo")
+        return self.kind not in ("cross_entropy", *PAIRED)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

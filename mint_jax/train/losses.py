@@ -21,7 +21,7 @@ from flax import struct
 from mint_jax import ordered
 from mint_jax.errors import UserError, own_traceback
 from mint_jax.train import config
-from mint_jax.train.config import KINDS, KL_KINDS, LossConfig, registered
+from mint_jax.train.config import KINDS, KL_KINDS, PAIRED, LossConfig, registered
 
 MAX_LOG_RATIO = 20.0  # exp of larger ones would overflow in products
 
@@ -35,7 +35,12 @@ class LossCoefs(NamedTuple):
         ratio_low, ratio_high: bounds of the ratio r, or of s; a ``ratio_low`` of 0 disables the
             lower bound.
         band_low, band_high: tokens whose k is outside are masked; 0 and inf disable it.
-        beta: for DPO the inverse temperature, for DRO the weight of the squared log-ratio.
+        beta: of DPO and SimPO the inverse temperature, of IPO tau, of DRO the weight of the squared
+            log-ratio.
+        ratio_dual: upper bound of the ratio where the advantage is negative.
+        sampler_cap: upper bound of k.
+        margin: SimPO's gamma.
+        smoothing: probability that a pair's order is wrong.
     """
 
     kind: Any
@@ -46,6 +51,10 @@ class LossCoefs(NamedTuple):
     band_low: Any
     band_high: Any
     beta: Any
+    ratio_dual: Any = np.inf
+    sampler_cap: Any = np.inf
+    margin: Any = 0.0
+    smoothing: Any = 0.0
 
 
 DTYPES = [np.int32 if "kind" in name else np.float32 for name in LossCoefs._fields]
@@ -56,9 +65,11 @@ NO_LOSS = LossCoefs(KINDS.index("cross_entropy"), 0.0, np.inf, 0, 0.0, 0.0, np.i
 def coefs_of(loss: LossConfig, custom: tuple["LossFn", ...] = ()) -> LossCoefs:
     """Returns a loss as coefficients, for a program with these registered losses."""
     kind, kl_kind = index_of(loss.kind, custom), KL_KINDS.index(loss.kl_kind)
-    beta = loss.dro_beta if loss.kind == "dro" else loss.dpo_beta
+    beta = {"dro": loss.dro_beta, "simpo": loss.simpo_beta}.get(loss.kind, loss.dpo_beta)
     clip, band = (1.0 - loss.low, 1.0 + loss.clip_high), (loss.band_low, loss.band_high)
-    return LossCoefs(kind, *clip, kl_kind, loss.kl, *band, beta)
+    margin = loss.simpo_margin if loss.kind == "simpo" else 0.0
+    more = loss.dual_clip, loss.sampler_cap, margin, loss.label_smoothing
+    return LossCoefs(kind, *clip, kl_kind, loss.kl, *band, beta, *more)
 
 
 def stack_coefs(losses: Sequence[LossConfig | LossCoefs], blocks: int = 0) -> LossCoefs:
@@ -109,8 +120,8 @@ class Tokens(NamedTuple):
         ratio: ``exp(logp - first_logp)``; 1 in the first update.
         sequence_ratio: ``exp`` of the mean of ``logp - first_logp`` over the token's sequence; its
             gradient at a token is that of ``ratio`` times itself.
-        sampler_ratio: ``exp(first_logp - old_logp)``, the correction for tokens drawn by another
-            policy.
+        sampler_ratio: ``exp(first_logp - old_logp)``, at most ``sampler_cap``, the correction for
+            tokens drawn by another policy.
         mask: 1 at target tokens, 0 elsewhere.
         sequence: int32, number of the token's sequence.
         coefs: coefficients of the policy's ``LossConfig``: ``ratio_low``, ``ratio_high``, ``beta``,
@@ -137,10 +148,17 @@ def _clipped(ratio: jax.Array, c: LossCoefs) -> jax.Array:
     return jnp.clip(ratio, c.ratio_low, c.ratio_high)
 
 
+def _bounded(ratio: jax.Array, advantages: jax.Array, c: LossCoefs) -> jax.Array:
+    """Returns the ratio, clipped where the clip lowers ``ratio * advantages`` or, of negative
+    advantages, where the ratio exceeds ``ratio_dual``.
+    """
+    clipped = _clipped(ratio, c)
+    above = jnp.minimum(jnp.maximum(ratio, clipped), c.ratio_dual)
+    return jnp.where(advantages < 0, above, jnp.minimum(ratio, clipped))
+
+
 def _ppo(ratio: jax.Array, t: Tokens) -> jax.Array:
-    return -t.sampler_ratio * jnp.minimum(
-        ratio * t.advantages, _clipped(ratio, t.coefs) * t.advantages
-    )
+    return -t.sampler_ratio * (_bounded(ratio, t.advantages, t.coefs) * t.advantages)
 
 
 def _cispo(clipped: jax.Array, t: Tokens) -> jax.Array:
@@ -155,17 +173,25 @@ BUILT_IN: dict[str, LossFn] = {
     # -k A r, off-policy REINFORCE
     "importance_sampling": lambda t: -t.sampler_ratio * t.advantages * t.ratio,
     # -k min(r A, clip(r) A), arXiv 1707.06347 eq. 7; GRPO: arXiv 2402.03300 eq. 3; DAPO, with
-    # unequal bounds: arXiv 2503.14476 eq. 10
+    # unequal bounds: arXiv 2503.14476 eq. 10. With dual clip c and A < 0: -k max(min(r A, clip(r)
+    # A), c A), arXiv 1912.09729 eq. 2
     "ppo": lambda t: _ppo(t.ratio, t),
     # -k sg(clip(r)) A logp, arXiv 2506.13585 eq. 4
     "cispo": lambda t: _cispo(jax.lax.stop_gradient(_clipped(t.ratio, t.coefs)), t),
-    # -log sigmoid(beta ((c - c_ref) - (j - j_ref))) over pairs, arXiv 2305.18290 eq. 7: see
-    # policy_loss
+    # -log sigmoid(m) over pairs, m = beta ((c - c_ref) - (j - j_ref)), arXiv 2305.18290 eq. 7: see
+    # _pair_losses. With label smoothing e: -(1 - e) log sigmoid(m) - e log sigmoid(-m), cDPO
     "dpo": lambda t: jnp.zeros_like(t.logp),
-    # ppo with s = exp(mean(logp - first_logp)) of the sequence for r, arXiv 2507.18071 eqs. 5, 13
+    # ppo with s = exp(mean(logp - first_logp)) of the sequence for r and the gradient of sg(s)
+    # exp(logp - sg(logp)): GSPO-token, arXiv 2507.18071 eqs. 13, 14. With one advantage and weight
+    # in a sequence, value and gradient are those of GSPO, eqs. 5, 7
     "gspo": lambda t: _ppo(t.sequence_ratio, t),
     # -(A logp - beta/2 (logp - old_logp)^2), arXiv 2405.19107 eq. 6, with its value in A
     "dro": lambda t: -t.advantages * t.logp + 0.5 * t.coefs.beta * (t.logp - t.old_logp) ** 2,
+    # (mean(c - c_ref) - mean(j - j_ref) - 1 / (2 tau))^2 over pairs, arXiv 2310.12036 eq. 17, with
+    # means over the answers' tokens, as its authors computed it
+    "ipo": lambda t: jnp.zeros_like(t.logp),
+    # -log sigmoid(beta (mean(c) - mean(j)) - gamma) over pairs, arXiv 2405.14734 eq. 6
+    "simpo": lambda t: jnp.zeros_like(t.logp),
 }
 CLIPPING = ("ppo", "gspo", "cispo")  # losses that report how often a clip binds
 
@@ -271,8 +297,10 @@ def policy_loss(
     if a clip binds, ``gap`` is |log k|.
 
     KL ``k1`` subtracts ``kl sg(logp - ref_logp)`` from the advantage, which gives the gradient of
-    the KL; ``k3`` adds ``kl (exp(d) - d - 1)``, d = ref_logp - logp (Schulman 2020; GRPO eq. 4). A
-    token whose k leaves [band_low, band_high] has weight zero (IcePop, Ring-1T, arXiv 2510.18855).
+    the KL; ``k2`` adds ``kl d^2 / 2``, whose gradient is the same for tokens of the policy, and
+    ``k3`` adds ``kl (exp(d) - d - 1)``, d = ref_logp - logp (Schulman 2020; GRPO eq. 4). A token
+    whose k leaves [band_low, band_high] has weight zero (IcePop, Ring-1T, arXiv 2510.18855), and k
+    is at most ``sampler_cap`` (truncated importance sampling, arXiv 1802.01561 eq. 1).
     """
     chex.assert_rank(logp_BM, 2)
     t = targets
@@ -295,15 +323,17 @@ def policy_loss(
         else jnp.where(jnp.isnan(t.first_logp), present, used(t.first_logp))
     )
     log_gap = first - old_logp
-    is_sampled = ~is_kind["cross_entropy"] & ~is_kind["dpo"]
+    is_paired = functools.reduce(jnp.logical_or, [is_kind[kind] for kind in PAIRED])
+    is_sampled = ~is_kind["cross_entropy"] & ~is_paired
     gap = jnp.exp(jnp.clip(log_gap, -MAX_LOG_RATIO, MAX_LOG_RATIO))  # k
     inside = (gap >= coefs.band_low) & (gap <= coefs.band_high)
-    gap = jnp.where(is_sampled, gap, 1.0)
+    gap = jnp.where(is_sampled, jnp.minimum(gap, coefs.sampler_cap), 1.0)
     log_ratio = logp_BM - first
     ratio = jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))  # r
 
     to_ref = ref_logp - logp_BM  # d
     uses_k1 = coefs.kl_kind == KL_KINDS.index("k1")
+    uses_k2 = coefs.kl_kind == KL_KINDS.index("k2")
     uses_k3 = coefs.kl_kind == KL_KINDS.index("k3")
     advantage = advantages + jnp.where(uses_k1, coefs.kl * jax.lax.stop_gradient(to_ref), 0.0)
 
@@ -322,19 +352,22 @@ def policy_loss(
     token_loss = token_loss + jnp.where(
         uses_k3, coefs.kl * _k3(jnp.where(uses_k3, to_ref, 0.0)), 0.0
     )
+    token_loss = token_loss + 0.5 * coefs.kl * jnp.where(uses_k2, to_ref, 0.0) ** 2
     loss = jnp.sum(t.weights * jnp.where(live & keep, token_loss, 0.0))
-    clipped, whole_clipped = _clipped(ratio, coefs), _clipped(whole, coefs)
-    binds = (
-        (is_kind["ppo"] & (ratio * advantage > clipped * advantage))
-        | (is_kind["gspo"] & (whole * advantage > whole_clipped * advantage))
-        | (is_kind["cispo"] & (clipped != ratio))
+    one = jnp.where(is_kind["gspo"], whole, ratio)
+    bounded = jnp.where(advantage == 0, one, _bounded(one, advantage, coefs))
+    binds = ((is_kind["ppo"] | is_kind["gspo"]) & (bounded != one)) | (
+        is_kind["cispo"] & (_clipped(ratio, coefs) != ratio)
     )
 
-    reward_Z2 = coefs.beta * _gains(to_ref, t)
+    gain = jnp.where(is_kind["simpo"], logp_BM, -to_ref)
+    total_Z2, tokens_Z2 = _of_pairs(gain, t), _of_pairs(mask, t)
+    is_mean = is_kind["ipo"] | is_kind["simpo"]
+    reward_Z2 = coefs.beta * total_Z2 / jnp.where(is_mean, jnp.maximum(tokens_Z2, 1.0), 1.0)
     margin = reward_Z2[:, 0] - reward_Z2[:, 1]
-    paired = is_kind["dpo"] & (t.pair_weights != 0)
-    pair_loss = t.pair_weights * -jax.nn.log_sigmoid(jnp.where(paired, margin, 0.0))
-    loss = loss + jnp.sum(jnp.where(paired, pair_loss, 0.0))
+    paired = is_paired & (t.pair_weights != 0)
+    pair_loss = _pair_losses(jnp.where(paired, margin, 0.0), is_kind["ipo"], coefs)
+    loss = loss + jnp.sum(jnp.where(paired, t.pair_weights * pair_loss, 0.0))
     reward_Z2, margin = jax.lax.stop_gradient((reward_Z2, margin))
 
     def total(x: jax.Array) -> jax.Array:
@@ -383,10 +416,16 @@ def _k3(to_ref: jax.Array) -> jax.Array:
     return jnp.exp(jnp.clip(to_ref, -MAX_LOG_RATIO, MAX_LOG_RATIO)) - to_ref - 1.0
 
 
-def _gains(to_ref: jax.Array, t: Targets) -> jax.Array:
-    """Returns ``logp - ref_logp`` of chosen and rejected, summed over sequences, ``[Z, 2]``."""
+def _of_pairs(x_BM: jax.Array, t: Targets) -> jax.Array:
+    """Returns sums over the chosen and the rejected sequence of each pair, ``[Z, 2]``."""
     pairs = t.pair_weights.shape[0]
     if not pairs:
         return jnp.zeros((0, 2), jnp.float32)
-    total = ordered.segment_sum((-to_ref).ravel(), t.sequence.ravel(), 2 * pairs)
-    return total.reshape(pairs, 2)
+    return ordered.segment_sum(x_BM.ravel(), t.sequence.ravel(), 2 * pairs).reshape(pairs, 2)
+
+
+def _pair_losses(margin: jax.Array, is_ipo: jax.Array, c: LossCoefs) -> jax.Array:
+    tau = jnp.where(is_ipo, c.beta, 1.0)
+    right, wrong = jax.nn.log_sigmoid(margin - c.margin), jax.nn.log_sigmoid(c.margin - margin)
+    logistic = -(1.0 - c.smoothing) * right - c.smoothing * wrong
+    return jnp.where(is_ipo, ((margin - 0.5) / tau) ** 2, logistic)

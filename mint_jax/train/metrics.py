@@ -43,7 +43,7 @@ def check_needs(name: str, loss: LossConfig, groups: Sequence[Group]) -> None:
     if "pairs" not in loss.needs and any(g.pair_weight for g in groups):
         raise UserError(
             f"policy {name!r}: loss {loss.kind!r} does not use the pairs of these groups: choose"
-            " loss 'dpo'"
+            " loss 'dpo', 'ipo' or 'simpo'"
         )
 
 

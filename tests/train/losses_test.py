@@ -10,18 +10,21 @@ import torch
 
 from mint_jax.errors import UserError
 from mint_jax.train import config, losses
+from mint_jax.train.config import PAIRED, LossConfig
 from mint_jax.train.losses import KINDS, KL_KINDS, LossCoefs, Targets, policy_loss
 
 B, M, Z = 3, 7, 3  # Z pairs: sequences 0 to 5
-BANDS = {"open": (0.0, np.inf), "band": (0.6, 1.5)}
-# of the band and of the clip range: ratios keep off them, where float32 could fall on the other
-# side
-EDGES = (0.6, 0.7, 1.5, 1.6)
+# band of k; dual clip; cap of k
+BANDS = {"open": (0.0, np.inf, np.inf, np.inf), "band": (0.6, 1.5, 1.9, 1.2)}
+# of the band and of the clips: ratios keep off them, where float32 could fall on the other side
+EDGES = (0.6, 0.7, 1.2, 1.5, 1.6, 1.9)
 
 
 def coefs(kind, kl_kind="none", band="open"):
-    low, high = BANDS[band]
-    return LossCoefs(KINDS.index(kind), 0.7, 1.6, KL_KINDS.index(kl_kind), 0.37, low, high, 0.8)
+    low, high, *bounds = BANDS[band]
+    clip, of_pairs = (0.7, 1.6), (0.3, 0.1 if band == "band" else 0.0)  # margin, label smoothing
+    of_kl = KL_KINDS.index(kl_kind), 0.37
+    return LossCoefs(KINDS.index(kind), *clip, *of_kl, low, high, 0.8, *bounds, *of_pairs)
 
 
 def stack(all_coefs):
@@ -79,35 +82,51 @@ def reference(logp_BM, t, c):
     whole_clipped = torch.clamp(whole, c.ratio_low, c.ratio_high)
     if kl_kind == "k1":
         advantage = advantage - c.kl * (logp - ref).detach()
+    outside = (gap < c.band_low) | (gap > c.band_high)
+    gap = torch.clamp(gap, max=c.sampler_cap)
+
+    def surrogate(r, clipped):
+        least = torch.minimum(r * advantage, clipped * advantage)
+        floor = torch.clamp(torch.tensor(c.ratio_dual), max=1e30) * advantage
+        return -gap * torch.where(advantage < 0, torch.maximum(least, floor), least)
+
     formulas = {
         "cross_entropy": lambda: -logp,
         "reinforce": lambda: -advantage * logp,
-        "importance_sampling": lambda: -advantage * torch.exp(logp - old),
-        "ppo": lambda: -gap * torch.minimum(ratio * advantage, clipped * advantage),
+        "importance_sampling": lambda: -advantage * ratio * gap,
+        "ppo": lambda: surrogate(ratio, clipped),
         "cispo": lambda: -gap * clipped.detach() * advantage * logp,
-        "dpo": lambda: 0 * logp,
-        "gspo": lambda: -gap * torch.minimum(whole * advantage, whole_clipped * advantage),
+        "gspo": lambda: surrogate(whole, whole_clipped),
         "dro": lambda: -(advantage * logp - c.beta / 2 * (logp - old) ** 2),
     }
-    loss = formulas[kind]()
+    loss = 0 * logp if kind in PAIRED else formulas[kind]()
     k3 = torch.exp(ref - logp) - (ref - logp) - 1
     if kl_kind == "k3":
         loss = loss + c.kl * k3
-    outside = (gap < c.band_low) | (gap > c.band_high)
-    if kind not in ("cross_entropy", "dpo"):  # nothing was sampled there, so there is no ratio
+    if kl_kind == "k2":
+        loss = loss + c.kl * (logp - ref) ** 2 / 2
+    if kind not in ("cross_entropy", *PAIRED):  # nothing was sampled there, so there is no ratio
         loss = torch.where(outside, 0.0, loss)
     total = (weights * loss).sum()
-    gain = [(logp - ref)[sequence == s].sum() for s in range(2 * Z)]
+    of_pairs = [(logp if kind == "simpo" else logp - ref)[sequence == s] for s in range(2 * Z)]
+    gain = [x.sum() if kind not in ("ipo", "simpo") or not len(x) else x.mean() for x in of_pairs]
     margins = [c.beta * (gain[2 * z] - gain[2 * z + 1]) for z in range(Z)]
-    if kind == "dpo":
-        pairs = zip(np.float64(t.pair_weights), margins)
-        total = total - sum(w * torch.log(torch.sigmoid(m)) for w, m in pairs)
+    for w, m in zip(np.float64(t.pair_weights), margins):
+        right, wrong = (
+            torch.log(torch.sigmoid(m - c.margin)),
+            torch.log(torch.sigmoid(c.margin - m)),
+        )
+        if kind == "ipo":
+            total = total + w * (m / c.beta - 1 / (2 * c.beta)) ** 2
+        elif kind in PAIRED:
+            total = total - w * ((1 - c.smoothing) * right + c.smoothing * wrong)
     total.backward()
     live_pairs = np.flatnonzero(t.pair_weights)
     paired = [float(margins[z].detach()) for z in live_pairs]
     one = whole if kind == "gspo" else ratio
     above, below = one > c.ratio_high, one < c.ratio_low
-    against = (above & (advantage > 0)) | (below & (advantage < 0))
+    bad = (advantage < 0) & (one > c.ratio_dual)
+    against = (above & (advantage > 0)) | (below & (advantage < 0)) | bad
     binds = {"ppo": against, "gspo": against, "cispo": above | below}.get(kind, torch.zeros(()))
     metrics = {
         "tokens": live.sum(),
@@ -164,7 +183,7 @@ def test_what_stands_at_tokens_of_weight_zero_counts_nowhere(kind, bad, rng):
     0.
     """
     all_coefs = [
-        coefs(kind, kl_kind, "band" if kind not in ("cross_entropy", "dpo") else "open")
+        coefs(kind, kl_kind, "band" if kind not in ("cross_entropy", *PAIRED) else "open")
         for kl_kind in KL_KINDS
     ]
     logp, targets = draw(rng, len(all_coefs))
@@ -197,10 +216,54 @@ def test_absurd_ratios_stay_finite(kind, of_updates, gap):
     assert np.isfinite(grad).all()
 
 
+def test_gspo_is_a_ratio_of_sequences_where_their_tokens_are_alike(rng):
+    """Oracle: the loss of arXiv 2507.18071 eq. 5, whose gradient flows through the mean."""
+    logp, targets = draw(rng, 1)
+    t, c = jax.tree.map(lambda x: x[0], targets), coefs("gspo")
+    advantage, weight = rng.normal(size=2 * Z), rng.uniform(0.1, 1.0, 2 * Z)
+    live = t.weights != 0
+    t = t.replace(
+        advantages=np.float32(advantage[t.sequence]),
+        weights=np.float32(np.where(live, weight[t.sequence], 0.0)),
+        first_logp=np.where(np.isnan(t.first_logp), logp[0], t.first_logp),
+    )
+    t = t.replace(old_logp=t.first_logp)
+    value, grad = jax.value_and_grad(lambda x: policy_loss(x, t, c)[0])(logp[0])
+    x = torch.tensor(np.float64(logp[0]), requires_grad=True)
+    loss = torch.zeros((), dtype=torch.float64)
+    for s in range(2 * Z):
+        here = torch.tensor(live & (t.sequence == s))
+        ratio = torch.exp((x - torch.tensor(np.float64(t.first_logp)))[here].mean())
+        clipped = torch.clamp(ratio, c.ratio_low, c.ratio_high)
+        least = torch.minimum(ratio * advantage[s], clipped * advantage[s])
+        loss = loss - (weight[s] * here.sum() * least if here.any() else 0.0)
+    loss.backward()
+    # float32: a log-ratio carries 1e-7 of a number up to about 10
+    np.testing.assert_allclose(value, float(loss.detach()), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(grad, x.grad.numpy(), rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"dual_clip": 1.1}, "dual_clip is 1.1; expected more than 1 . clip_high"),
+        ({"kind": "cispo", "dual_clip": 3.0}, "'cispo' does not use: drop it, or choose ppo or gs"),
+        ({"kind": "ipo", "label_smoothing": 0.1}, "'ipo' does not use: .* choose dpo or simpo"),
+        ({"kind": "dpo", "label_smoothing": 0.5}, "label_smoothing is 0.5; expected .* than 0.5"),
+        ({"kind": "dro", "sampler_cap": 2.0}, "sampler_cap is 2.0, which loss 'dro' does not use"),
+        ({"sampler_cap": 0.0}, "sampler_cap is 0.0; expected more than 0"),
+        ({"kind": "simpo", "kl_kind": "k1"}, "'simpo' does not use: choose 'k2', 'k3'"),
+    ],
+)
+def test_an_option_that_is_wrong_or_of_another_loss_is_refused(options, says):
+    with pytest.raises(UserError, match=says):
+        LossConfig(**options)
+
+
 def test_what_built_in_losses_need_is_what_they_read():
     """The table is there so that a config is checked without jax."""
     for kind, fn in losses.BUILT_IN.items():
-        if kind != "dpo":  # whose loss is of pairs
+        if kind not in PAIRED:
             found = {"old_logp" if name == "sampler_ratio" else name for name in losses.reads(fn)}
             assert found & {"advantages", "old_logp", "ref_logp"} == config.BUILT_IN[kind], kind
     assert set(losses.BUILT_IN) == set(KINDS)

@@ -96,7 +96,7 @@ def test_the_mean_gradient_is_that_of_the_expected_reward(temperature, baseline,
         normalisation="sum",
     )
     groups = rollout_groups(sampling, Rollout([], [PROMPT], [made]), weighted[None])
-    for kind in ("ppo", "reinforce", "importance_sampling", "cispo"):
+    for kind in ("ppo", "reinforce", "importance_sampling", "cispo", "gspo"):
         trainer = Trainer(base, [PolicyConfig("p", ADAPTER, loss=LossConfig(kind))])
         trainer.load_adapter("p", adapter)
         totals = trainer.forward_backward({"p": groups})["p"]
