@@ -209,12 +209,24 @@ class GrpoSampling:
     divide_by_std: bool | None = setting("divide by the rewards' std; unset: as in its paper", None)
     normalisation: str = setting("weight of a token: token, sequence, constant or sum", "token")
     updates: Count = setting("optimizer updates on the same rollouts", 1)
+    mask_truncated: bool = setting("no loss of completions cut off at max_tokens", False)
+    overlong_tokens: Natural = setting(
+        "last tokens of max_tokens over which the reward falls by 1; 0: none", 0
+    )
+    resample: Natural = setting(
+        "prompts of equal rewards are replaced by others, up to this many times prompts", 0
+    )
     replay: bool = setting("train through the experts that the sampler used (R3)", True)
 
     def __post_init__(self):
         # both refuse an unknown name
         advantages.group_advantages(np.zeros((1, self.group_size)), self.baseline)
         advantages.token_weights([1], self.normalisation)
+        if self.overlong_tokens > self.max_tokens:
+            raise UserError(
+                f"overlong_tokens is {self.overlong_tokens}; expected at most max_tokens, which is"
+                f" {self.max_tokens}: lower it"
+            )
         if not 1e-30 <= self.temperature <= 1e30:
             raise UserError(
                 f"temperature is {self.temperature}; rollouts that train are drawn: set a number"

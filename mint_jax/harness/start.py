@@ -13,7 +13,7 @@ import numpy as np
 
 from mint_jax import host, mesh, multihost
 from mint_jax.data import chat
-from mint_jax.data.order import epoch_indices
+from mint_jax.data.order import epoch_indices, further_indices
 from mint_jax.errors import UserError
 from mint_jax.harness.options import BaseSettings, PolicySettings
 from mint_jax.metrics import Progress
@@ -113,3 +113,7 @@ class PolicyData:
     def chosen(self, step: int) -> list[int]:
         """Returns the indices into ``train`` of a step."""
         return epoch_indices(len(self.train), self.per_step, self.config.seed, step)
+
+    def further(self, step: int) -> list[int]:
+        """Returns the indices that replace some of a step's, in order."""
+        return further_indices(len(self.train), self.chosen(step), self.config.seed, step)

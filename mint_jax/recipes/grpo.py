@@ -26,15 +26,20 @@ from mint_jax.harness.start import say
 from mint_jax.harness.training import TrainingRun
 from mint_jax.models.base import Base
 from mint_jax.recipes.rollouts import (
+    Episode,
     PolicySampler,
     Rollout,
     as_record,
     members_of,
+    missing_prompts,
     of_completion,
+    overlong_penalty,
     rollout_metrics,
     to_groups,
+    trained,
     trainer_base,
 )
+from mint_jax.rollout.request import Completion
 from mint_jax.train import phases as phases_lib
 from mint_jax.train.batch import Group
 from mint_jax.train.trainer import Trainer
@@ -93,6 +98,9 @@ def train(
                 unit.score(job.reward, job.rollout(unit.names, unit.step))
                 continue
             scored = unit.scored()
+            if further := job.further(scored, unit.step):
+                unit.score(job.reward, further)
+                continue
             with run.updating():
                 for name, (rollout, _) in scored.items():
                     made = functools.partial(as_record, *scored[name])
@@ -139,20 +147,51 @@ class ConcurrentGrpo(PolicySampler):
         """
         if not multihost.is_main():
             return rollout, np.zeros((0, 0))
-        env, pairs = self.members[name].env, zip(rollout.examples, rollout.completions)
+        env, known = self.members[name].env, len(rollout.rewards)
+        pairs = zip(rollout.examples[known:], rollout.completions[known:])
         rows = [[scoring.score(name, env, c.text or "", e) for c in group] for e, group in pairs]
-        return rollout, np.array(rows, np.float64)
+        return rollout, np.array(rollout.rewards + rows, np.float64)
+
+    def further(
+        self, scored: dict[str, tuple[Rollout, np.ndarray]], step: int
+    ) -> dict[str, Rollout]:
+        """Samples prompts in place of those from which a policy would learn nothing, if it
+        resamples. Returns the rollouts with them, of all these policies, or none if none lack any.
+        """
+        if not any(self.members[name].sampling.resample for name in scored):
+            return {}
+        known, spans = self._shared(scored), dict[str, range]()
+        for name, (rollout, _) in scored.items():
+            member, first = self.members[name], len(rollout.prompts)
+            available = len(member.chosen(step)) + len(member.further(step))
+            made = member.sampling, rollout, np.array(known[name], np.float64)
+            if more := missing_prompts(*made, available):
+                spans[name] = range(first, first + more)
+        new, out = self.rollout(list(spans), step, spans) if spans else {}, dict[str, Rollout]()
+        for name, (rollout, _) in scored.items() if spans else ():
+            also = new.get(name, Rollout([], [], []))
+            out[name] = dataclasses.replace(
+                rollout,
+                examples=rollout.examples + also.examples,
+                prompts=rollout.prompts + also.prompts,
+                completions=rollout.completions + also.completions,
+                rewards=known[name],
+            )
+        return out
+
+    def _shared(self, scored: dict[str, tuple[Rollout, np.ndarray]]) -> dict[str, Any]:
+        """Returns the rewards, which the first process has, by policy."""
+        return multihost.agree("rewards", lambda: {n: r.tolist() for n, (_, r) in scored.items()})
 
     def update(self, scored: dict[str, tuple[Rollout, np.ndarray]]) -> dict[str, dict[str, float]]:
         """Updates these policies from their scored rollouts; returns metrics by policy."""
-        rewards = multihost.agree(
-            "rewards", lambda: {n: r.tolist() for n, (_, r) in scored.items()}
-        )
+        rewards = self._shared(scored)
         samplings = {name: self.members[name].sampling for name in scored}
         groups, out = {}, {}
         for name, (rollout, _) in scored.items():
             rewards_QG = np.array(rewards[name], np.float64)
-            groups[name] = rollout_groups(samplings[name], rollout, rewards_QG)
+            chosen = trained(samplings[name], rollout, rewards_QG)
+            groups[name] = rollout_groups(samplings[name], *chosen)
             out[name] = rollout_metrics(samplings[name], rollout, rewards_QG)
         for k in range(max(sampling.updates for sampling in samplings.values())):
             ready = {name: each for name, each in groups.items() if k < samplings[name].updates}
@@ -179,15 +218,22 @@ class ConcurrentGrpo(PolicySampler):
 def rollout_groups(sampling: GrpoSampling, rollout: Rollout, rewards_QG: np.ndarray) -> list[Group]:
     """Returns scored rollouts as groups to train on, with advantages."""
     without: Any = {} if sampling.replay else {"routes": None, "prompt_routes": None}
+
+    def episode(prompt: list[int], c: Completion) -> Episode:
+        masked = {}
+        if sampling.mask_truncated and c.finish == "length":  # DAPO, section 3.4
+            masked["drawn"] = [False] * len(c.tokens)
+        return dataclasses.replace(
+            of_completion(prompt, c, sampling.temperature), **without, **masked
+        )
+
     made = [
-        [
-            dataclasses.replace(of_completion(prompt, c, sampling.temperature), **without)
-            for c in completions
-        ]
+        [episode(prompt, c) for c in completions]
         for prompt, completions in zip(rollout.prompts, rollout.completions)
     ]
+    shaped_QG = rewards_QG + overlong_penalty(sampling, rollout)
     how = sampling.baseline, sampling.divide_by_std, sampling.normalisation, sampling.max_tokens
-    return to_groups(made, rewards_QG, *how)
+    return to_groups(made, shaped_QG, *how)
 
 
 def result_row(

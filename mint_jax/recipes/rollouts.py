@@ -8,6 +8,7 @@ Axes: Q prompts, G completions or episodes of a prompt.
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -43,12 +44,18 @@ class Member(PolicyData):
 
 @dataclasses.dataclass
 class Rollout:
-    """Completions of one policy's step, by prompt."""
+    """Completions of one policy's step, by prompt.
+
+    Attributes:
+        drawn_by: digest of a fixed revision, or the policy's version.
+        rewards: of the first prompts, which are scored already.
+    """
 
     examples: list[Example]
     prompts: list[list[int]]
     completions: list[list[Completion]]
-    drawn_by: str | int = 0  # digest of a fixed revision, or the policy's version
+    drawn_by: str | int = 0
+    rewards: list[list[float]] = dataclasses.field(default_factory=list)
 
 
 def members_of(config: GrpoSettings, base: Base) -> dict[str, Member]:
@@ -115,11 +122,16 @@ class PolicySampler:
             finally:
                 self._fixed, self._stacks = {}, {}
 
-    def rollout(self, names: Sequence[str], step: int) -> dict[str, Rollout]:
+    def rollout(
+        self, names: Sequence[str], step: int, spans: Mapping[str, range] = MappingProxyType({})
+    ) -> dict[str, Rollout]:
         """Samples the prompts of a step: one engine call for policies that sample themselves, and
-        one for those with fixed adapters.
+        one for those with fixed adapters. ``spans`` are places in the order of a policy's prompts
+        in this step, by default those of the first draw.
         """
-        order = multihost.agree("data order", lambda: {n: self._draw(n, step) for n in names})
+        order = multihost.agree(
+            "data order", lambda: {n: self._draw(n, step, spans.get(n)) for n in names}
+        )
         out = {}
         for is_fixed in (False, True):
             rows = [
@@ -137,12 +149,16 @@ class PolicySampler:
                 self.tokens += sum(len(c.tokens) for group in completions for c in group)
         return {name: out[name] for name in names}
 
-    def _draw(self, name: str, step: int) -> list[tuple[int, int]]:
+    def _draw(self, name: str, step: int, span: range | None) -> list[tuple[int, int]]:
         """Returns the index and the seed of each prompt of a step."""
         member = self.members[name]
         chosen = member.chosen(step)
-        seeds = np.random.SeedSequence([member.config.seed, step]).generate_state(len(chosen))
-        return list(zip(chosen, seeds.tolist()))
+        span = span or range(len(chosen))
+        if span.stop > len(chosen):
+            chosen += member.further(step)
+        # the first seeds are the same whatever their number
+        seeds = np.random.SeedSequence([member.config.seed, step]).generate_state(span.stop)
+        return [(chosen[i], int(seeds[i])) for i in span]
 
     def held_out(self, names: Sequence[str]) -> dict[str, list[list[Completion]]]:
         """Samples the held-out prompts with the policies as they are, with seeds of their own."""
@@ -194,6 +210,51 @@ def trainer_base(base: Base, config: GrpoSettings) -> Base:
     return dataclasses.replace(base, params=noisy)
 
 
+def overlong_penalty(sampling: GrpoSampling, rollout: Rollout) -> np.ndarray:
+    """Returns what is added to the rewards, ``[Q, G]``: 0 for completions that leave
+    ``overlong_tokens`` of ``max_tokens``, from there down to -1 (DAPO, arXiv 2503.14476 eq. 13).
+    """
+    lengths_QG = np.array([[len(c.tokens) for c in group] for group in rollout.completions])
+    soft = sampling.overlong_tokens
+    return -np.clip(
+        (lengths_QG - (sampling.max_tokens - soft)) / max(soft, 1), 0.0, float(soft > 0)
+    )
+
+
+def shaped_advantages(
+    sampling: GrpoSampling, rollout: Rollout, rewards_QG: np.ndarray
+) -> np.ndarray:
+    """Returns the advantages of rewards with their penalty, ``[Q, G]``."""
+    shaped_QG = rewards_QG + overlong_penalty(sampling, rollout)
+    return advantages.group_advantages(shaped_QG, sampling.baseline, sampling.divide_by_std)
+
+
+def trained(
+    sampling: GrpoSampling, rollout: Rollout, rewards_QG: np.ndarray
+) -> tuple[Rollout, np.ndarray]:
+    """Returns the prompts that are trained on: as many as a step has, preferably those whose
+    advantages are not all 0 (dynamic sampling, DAPO, arXiv 2503.14476 section 3.2).
+    """
+    differs_Q = shaped_advantages(sampling, rollout, rewards_QG).any(axis=1)
+    best = np.sort(np.argsort(~differs_Q, kind="stable")[: sampling.prompts])
+    columns = rollout.examples, rollout.prompts, rollout.completions
+    taken = ([column[q] for q in best if column] for column in columns)
+    return Rollout(*taken, rollout.drawn_by), rewards_QG[best]
+
+
+def missing_prompts(
+    sampling: GrpoSampling, rollout: Rollout, rewards_QG: np.ndarray, available: int
+) -> int:
+    """Returns how many further prompts to draw, of ``available`` ones: as many as are likely to
+    replace those whose advantages are all 0.
+    """
+    drawn = len(rollout.prompts)
+    useful = int(shaped_advantages(sampling, rollout, rewards_QG).any(axis=1).sum())
+    likely = -(-(sampling.prompts - useful) * drawn // max(useful, 1))
+    most = sampling.prompts * (1 + sampling.resample) - drawn
+    return max(0, min(likely, sampling.prompts, most, available - drawn))
+
+
 def rollout_metrics(
     sampling: GrpoSampling, rollout: Rollout, rewards_QG: np.ndarray
 ) -> dict[str, float]:
@@ -201,8 +262,13 @@ def rollout_metrics(
     in nats, estimated by the mean of ``-log p`` of the drawn ones.
     """
     drawn = [c for group in rollout.completions for c in group]
-    advantage = advantages.group_advantages(rewards_QG, sampling.baseline, sampling.divide_by_std)
-    return {
+    advantage = shaped_advantages(sampling, rollout, rewards_QG)
+    own = {}
+    if sampling.overlong_tokens:
+        own["overlong_penalty"] = float(overlong_penalty(sampling, rollout).mean())
+    if sampling.resample:
+        own["prompts"] = len(rollout.prompts)
+    return own | {
         "reward": float(rewards_QG.mean()),
         "reward_std": float(rewards_QG.std(axis=1).mean()),
         "completion_tokens": float(np.mean([len(c.tokens) for c in drawn])),

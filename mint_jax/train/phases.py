@@ -68,7 +68,8 @@ class Phases:
                     update(unit.scored(), unit.step)
 
     An update starts only when all its rewards are computed; a failed reward raises before its
-    unit's update.
+    unit's update. An update phase that calls ``unit.score`` instead comes again when these samples
+    are scored.
 
     Args:
         first_step: step at which each policy starts; policies of a unit must agree.
@@ -126,7 +127,11 @@ class Phases:
                 waiting.append(unit)
             else:
                 unit = waiting.pop(scored)
+                pending = unit._pending
                 yield UPDATE, unit
+                if unit._pending is not pending:
+                    waiting.append(unit)
+                    continue
                 unit.step, unit._pending = unit.step + 1, {}
                 if unit.step < self._steps:
                     idle.append(unit)

@@ -132,6 +132,7 @@ def train(steps: int, workdir: Path, vary=False, schedule="batched") -> dict[str
         policy.env = {"name": "varied:make", "vary": vary}
         policy.optimizer.learning_rate = 1e-2
         policy.sampling.update({"max_tokens": 12, "stop": ("e", "a") if vary else ()})
+        policy.sampling.update({"mask_truncated": vary, "resample": 2 * vary})
     return {p["name"]: p["revision"] for p in run_config(config, workdir)["policies"]}
 
 

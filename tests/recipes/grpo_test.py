@@ -6,9 +6,15 @@ import types
 import numpy as np
 import pytest
 
-from mint_jax.data.order import epoch_indices
+from mint_jax.data.order import epoch_indices, further_indices
 from mint_jax.envs.env import Example, ListEnvironment
+from mint_jax.errors import UserError
 from mint_jax.harness import start
+from mint_jax.harness.options import GrpoSampling
+from mint_jax.recipes.grpo import rollout_groups
+from mint_jax.recipes.rollouts import Rollout, missing_prompts, rollout_metrics, trained
+from mint_jax.rollout.request import Completion
+from mint_jax.train.advantages import group_advantages
 from tests.configs import run_config, tiny
 
 pytestmark = pytest.mark.bits
@@ -50,6 +56,55 @@ def revisions(folder, max_tokens: dict[str, int]) -> dict[str, str]:
             for name, most in max_tokens.items()
         }
     return {p["name"]: p["revision"] for p in run_config(config, folder)["policies"]}
+
+
+def sampled(rng, lengths_QG, options):
+    """A rollout of completions of these lengths, and random rewards; of the last prompt equal."""
+    sampling = GrpoSampling(group_size=len(lengths_QG[0]), max_tokens=10, **options)
+
+    def completion(n):
+        end = "length" if n == sampling.max_tokens else "stop"
+        return Completion([5] * n, [-1.0] * n, [-1.0] * n, end, None)
+
+    made = [[completion(n) for n in row] for row in lengths_QG]
+    rewards = rng.normal(size=np.shape(lengths_QG))
+    rewards[-1] = 0.5
+    return sampling, Rollout([], [[1, 2]] * len(made), made), rewards
+
+
+def test_completions_that_were_cut_off_train_nothing_and_long_ones_earn_less(rng):
+    """Oracle: DAPO's equation 13, and advantages as the rewards' own."""
+    lengths = np.array([[4, 6, 10], [7, 10, 8]])
+    sampling, rollout, rewards = sampled(
+        rng, lengths, {"mask_truncated": True, "overlong_tokens": 4, "normalisation": "token"}
+    )
+    groups = rollout_groups(sampling, rollout, rewards)
+    penalty = np.array([[0, 0, -1], [-0.25, -1, -0.5]])
+    expected = group_advantages(rewards + penalty)
+    kept = lengths[lengths < 10].sum()
+    for group, values, row in zip(groups, expected, lengths, strict=True):
+        for one, value, n in zip(group.sequences, values, row, strict=True):
+            assert one.weights == [0.0 if n == 10 else 1 / kept] * n
+            np.testing.assert_array_equal(one.advantages, np.float32(value))
+    found = rollout_metrics(sampling, rollout, rewards)
+    assert found["reward"] == rewards.mean()
+    assert found["overlong_penalty"] == penalty.mean()
+    with pytest.raises(UserError, match=r"overlong_tokens is 5; .* max_tokens, which is 4"):
+        GrpoSampling(max_tokens=4, overlong_tokens=5)
+
+
+def test_prompts_of_equal_rewards_give_way_to_others(rng):
+    sampling, rollout, rewards = sampled(rng, [[3, 3]] * 4, {"prompts": 3, "resample": 2})
+    rewards[1] = -0.1
+    _, chosen = trained(sampling, rollout, rewards)
+    np.testing.assert_array_equal(chosen, rewards[[0, 1, 2]])  # the last of equal ones goes
+    assert missing_prompts(sampling, rollout, rewards, 30) == 2  # one of two was useful
+    assert missing_prompts(sampling, rollout, rewards, 5) == 1
+    assert missing_prompts(sampling, rollout, rng.normal(size=(4, 2)), 30) == 0
+    assert missing_prompts(sampling, *sampled(rng, [[3, 3]] * 8, {})[1:], 30) == 0
+    at = further_indices(9, [1, 4], 3, 0)
+    assert sorted(at) == [0, 2, 3, 5, 6, 7, 8]
+    assert at == further_indices(9, [1, 4], 3, 0) != further_indices(9, [1, 4], 3, 1)
 
 
 @pytest.mark.long

@@ -50,6 +50,19 @@ class Notes:
                     functions["update"](unit.scored(), unit.step)
 
 
+def test_an_update_that_scores_further_samples_comes_again():
+    calls, units = [], units_of(["a", "b"], "overlapped")
+    with schedule_lib.Phases(units, {"a": 0, "b": 0}, 2, overlap=True) as phases:
+        for phase, unit in phases:
+            if phase == schedule_lib.ROLLOUT:
+                unit.score(lambda name, n: n, dict.fromkeys(unit.names, 1))
+            elif (n := unit.scored()[unit.names[0]]) < 3:
+                unit.score(lambda name, n: n + 1, dict.fromkeys(unit.names, n))
+            else:
+                calls.append((unit.names[0], unit.step, n))
+    assert sorted(calls) == [("a", 0, 3), ("a", 1, 3), ("b", 0, 3), ("b", 1, 3)]
+
+
 def test_batched_cohorts_are_one_call_each_and_overlap():
     """The rewards of one cohort's policies run at the same time, and while the other cohort is
     rolled out.
