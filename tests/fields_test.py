@@ -13,7 +13,7 @@ from mint_jax.train.config import LossConfig, OptimizerConfig, PolicyConfig
     ("make", "says"),
     [
         (lambda: LossConfig(3), "LossConfig: kind is 3; expected text"),
-        (lambda: LossConfig(clip_high=-1), r"loss.clip_high is -1.*expected 0 <= clip_low"),
+        (lambda: LossConfig(clip_high=-1), "loss.clip_high is -1.0; expected at least 0"),
         (lambda: LossConfig(band_low=2.0, band_high=1.0), "loss.band_low is 2.0"),
         (lambda: AdapterConfig("8"), "AdapterConfig: rank is '8'; expected a whole number"),
         (lambda: AdapterConfig(8, targets=3), r"targets is 3; expected a tuple of texts"),

@@ -16,7 +16,7 @@ from mint_jax.envs import env as env_lib
 from mint_jax.envs import scoring
 from mint_jax.errors import UserError
 from mint_jax.fields import Amount, Count, Natural, Open, Place, setting
-from mint_jax.lora.config import FORMS, AdapterConfig
+from mint_jax.lora.config import FORMS, INITS, AdapterConfig
 from mint_jax.models import names
 from mint_jax.models.kernels import Kernels
 from mint_jax.rollout.ranges import check_ranges
@@ -121,6 +121,9 @@ class PolicySettings:
     optimizer: OptimizerConfig = setting("AdamW and its schedule", OptimizerConfig())
     loss: LossConfig = setting("the loss", LossConfig())
     seed: Natural | None = setting("unset: from the run's seed and the policy's name", None)
+    init: Annotated[str, INITS] = setting(
+        "A of a new adapter, whose B is zero: uniform as PEFT's, or orthonormal rows", "uniform"
+    )
     rollout_revision = ""  # GRPO policies may draw from another revision
 
 

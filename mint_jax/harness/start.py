@@ -98,7 +98,8 @@ def policy_config(name: str, policy: PolicySettings, run_seed: int) -> PolicyCon
     """Returns the trainer's config of a policy."""
     check_alpha(policy.adapter.alpha, f"policies.{name}.adapter.")
     seed = policy_seed(run_seed, name) if policy.seed is None else policy.seed
-    return PolicyConfig(name, policy.adapter, policy.optimizer, policy.loss, seed)
+    how = policy.adapter, policy.optimizer, policy.loss, seed, policy.init
+    return PolicyConfig(name, *how)
 
 
 @dataclasses.dataclass

@@ -10,6 +10,8 @@ MAX_RANK = 1024
 # Form of routed experts' adapters: the factor on the hidden side is one for all of a layer.
 SHARED_OUTER = "shared_outer"
 FORMS = ("each", SHARED_OUTER)
+# Of a new A: uniform as PEFT's, or rows of length 1 at right angles. B is zero.
+INITS = ("uniform", "orthonormal")
 LINEAR_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 
 

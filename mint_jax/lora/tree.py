@@ -25,8 +25,9 @@ from flax import struct
 
 from mint_jax import params as params_lib
 from mint_jax import sharding
-from mint_jax.errors import UserError
+from mint_jax.errors import UserError, choice
 from mint_jax.lora.config import (  # noqa: F401
+    INITS,
     LINEAR_TARGETS,
     MAX_RANK,
     SHARED_OUTER,
@@ -181,12 +182,15 @@ def constrain(tree: Any, base_specs: Any) -> Any:
     return jax.tree_util.tree_map_with_path(pin, tree)
 
 
-def init_adapter(base_specs: Any, config: AdapterConfig, seed: int) -> Any:
+def init_adapter(base_specs: Any, config: AdapterConfig, seed: int, init: str = "uniform") -> Any:
     """Returns a new adapter with PEFT's initialisation, NumPy arrays: A uniform in ±1/sqrt(D), B
-    zero; for ``embed`` A zero, B normal.
+    zero; for ``embed`` A zero, B normal. With ``orthonormal`` the rows of A, or its columns if it
+    has more rows than columns, are orthonormal.
 
     The same seed gives the same adapter through every door, on any mesh and with any other targets.
     """
+    if init not in INITS:
+        raise choice("init", init, INITS)
 
     # Drawn on the host (Philox) from the seed and each path: new ranks and targets compile nothing.
     def draw(path: str, spec: ParamSpec) -> np.ndarray:
@@ -195,11 +199,21 @@ def init_adapter(base_specs: Any, config: AdapterConfig, seed: int) -> Any:
         if path == "embed/b":
             return numbers.standard_normal(spec.shape, np.float32)
         if path.endswith("/a") and path != "embed/a":
+            if init == "orthonormal":
+                return _orthonormal(numbers.standard_normal(spec.shape)).astype(np.float32)
             bound = np.float32(spec.shape[-1] ** -0.5)
             return (2 * numbers.random(spec.shape, np.float32) - 1) * bound
         return np.zeros(spec.shape, np.float32)
 
     return params_lib.map_with_path(draw, adapter_specs(base_specs, config))
+
+
+def _orthonormal(x: np.ndarray) -> np.ndarray:
+    """Returns random orthonormal rows, or columns, from normal numbers ``[..., R, D]``."""
+    wide = x.shape[-2] <= x.shape[-1]
+    q, r = np.linalg.qr(np.swapaxes(x, -1, -2) if wide else x)
+    q = q * np.sign(np.diagonal(r, axis1=-2, axis2=-1))[..., None, :]  # makes them uniform
+    return np.swapaxes(q, -1, -2) if wide else q
 
 
 @struct.dataclass

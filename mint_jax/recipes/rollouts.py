@@ -237,9 +237,12 @@ def trained(
     """
     differs_Q = shaped_advantages(sampling, rollout, rewards_QG).any(axis=1)
     best = np.sort(np.argsort(~differs_Q, kind="stable")[: sampling.prompts])
-    columns = rollout.examples, rollout.prompts, rollout.completions
-    taken = ([column[q] for q in best if column] for column in columns)
-    return Rollout(*taken, rollout.drawn_by), rewards_QG[best]
+
+    def of(column: list[Any]) -> list[Any]:
+        return [column[q] for q in best if column]
+
+    parts = of(rollout.examples), of(rollout.prompts), of(rollout.completions)
+    return Rollout(*parts, rollout.drawn_by), rewards_QG[best]
 
 
 def missing_prompts(
@@ -258,10 +261,9 @@ def missing_prompts(
 def rollout_metrics(
     sampling: GrpoSampling, rollout: Rollout, rewards_QG: np.ndarray
 ) -> dict[str, float]:
-    """Returns metrics of scored rollouts. ``reward_std`` is within a prompt, ``entropy`` of a token
-    in nats, estimated by the mean of ``-log p`` of the drawn ones.
-    """
+    """Returns metrics of scored rollouts; ``reward_std`` is within a prompt."""
     drawn = [c for group in rollout.completions for c in group]
+    lengths = [len(c.tokens) for c in drawn]
     advantage = shaped_advantages(sampling, rollout, rewards_QG)
     own = {}
     if sampling.overlong_tokens:
@@ -271,11 +273,12 @@ def rollout_metrics(
     return own | {
         "reward": float(rewards_QG.mean()),
         "reward_std": float(rewards_QG.std(axis=1).mean()),
-        "completion_tokens": float(np.mean([len(c.tokens) for c in drawn])),
-        "sampled_tokens": sum(len(c.tokens) for c in drawn),
+        "completion_tokens": float(np.mean(lengths)),
+        "shortest": min(lengths),
+        "longest": max(lengths),
+        "sampled_tokens": sum(lengths),
         "truncated": float(np.mean([c.finish == "length" for c in drawn])),
         "zero_advantage": float((advantage == 0).all(axis=1).mean()),
-        "entropy": -float(np.mean([p for c in drawn for p in c.drawn_logprobs])),
     }
 
 

@@ -92,6 +92,7 @@ class LossConfig(Settings):
         "importance sampling); inf: none",
         math.inf,
     )
+    entropy: float = setting("coefficient of the entropy of each target's distribution", 0.0)
     dpo_beta: float = setting(
         "DPO's beta and IPO's tau: a larger one keeps the policy nearer to its reference", 0.1
     )
@@ -124,6 +125,7 @@ class LossConfig(Settings):
             "kl": (0 <= self.kl < math.inf, "a finite number of at least 0"),
             "band_low": (0 <= self.band_low <= self.band_high, "0 to band_high"),
             "sampler_cap": (self.sampler_cap > 0, "more than 0"),
+            "entropy": (math.isfinite(self.entropy), "a finite number"),
             "dpo_beta": (0 < self.dpo_beta < math.inf, "a finite number above 0"),
             "label_smoothing": (0 <= self.label_smoothing < 0.5, "0 or more, and less than 0.5"),
             "simpo_beta": (0 < self.simpo_beta < math.inf, "a finite number above 0"),
@@ -189,6 +191,7 @@ class OptimizerConfig(Settings):
         "constant",
     )
     final_fraction: float = setting("share of the peak learning rate at total_steps", 0.0)
+    b_ratio: float = setting("learning rate of B relative to that of A (LoRA+)", 1.0)
 
     def __post_init__(self):
         super().__post_init__()
@@ -201,6 +204,8 @@ class OptimizerConfig(Settings):
             )
         if not (self.learning_rate >= 0 and math.isfinite(self.learning_rate)):
             raise UserError(f"learning_rate is {self.learning_rate}; expected a finite number >= 0")
+        if not 0 < self.b_ratio < math.inf:
+            raise UserError(f"b_ratio is {self.b_ratio}; expected a finite number above 0, 16 say")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -212,6 +217,7 @@ class PolicyConfig(Settings):
     optimizer: OptimizerConfig = OptimizerConfig()
     loss: LossConfig = LossConfig()
     seed: int = 0
+    init: str = "uniform"  # see ``lora.config.INITS``
 
 
 class BlockShape(NamedTuple):

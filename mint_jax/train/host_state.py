@@ -105,9 +105,9 @@ def _metadata(data: bytes) -> dict[str, str]:
     return json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
 
 
-def fresh(base_specs: Any, config: AdapterConfig, seed: int) -> HostState:
-    """Returns a new policy's state, with an adapter from its seed."""
-    return HostState.of(config, init_adapter(base_specs, config, seed))
+def fresh(base_specs: Any, config: AdapterConfig, seed: int, init: str = "uniform") -> HostState:
+    """Returns a new policy's state, with an adapter from its seed; ``init`` as in ``INITS``."""
+    return HostState.of(config, init_adapter(base_specs, config, seed, init))
 
 
 def parts_of(one: TrainStack) -> dict[str, Any]:

@@ -41,6 +41,7 @@ class LossCoefs(NamedTuple):
         sampler_cap: upper bound of k.
         margin: SimPO's gamma.
         smoothing: probability that a pair's order is wrong.
+        entropy: coefficient of the entropy bonus.
     """
 
     kind: Any
@@ -55,6 +56,7 @@ class LossCoefs(NamedTuple):
     sampler_cap: Any = np.inf
     margin: Any = 0.0
     smoothing: Any = 0.0
+    entropy: Any = 0.0
 
 
 DTYPES = [np.int32 if "kind" in name else np.float32 for name in LossCoefs._fields]
@@ -68,7 +70,7 @@ def coefs_of(loss: LossConfig, custom: tuple["LossFn", ...] = ()) -> LossCoefs:
     beta = {"dro": loss.dro_beta, "simpo": loss.simpo_beta}.get(loss.kind, loss.dpo_beta)
     clip, band = (1.0 - loss.low, 1.0 + loss.clip_high), (loss.band_low, loss.band_high)
     margin = loss.simpo_margin if loss.kind == "simpo" else 0.0
-    more = loss.dual_clip, loss.sampler_cap, margin, loss.label_smoothing
+    more = loss.dual_clip, loss.sampler_cap, margin, loss.label_smoothing, loss.entropy
     return LossCoefs(kind, *clip, kl_kind, loss.kl, *band, beta, *more)
 
 
@@ -289,12 +291,18 @@ def reads(fn: LossFn) -> frozenset[str]:
 
 
 def policy_loss(
-    logp_BM: jax.Array, targets: Targets, coefs: LossCoefs, custom: tuple[LossFn, ...] = ()
+    logp_BM: jax.Array,
+    targets: Targets,
+    coefs: LossCoefs,
+    entropy_BM: jax.Array | None = None,
+    custom: tuple[LossFn, ...] = (),
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns the loss of one policy and its metrics; ``jax.vmap`` over a leading axis of the first
-    three arguments gives many. Metrics are float32 scalars that sum over micro-batches, except
+    four arguments gives many. Metrics are float32 scalars that sum over micro-batches, except
     ``max_gap``, a maximum. Names ending in ``_sum`` are sums over target tokens: ``clipped`` is 1
-    if a clip binds, ``gap`` is |log k|.
+    if a clip binds, ``gap`` is |log k|, ``sampler_kl`` k - log k - 1, whose mean is the KL of the
+    sampler from the policy, and ``share`` the weight of a token by k. ``entropy_BM`` is that of the
+    distributions of the targets: ``coefs.entropy`` times it is subtracted from a token's loss.
 
     KL ``k1`` subtracts ``kl sg(logp - ref_logp)`` from the advantage, which gives the gradient of
     the KL; ``k2`` adds ``kl d^2 / 2``, whose gradient is the same for tokens of the policy, and
@@ -353,6 +361,8 @@ def policy_loss(
         uses_k3, coefs.kl * _k3(jnp.where(uses_k3, to_ref, 0.0)), 0.0
     )
     token_loss = token_loss + 0.5 * coefs.kl * jnp.where(uses_k2, to_ref, 0.0) ** 2
+    entropy_BM = jnp.zeros_like(logp_BM) if entropy_BM is None else used(entropy_BM)
+    token_loss = token_loss - coefs.entropy * entropy_BM
     loss = jnp.sum(t.weights * jnp.where(live & keep, token_loss, 0.0))
     one = jnp.where(is_kind["gspo"], whole, ratio)
     bounded = jnp.where(advantage == 0, one, _bounded(one, advantage, coefs))
@@ -370,16 +380,22 @@ def policy_loss(
     loss = loss + jnp.sum(jnp.where(paired, t.pair_weights * pair_loss, 0.0))
     reward_Z2, margin = jax.lax.stop_gradient((reward_Z2, margin))
 
+    share = jnp.where(keep, gap, 0.0)
+
     def total(x: jax.Array) -> jax.Array:
         return jnp.sum(used(jax.lax.stop_gradient(x)))
 
     return loss, {
         "tokens": jnp.sum(mask),
         "logp_sum": total(logp_BM),
+        "entropy_sum": total(entropy_BM),
         "kl_sum": total(_k3(to_ref)),
         "clipped_sum": total((binds & inside).astype(jnp.float32)),
         "masked_sum": total(1.0 - inside.astype(jnp.float32)),
         "gap_sum": total(jnp.abs(log_gap)),
+        "sampler_kl_sum": total(_k3(log_gap)),
+        "share_sum": total(share),
+        "share_square_sum": total(share**2),
         "max_gap": jnp.max(jnp.abs(jax.lax.stop_gradient(log_gap))),
         "pairs": jnp.sum((t.pair_weights > 0).astype(jnp.float32)),
         "margin_sum": jnp.sum(jnp.where(t.pair_weights > 0, margin, 0.0)),

@@ -56,9 +56,11 @@ def of_loss(work: TrainRequest, loss: LossConfig, groups: Sequence[Group]) -> di
         "kl_sum": loss.needs_reference,
         "clipped_sum": loss.kind in losses.CLIPPING,
         "masked_sum": loss.is_banded,
-        "gap_sum": drawn,
-        "max_gap": drawn,
+        "entropy_sum": work.width == 1,
     }
+    means |= dict.fromkeys(
+        ("gap_sum", "max_gap", "sampler_kl_sum", "share_sum", "share_square_sum"), drawn
+    )
     means |= dict.fromkeys(
         ("pairs", "margin_sum", "chosen_sum", "rejected_sum", "preferred_sum"),
         "pairs" in loss.needs,
@@ -70,7 +72,9 @@ def of_loss(work: TrainRequest, loss: LossConfig, groups: Sequence[Group]) -> di
 
 
 def summarise(totals: dict[str, float]) -> dict[str, float]:
-    """Converts sums over tokens and pairs to means."""
+    """Converts sums over tokens and pairs to means. ``effective`` is the effective sample size over
+    the number of tokens, (sum of w)^2 / (n sum of w^2) with weights w = k.
+    """
     of_pairs = ("margin", "preferred", "chosen", "rejected")
     as_they_are = ("loss", "tokens", "unrouted", "max_gap")
     out = {name: totals[name] for name in as_they_are if name in totals}
@@ -78,4 +82,7 @@ def summarise(totals: dict[str, float]) -> dict[str, float]:
         if key.endswith("_sum"):
             name = key.removesuffix("_sum")
             out[name] = total / max(totals["pairs" if name in of_pairs else "tokens"], 1.0)
+    if "share" in out:
+        share, square = out.pop("share"), out.pop("share_square")
+        out["effective"] = share**2 / square if square else 0.0
     return out

@@ -21,7 +21,7 @@ from mint_jax.lora.view import AdapterView, attach_blocks, taps_of
 from mint_jax.models import transformer
 from mint_jax.models.attention import Segments
 from mint_jax.models.config import ModelConfig
-from mint_jax.models.logprobs import target_logprobs
+from mint_jax.models.logprobs import logprobs_and_entropy
 from mint_jax.models.precision import as_stored
 from mint_jax.train import state as state_lib
 from mint_jax.train.batch import Batch
@@ -32,11 +32,17 @@ Slots = dict[int, jax.Array]  # bucket rank -> [n] int32, distinct slots
 
 
 def batch_logprobs(
-    params: Any, lora: AdapterView | None, batch: Batch, cfg: ModelConfig, remat: str = "none"
-) -> tuple[jax.Array, jax.Array | None]:
+    params: Any,
+    lora: AdapterView | None,
+    batch: Batch,
+    cfg: ModelConfig,
+    remat: str = "none",
+    entropy_gradient: bool = False,
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """Returns ``log p(target)`` at each target's temperature, float32 ``[P, B, M]`` or ``[P, B, M
-    K]``; and with recorded routes the share of replayed experts, averaged over layers, that the
-    router would not have chosen before each target, ``[P, B, M]``.
+    K]``; for single targets the entropy of these distributions, ``[P, B, M]``; and with recorded
+    routes the share of replayed experts, averaged over layers, that the router would not have
+    chosen before each target, ``[P, B, M]``.
     """
     P, B, T, M = batch.shape
     rows = P * B
@@ -57,12 +63,16 @@ def batch_logprobs(
     picked = jnp.take_along_axis(h, flat(batch.index)[..., None], axis=1)
     sharp = None if batch.inverse_temperature is None else flat(batch.inverse_temperature)
     targets = batch.target.reshape(rows, *batch.target.shape[2:])
-    logp = target_logprobs(params, lora, picked, targets, sharp, cfg.logit_cap).reshape(P, B, -1)
+    how = sharp, cfg.logit_cap, entropy_gradient
+    logp, entropy = logprobs_and_entropy(params, lora, picked, targets, *how)
+    logp = logp.reshape(P, B, -1)
+    entropy = entropy.reshape(P, B, M) if targets.ndim == 2 else None
     if replay is None:
-        return logp, None
+        return logp, entropy, None
     of_layers = [kept[stack]["missed"] for stack in cfg.routed_layers]
     missed = jnp.mean(jnp.concatenate(of_layers), axis=0)
-    return logp, jnp.take_along_axis(missed, flat(batch.index), axis=1).reshape(P, B, M)
+    missed = jnp.take_along_axis(missed, flat(batch.index), axis=1).reshape(P, B, M)
+    return logp, entropy, missed
 
 
 @functools.partial(jax.jit, static_argnames=("cfg",))
@@ -83,11 +93,15 @@ def score(
         if slots
         else None
     )
-    logp, _ = batch_logprobs(params, lora, batch, cfg)
+    logp, *_ = batch_logprobs(params, lora, batch, cfg)
     return logp, jax.vmap(policy_loss)(logp, batch.loss, coefs)[0]
 
 
-@functools.partial(jax.jit, static_argnames=("cfg", "remat", "custom"), donate_argnames=("state",))
+@functools.partial(
+    jax.jit,
+    static_argnames=("cfg", "remat", "custom", "entropy_gradient"),
+    donate_argnames=("state",),
+)
 @as_stored
 def forward_backward(
     params: Any,
@@ -99,6 +113,7 @@ def forward_backward(
     cfg: ModelConfig,
     remat: str = "none",
     custom: tuple[LossFn, ...] = (),
+    entropy_gradient: bool = False,
 ) -> tuple[State, jax.Array, dict[str, jax.Array]]:
     """Adds each policy's gradient to its sum, the only change of the donated state. Returns it,
     logprobs ``[P, B, M]`` and metrics ``[P]``.
@@ -108,6 +123,7 @@ def forward_backward(
             those of an out-of-range slot, which is padding, are dropped.
         remat: a key of ``transformer.REMAT``.
         custom: registered losses that ``coefs`` selects.
+        entropy_gradient: some of ``coefs`` have an entropy bonus.
     """
     dtype = params["final_norm"].dtype
     buckets = sorted(slots)
@@ -116,11 +132,10 @@ def forward_backward(
 
     def loss(taps):
         taps = lora_tree.constrain(taps, specs)  # constrains their gradients too
-        logp, missed = batch_logprobs(
-            params, attach_blocks(stacks, slots, taps, dtype=dtype), batch, cfg, remat
-        )
+        lora = attach_blocks(stacks, slots, taps, dtype=dtype)
+        logp, entropy, missed = batch_logprobs(params, lora, batch, cfg, remat, entropy_gradient)
         losses, metrics = jax.vmap(functools.partial(policy_loss, custom=custom))(
-            logp, batch.loss, coefs
+            logp, batch.loss, coefs, entropy
         )
         if missed is not None:
             is_target = jnp.any(batch.loss.weights.reshape(*missed.shape, -1) != 0, axis=-1)
@@ -194,7 +209,9 @@ def _update_and_note(
 def _update_nth(
     slots: jax.Array, hypers: Hyper, n: jax.Array | int, stack: TrainStack
 ) -> tuple[TrainStack, dict[str, jax.Array]]:
-    """Applies AdamW to the n-th of these slots in place, leaf by leaf."""
+    """Applies AdamW to the n-th of these slots in place, leaf by leaf; the learning rate of B is
+    ``b_ratio`` times that of A (LoRA+, arXiv 2402.12354).
+    """
     slot, hyper = slots[n], jax.tree.map(lambda x: x[n], hypers)
 
     def at(x: jax.Array, slot: jax.Array = slot) -> jax.Array:
@@ -207,7 +224,7 @@ def _update_nth(
     clip = jnp.where(norm < hyper.max_grad_norm, 1.0, hyper.max_grad_norm / norm)
     adam = optax.scale_by_adam(hyper.b1, hyper.b2, hyper.eps)
 
-    def update(slot: jax.Array, factor: jax.Array, grad: jax.Array, *old: jax.Array) -> Any:
+    def update(rate: jax.Array, slot: jax.Array, factor: Any, grad: Any, *old: jax.Array) -> Any:
         change: Any
         moved: Any
         change, moved = adam.update(grad * clip, optax.ScaleByAdamState(steps, *old))
@@ -218,7 +235,8 @@ def _update_nth(
     def put(slot: jax.Array, old: jax.Array, part: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_index_in_dim(old, part, slot, state_lib.slot_axis(old))
 
-    def in_place(slot: jax.Array, leaf: Any) -> Any:
+    def in_place(slot: jax.Array, leaf: Any, rate: jax.Array) -> Any:
+        own_update = functools.partial(update, rate)
         own = jax.tree.map(functools.partial(at, slot=slot), leaf)
         # The condition always holds. Without a branch XLA fuses the reads above with the writes
         # below, sees them overlap, and copies the whole stack first. The zeroed gradient passes
@@ -226,7 +244,8 @@ def _update_nth(
         # that the next leaf is read only after this one. The barrier makes it wait for the writes
         # as well: without it, TPUs held all new leaves at once (Qwen3-4B, 16 policies of rank 32 on
         # v5p:2x2x1: temporaries of 873 MB instead of 238).
-        slot, new = jax.lax.cond(slot >= 0, update, lambda *x: _zeros_like(update, *x), slot, *own)
+        skip = functools.partial(_zeros_like, own_update)
+        slot, new = jax.lax.cond(slot >= 0, own_update, skip, slot, *own)
         return jax.lax.optimization_barrier(
             (slot, jax.tree.map(functools.partial(put, slot), leaf, new))
         )
@@ -234,8 +253,10 @@ def _update_nth(
     # Temporaries are of one factor; those of all factors are 71 MB in SmolLM2 at rank 8.
     trees = stack.adapters.factors, stack.grad_sum, stack.mu, stack.nu
     done, turn = [], slot
-    for leaf in zip(*map(jax.tree.leaves, trees)):
-        turn, new = in_place(turn, leaf)
+    paths = (path for path, _ in jax.tree.leaves_with_path(trees[0]))
+    for path, *leaf in zip(paths, *map(jax.tree.leaves, trees)):
+        is_b = path[-1].key == "b"
+        turn, new = in_place(turn, tuple(leaf), rate * hyper.b_ratio if is_b else rate)
         done.append(new)
     tree = jax.tree.structure(trees[0])
     factors, grads, mu, nu = (jax.tree.unflatten(tree, part) for part in zip(*done))

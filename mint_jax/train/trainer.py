@@ -132,7 +132,8 @@ class Trainer(Slots):
         """Adds policies with adapters from their seeds. Raises ``UserError`` if a name is taken or
         the base does not support a rank or target.
         """
-        self.join_all({p.name: host_state.fresh(self.specs, p.adapter, p.seed) for p in policies})
+        made = {p.name: (p.adapter, p.seed, p.init) for p in policies}
+        self.join_all({name: host_state.fresh(self.specs, *how) for name, how in made.items()})
         self.policies.update({p.name: p for p in policies})
 
     def leave(self, name: str) -> None:
@@ -334,13 +335,14 @@ class Trainer(Slots):
         static: dict[str, Any]
         if backward:
             program, static = step_lib.forward_backward, {"remat": self.remat, "custom": custom}
+            static["entropy_gradient"] = any(block.work.coefs.entropy for block in blocks)
             args = params, {bucket: self._state[bucket] for bucket in slots}, batch, coefs, slots
         else:
             program, static = step_lib.score, {}
             adapters = {bucket: self._state[bucket].adapters for bucket in slots}
             args = params, batch, coefs, adapters, slots
         with jax.set_mesh(self.base.mesh):
-            variant = fitted, backward, custom, tuple(slots), jax.tree.structure(batch)
+            variant = fitted, *static.items(), tuple(slots), jax.tree.structure(batch)
             if variant not in self._compiled_variants:
                 # Timed with its compilation, a first call would make the shape look slow (79 ms
                 # instead of 14), and it would not be chosen again for ``step_times.STALE_S``.

@@ -60,6 +60,22 @@ def test_fresh_adapters_are_distributed_as_those_of_peft(rng, specs, hf_dirs):
             assert bound * 0.99 < np.abs(mine).max() <= bound, path
 
 
+def test_orthonormal_rows_or_columns(rng, specs):
+    for rank in (5, 200):  # the second is above the widths
+        config = AdapterConfig(rank, targets=("q", "down"))
+        made = tree.init_adapter(specs, config, int(rng.integers(2**31)), "orthonormal")
+        for path, leaf in params_lib.leaves_with_path(made):
+            if path.endswith("/b"):
+                assert not leaf.any()
+                continue
+            rows = np.float64(leaf if rank < leaf.shape[-1] else np.swapaxes(leaf, -1, -2))
+            product = rows @ np.swapaxes(rows, -1, -2)
+            # float32 rounding of entries of at most 1, summed over a row
+            np.testing.assert_allclose(
+                product, np.eye(len(product[0]))[None] + 0 * product, atol=1e-6
+            )
+
+
 def test_a_seed_gives_the_same_factors_with_any_other_targets(rng, specs):
     seed = int(rng.integers(2**31))
     few = tree.init_adapter(specs, AdapterConfig(5, targets=("down", "embed")), seed)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mint_jax.models import logprobs, stored
-from mint_jax.models.logprobs import target_logprobs
+from mint_jax.models.logprobs import logprobs_and_entropy, target_logprobs
 from pallas_kernels.layer_matmul import blocks
 from tests.views import view_of
 
@@ -50,14 +50,15 @@ def test_values_and_gradients_equal_torch(K, adapted, warm, cap, slice_positions
     targets = rng.integers(V, size=shape).astype(np.int32)
     targets[0, 0] = 7
     g = (rng.normal(size=shape) * (rng.random(shape) < 0.7)).astype(np.float32)
+    of_entropy = rng.normal(size=(B, M)).astype(np.float32)
     sharp = rng.uniform(0.3, 2.0, (B, M)).astype(np.float32) if warm else None
     a, b = (rng.normal(0, 0.3, shape).astype(np.float32) for shape in ((1, 1, 2, D), (1, 1, 2, V)))
 
     def mine(h, a, b):
         lora = view_of([({"unembed": {"a": a, "b": b}}, jnp.ones((1,)))]) if adapted else None
-        return target_logprobs(params, lora, h, targets, sharp, cap)
+        return logprobs_and_entropy(params, lora, h, targets, sharp, cap, True)
 
-    got, gradients = _with_gradients(mine, [h_BMD, a, b], g)
+    (got, entropy), gradients = _with_gradients(mine, [h_BMD, a, b], (g, of_entropy))
     leaves = [
         torch.tensor(np.asarray(leaf, np.float64), requires_grad=True) for leaf in (h_BMD, a, b)
     ]
@@ -68,14 +69,17 @@ def test_values_and_gradients_equal_torch(K, adapted, warm, cap, slice_positions
     logits = logits if cap is None else cap * torch.tanh(logits / cap)
     logits = logits * (torch.tensor(np.float64(sharp))[..., None] if warm else 1.0)
     chosen = torch.tensor(targets, dtype=torch.long).reshape(B, M, -1)
-    want = torch.log_softmax(logits, -1).gather(-1, chosen).reshape(shape)
-    (want * torch.tensor(g, dtype=torch.float64)).sum().backward()
+    logp = torch.log_softmax(logits, -1)
+    want, h_want = logp.gather(-1, chosen).reshape(shape), -(logp.exp() * logp).sum(-1)
+    ((want * torch.tensor(g)).sum() + (h_want * torch.tensor(of_entropy)).sum()).backward()
     # float32 sums over 50 logits of size 10, and twice that where sharp
     np.testing.assert_allclose(got, want.detach(), atol=5e-5)
+    np.testing.assert_allclose(entropy, h_want.detach(), atol=5e-5)
     for ours, leaf in zip(gradients, leaves):
         expected = np.zeros(leaf.shape) if leaf.grad is None else leaf.grad.numpy()
         np.testing.assert_allclose(ours, expected, atol=1e-4 * max(1.0, np.abs(expected).max()))
-    np.testing.assert_allclose(mine(h_BMD, a, b), want.detach(), atol=5e-5)  # without a gradient
+    # without a gradient
+    np.testing.assert_allclose(mine(h_BMD, a, b)[0], want.detach(), atol=5e-5)
 
 
 @pytest.mark.parametrize("K", [0, 3])
@@ -144,22 +148,25 @@ def test_a_table_held_in_fewer_bits_comes_in_parts(kind, V, many, sliced, hot, r
             lambda h: target_logprobs({"embed": {"w": w}}, None, h, y, sharp), h
         )[1](g)
     )
-    out, (mine,) = _with_gradients(
-        lambda h: target_logprobs({"embed": {"w": held}}, None, h, y, sharp), [h_BMD], g
+    of_entropy = rng.normal(size=(B, M)).astype(np.float32)
+    (out, entropy), (mine,) = _with_gradients(
+        lambda h: logprobs_and_entropy({"embed": {"w": held}}, None, h, y, sharp, None, True),
+        [h_BMD],
+        (g, of_entropy),
     )
     plain = jax.jit(lambda h: target_logprobs({"embed": {"w": held}}, None, h, y, sharp))(h_BMD)
     h = torch.tensor(np.float64(h_BMD), requires_grad=True)
     z = h @ torch.tensor(table_VD).T / torch.tensor(np.float64(temperatures))[..., None]
-    want = (
-        torch.log_softmax(z, -1)
-        .gather(-1, torch.tensor(y, dtype=torch.long).reshape(B, M, -1))
-        .reshape(shape)
-    )
-    (dh,) = torch.autograd.grad(want, h, torch.tensor(np.float64(g)))
+    logp = torch.log_softmax(z, -1)
+    want = logp.gather(-1, torch.tensor(y, dtype=torch.long).reshape(B, M, -1)).reshape(shape)
+    h_want = -(logp.exp() * logp).sum(-1)
+    of_both = torch.tensor(np.float64(g)), torch.tensor(np.float64(of_entropy))
+    (dh,) = torch.autograd.grad((want, h_want), h, of_both)
     # float32 sums, of logits of one position up to 10,000
     size = np.float64(z.detach().abs().amax(-1)).reshape(B, M, *(1,) * (len(shape) - 2))
     for values in (out, plain):
         assert (np.abs(values - np.float64(want.detach())) <= 2e-4 + 2e-6 * size).all()
+    np.testing.assert_allclose(entropy, h_want.detach(), atol=2e-4)
     np.testing.assert_allclose(mine[:, 1:], dh[:, 1:], atol=2e-4 * (many or 1))
     np.testing.assert_allclose(mine[1:], dh[1:], atol=2e-4 * (many or 1))
     assert np.isfinite(mine).all()

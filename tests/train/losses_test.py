@@ -18,13 +18,15 @@ B, M, Z = 3, 7, 3  # Z pairs: sequences 0 to 5
 BANDS = {"open": (0.0, np.inf, np.inf, np.inf), "band": (0.6, 1.5, 1.9, 1.2)}
 # of the band and of the clips: ratios keep off them, where float32 could fall on the other side
 EDGES = (0.6, 0.7, 1.2, 1.5, 1.6, 1.9)
+ENTROPY = -0.5  # of a token, over its log-probability
 
 
 def coefs(kind, kl_kind="none", band="open"):
     low, high, *bounds = BANDS[band]
     clip, of_pairs = (0.7, 1.6), (0.3, 0.1 if band == "band" else 0.0)  # margin, label smoothing
     of_kl = KL_KINDS.index(kl_kind), 0.37
-    return LossCoefs(KINDS.index(kind), *clip, *of_kl, low, high, 0.8, *bounds, *of_pairs)
+    more = *bounds, *of_pairs, 0.2  # of the entropy
+    return LossCoefs(KINDS.index(kind), *clip, *of_kl, low, high, 0.8, *more)
 
 
 def stack(all_coefs):
@@ -83,6 +85,7 @@ def reference(logp_BM, t, c):
     if kl_kind == "k1":
         advantage = advantage - c.kl * (logp - ref).detach()
     outside = (gap < c.band_low) | (gap > c.band_high)
+    sampler_kl = gap - torch.log(gap) - 1
     gap = torch.clamp(gap, max=c.sampler_cap)
 
     def surrogate(r, clipped):
@@ -105,8 +108,9 @@ def reference(logp_BM, t, c):
         loss = loss + c.kl * k3
     if kl_kind == "k2":
         loss = loss + c.kl * (logp - ref) ** 2 / 2
+    loss, share = loss - c.entropy * ENTROPY * logp, torch.ones(len(logp))
     if kind not in ("cross_entropy", *PAIRED):  # nothing was sampled there, so there is no ratio
-        loss = torch.where(outside, 0.0, loss)
+        loss, share = torch.where(outside, 0.0, loss), torch.where(outside, 0.0, gap)
     total = (weights * loss).sum()
     of_pairs = [(logp if kind == "simpo" else logp - ref)[sequence == s] for s in range(2 * Z)]
     gain = [x.sum() if kind not in ("ipo", "simpo") or not len(x) else x.mean() for x in of_pairs]
@@ -135,6 +139,10 @@ def reference(logp_BM, t, c):
         "clipped_sum": (binds * ~outside).sum(),
         "masked_sum": outside.sum(),
         "gap_sum": (first - old).abs().sum(),
+        "sampler_kl_sum": sampler_kl.sum(),
+        "share_sum": share.sum(),
+        "share_square_sum": (share**2).sum(),
+        "entropy_sum": ENTROPY * logp.sum(),
         "max_gap": (first - old).abs().max(),
         "pairs": len(paired),
         "margin_sum": sum(paired),
@@ -151,7 +159,10 @@ def reference(logp_BM, t, c):
 
 @jax.jit
 def value_and_grad(logp_PBM, targets, all_coefs):
-    return jax.vmap(jax.value_and_grad(policy_loss, has_aux=True))(logp_PBM, targets, all_coefs)
+    def loss(logp, t, c):
+        return policy_loss(logp, t, c, ENTROPY * logp)
+
+    return jax.vmap(jax.value_and_grad(loss, has_aux=True))(logp_PBM, targets, all_coefs)
 
 
 def assert_matches(got, logp_PBM, targets, all_coefs):
@@ -293,7 +304,7 @@ def test_a_registered_loss_is_the_sum_of_weight_times_what_it_returns(rng, regis
     c = coefs("ppo")._replace(kind=losses.index_of("tempered", custom))
     logp, targets = draw(rng, 1)
     t = jax.tree.map(lambda x: x[0], targets)
-    value, grad = jax.value_and_grad(lambda x: policy_loss(x, t, c, custom)[0])(logp[0])
+    value, grad = jax.value_and_grad(lambda x: policy_loss(x, t, c, custom=custom)[0])(logp[0])
     x = torch.tensor(np.float64(logp[0]), requires_grad=True)
     weights, advantages, old, ref, first = (
         torch.tensor(np.float64(v))
@@ -323,7 +334,7 @@ def test_a_registered_loss_with_infinite_derivatives_leaves_its_neighbours_bits(
     beside = others._replace(
         kind=np.array([others.kind[0], losses.index_of("steep", custom), others.kind[2]], np.int32)
     )
-    run = jax.jit(jax.vmap(jax.value_and_grad(lambda *a: policy_loss(*a, custom)[0])))
+    run = jax.jit(jax.vmap(jax.value_and_grad(lambda *a: policy_loss(*a, custom=custom)[0])))
     (alone, alone_grads), (mixed, mixed_grads) = (
         run(logp, targets, others),
         run(logp, targets, beside),

@@ -39,8 +39,12 @@ class Reference(TorchPolicy):
         self.loss, self.opt = policy.loss, policy.optimizer
         self.first = {}  # log-probabilities before the first update, by sequence
         opt = policy.optimizer
+        groups = [
+            {"params": [x for path, x in self.factors.items() if path[-1] == factor]}
+            for factor in "ab"
+        ]
         self.adamw = torch.optim.AdamW(
-            self.factors.values(),
+            groups,
             opt.learning_rate,
             betas=(opt.b1, opt.b2),
             eps=opt.eps,
@@ -125,7 +129,7 @@ FIRST = PolicyConfig(
 SECOND = PolicyConfig(
     "second",
     AdapterConfig(8, 8.0, ("q", "down", "embed", "unembed"), rslora=True),
-    OptimizerConfig(2e-3, b1=0.8, b2=0.95, eps=EPS, max_grad_norm=0.0),
+    OptimizerConfig(1e-3, b1=0.8, b2=0.95, eps=EPS, max_grad_norm=0.0, b_ratio=2.0),
     LossConfig(
         "cispo",
         clip_low=0.3,
@@ -162,9 +166,9 @@ def test_three_grpo_steps_of_two_policies_match_torch_in_float64(policies, rng, 
             rollouts = [(g.prefix, s) for g in groups[p.name] for s in g.sequences]
             expected[p.name], nearest = [], math.inf
             for step in range(3):
-                reference.adamw.param_groups[0]["lr"] = p.optimizer.learning_rate * min(
-                    1.0, (step + 1) / max(1, p.optimizer.warmup_steps)
-                )
+                warm = min(1.0, (step + 1) / max(1, p.optimizer.warmup_steps))
+                for group, ratio in zip(reference.adamw.param_groups, (1, p.optimizer.b_ratio)):
+                    group["lr"] = p.optimizer.learning_rate * warm * ratio
                 loss, norm, grads, gap = reference.step(rollouts)
                 after = {path: x.detach().numpy().copy() for path, x in reference.factors.items()}
                 expected[p.name].append((loss, norm, grads, after))
