@@ -26,7 +26,7 @@ comma := ,
 SETUP := $(VENV)/.setup$(EXTRAS:%=-with-%)
 SETUP_DEV := $(VENV)/.setup-dev$(EXTRAS:%=-with-%)
 
-.PHONY: setup setup-dev quickstart serve test test-long test-changed test-slow test-device test-clients test-evals test-old-clients test-console bench sweeps figures lint docs format clean
+.PHONY: setup setup-dev quickstart serve test test-long test-gpu-aot test-changed test-slow test-device test-clients test-evals test-old-clients test-console bench sweeps figures lint docs format clean
 
 setup: $(SETUP)
 setup-dev: $(SETUP_DEV)
@@ -67,6 +67,15 @@ CODE ?= users
 test-long: HANGS_AFTER = 900
 test-long: setup-dev
 	MINT_TEST_CODE=$(CODE) $(PYTEST) -q -m "long and not slow$(if $(filter users,$(CODE)),, and not users)" $(TESTS)
+
+# Compiles programs for an NVIDIA GPU without one. The compiler is a folder of its own: JAX would ask it for a GPU at each start.
+GPU_AOT := $(VENV)/gpu-aot
+$(GPU_AOT)/.setup: $(SETUP_DEV)
+	$(PIP) --no-deps --target $(GPU_AOT) jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm
+	@touch $@
+
+test-gpu-aot: $(GPU_AOT)/.setup
+	PYTHONPATH=$(GPU_AOT) MINT_TEST_CODE=users $(PYTEST) -q -m "" tests/aot/gpu_kernels_test.py tests/aot/gpu_programs_test.py
 
 # Tests that the changes since a commit can affect, long ones too, the closest first; run it before every push.
 SINCE ?= origin/main

@@ -20,6 +20,8 @@ _BITS = {"pred": 8, "s4": 4, "u4": 4, "f4e2m1fn": 4, "bf16": 16, "c64": 64, "c12
 _INSTRUCTION = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][a-z0-9\-]*)\((.*)$")
 _ARRAY = re.compile(r"\b([a-z]+[0-9]*[a-z0-9]*)\[([0-9,]*)\]")
 _KERNELS = ("tpu_custom_call", "__gpu$xla.gpu.triton")  # by Pallas
+# What a GPU starts no kernel for; a loop and a branch start those in them.
+_NO_KERNEL = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all")
 COLLECTIVES = {  # kind -> bytes that a device sends for an operand of o bytes in a group of n
     "all-gather": lambda o, n: o * (n - 1),
     "all-reduce": lambda o, n: 2 * o * (n - 1) / n,
@@ -133,6 +135,35 @@ class Module:
         """Returns the cost of the entry computation."""
         return self._of(self.entry, False)
 
+    def layer_launches(self, layers: int) -> float:
+        """Returns the kernels that a GPU starts in one step of the largest loop over layers."""
+        bodies = [
+            i.called("body")[0]
+            for of_computation in self.computations.values()
+            for i in of_computation
+            if i.op == "while" and self._trips(i) == layers
+        ]
+        return max(map(self._launches, bodies))
+
+    def _launches(self, computation: str) -> float:
+        """Returns the kernels of a computation, of branches the most."""
+        total = 0.0
+        for i in self.computations[computation]:
+            if i.op == "while":
+                total += (self._trips(i) or 1) * self._launches(i.called("body")[0])
+            elif i.op == "conditional":
+                total += max(map(self._launches, self._branches(i)))
+            elif i.op == "call":
+                total += self._launches(i.called("to_apply")[0])
+            else:
+                total += i.op not in _NO_KERNEL and not i.op.endswith("-done")
+        return total
+
+    @staticmethod
+    def _branches(i: Instruction) -> list[str]:
+        two = i.called("true_computation") + i.called("false_computation")
+        return i.called("branch_computations") or two
+
     @functools.cache  # noqa: B019 (a module lives as long as its report)
     def _of(self, computation: str, scattered: bool) -> Cost:
         total = Cost()
@@ -152,8 +183,7 @@ class Module:
                 cost.least = frozenset(cost.counts)
             return cost, 1
         if i.op == "conditional":
-            two = i.called("true_computation") + i.called("false_computation")
-            branches = [self._of(name, False) for name in i.called("branch_computations") or two]
+            branches = [self._of(name, False) for name in self._branches(i)]
             return max(branches, key=lambda c: (c.flops, sum(c.bytes.values()))), 1
         if i.op in ("fusion", "call", "async-start"):
             cost = Cost()

@@ -151,8 +151,8 @@ def _factor_gradient(left_MA, right_MB, groups, like):
 
 
 def _scale_rows(y: jax.Array, scale_EF: jax.Array, sizes: jax.Array) -> jax.Array:
-    expert_M = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(y.shape[0]), side="right")
-    return (y * scale_EF[jnp.clip(expert_M, 0, sizes.shape[0] - 1)]).astype(y.dtype)
+    expert_M = jnp.minimum(group_of_rows(y.shape[0], sizes), sizes.shape[0] - 1)
+    return (y * scale_EF[expert_M]).astype(y.dtype)
 
 
 def _base_grouped(x, base, sizes, transposed, kernel):

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from pallas_kernels.grouped_matmul.tiles import group_at
+
 
 def grouped_matmul(
     x: jax.Array, w: jax.Array, sizes: jax.Array, index: jax.Array | None, transposed: bool
@@ -50,4 +52,4 @@ def finite(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def group_of_rows(M: int, sizes_G: jax.Array) -> jax.Array:
     """Returns the group of each row, ``[M]``; G after the last group."""
-    return jnp.searchsorted(jnp.cumsum(sizes_G), jnp.arange(M, dtype=sizes_G.dtype), side="right")
+    return group_at(jnp.cumsum(sizes_G), jnp.arange(M, dtype=sizes_G.dtype))

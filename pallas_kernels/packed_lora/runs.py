@@ -81,8 +81,8 @@ def whole_runs(factor_M: jax.Array, W: int) -> tuple[jax.Array, jax.Array, jax.A
     none = jnp.full((1,), -1, jnp.int32)
     begins = (factor >= 0) & (factor != jnp.concatenate([none, factor[:-1]]))
     ends = (factor >= 0) & (factor != jnp.concatenate([factor[1:], none]))
-    run = jnp.cumsum(begins, dtype=jnp.int32) - 1
-    at_begin, at_end = jnp.where(begins, run, J), jnp.where(ends, run, J)
-    none = jnp.zeros((J,), jnp.int32)
-    first, stop = none.at[at_begin].set(row, mode="drop"), none.at[at_end].set(row + 1, mode="drop")
-    return none.at[at_begin].set(factor, mode="drop"), first, stop - first
+    stop = jax.lax.cummin(jnp.where(ends, row + 1, M), reverse=True)
+    at = jnp.where(begins, jnp.cumsum(begins, dtype=jnp.int32) - 1, J)
+    # One scatter: on a GPU each is two launches.
+    runs = jnp.stack([factor, row, stop - row], axis=1)
+    return tuple(jnp.zeros((J, 3), jnp.int32).at[at].set(runs, mode="drop").T)

@@ -417,7 +417,7 @@ def test_the_catalog_is_its_model(request, tmp_path, database):
 
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
     few = settings(
-        max_examples=12 if database == "sqlite" else 8,  # the very same code but for locks
+        max_examples=8,
         stateful_step_count=30,
         phases=[Phase.generate],  # shrinking replays thousands of steps; thirty read well enough
         suppress_health_check=checks,

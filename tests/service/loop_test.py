@@ -85,13 +85,13 @@ def test_a_revision_is_sampled_with_the_same_bits_while_policies_train(rng, worl
         while not ended.is_set():
             calls = update(np.random.default_rng(len(sampled)), rate)
             ids = [loop.training.submit(name, next(numbers), call).result() for call in calls]
-            assert None not in [result_of(loop.training, id, 60) for id in ids]
+            assert None not in [result_of(loop.training, id, 600) for id in ids]
             sampled.append(name)
 
     with loop.running():
         for name, state in states.items():
             join = loop.training.do(name, lambda live, n=name, s=state: live.join(n, s), name)
-            join.result(60)
+            join.result(600)
         threads = [threading.Thread(target=train, args=(name,)) for name in states]
         for thread in threads:
             thread.start()
@@ -127,10 +127,10 @@ def test_slices_are_small_while_rows_decode(rng, world, loop_of, monkeypatch):
         stream = loop.engine.submit(Request((1, 2, 3), max_tokens=64, temperature=1.0, stop_ids=()))
         for call in update(rng):
             ids.append(loop.training.submit("a", len(ids) + 1, call).result())
-        assert None not in [result_of(loop.training, id, 60) for id in ids]
-        stream.result(60)
+        assert None not in [result_of(loop.training, id, 600) for id in ids]
+        stream.result(600)
         last = loop.training.submit("a", len(ids) + 1, update(rng)[0]).result()
-        assert result_of(loop.training, last, 60) is not None
+        assert result_of(loop.training, last, 600) is not None
     assert all(bound == (0.25 if decoding else 4.0) for bound, decoding in bounds)
     assert bounds[-1] == (4.0, False)
 
@@ -172,7 +172,7 @@ def test_a_failure_of_training_ends_samples_too(rng, loop_of, monkeypatch):
         id = loop.training.submit("a", 1, update(rng)[0]).result()
         released.set()
         with pytest.raises(RuntimeError, match="the device is lost"):
-            stream.result(60)
+            stream.result(600)
         assert result_of(loop.training, id) is None, "a restart runs it"
         assert str(loop.training.failed) == "the device is lost"
         with pytest.raises(UserError, match="the engine is stopping"):

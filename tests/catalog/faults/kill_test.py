@@ -124,7 +124,7 @@ def test_killed_at_every_boundary(killing):
     assert min(counts.values()) >= 3, "a transaction has a beginning, a statement and an end"
 
 
-@pytest.mark.parametrize("kills", [12, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [6, pytest.param(2000, marks=pytest.mark.slow)])
 def test_killed_at_random_moments(killing, kills):
     choice = random.Random(int(os.environ["MINT_TEST_SEED"]))
     while killing.kills < kills:
