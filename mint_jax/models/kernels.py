@@ -18,6 +18,7 @@ IMPLEMENTATIONS = {
     "packed_matmul": ("pallas_tpu", "xla"),
     "layer_matmul": ("cpu", "pallas_gpu", "xla"),
     "draw": ("cpu", "xla"),
+    "state_step": ("cpu", "xla"),
 }
 
 
@@ -54,6 +55,7 @@ class Kernels:
         "layer_matmul", "frozen projections of the sampler's layers, and few rows' unembedding"
     )
     draw: str = _kernel("draw", "choice of the next token")
+    state_step: str = _kernel("state_step", "a decoded token of layers with a state")
 
     def __post_init__(self) -> None:
         for op, names in IMPLEMENTATIONS.items():

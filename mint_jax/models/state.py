@@ -29,6 +29,7 @@ from mint_jax.models.config import ModelConfig, State
 from mint_jax.models.layers import AXES
 from mint_jax.models.paged import EMPTY, FOLLOW, StateSlots
 from mint_jax.params import ParamSpec
+from pallas_kernels.state_step import state_step
 
 CHUNK = 64
 # Queries, keys and values of every head, of the convolved channels
@@ -76,11 +77,12 @@ class _Chunk(NamedTuple):
     with which its further children begin.
     """
 
-    q: jax.Array  # [B, N, C, 2K] queries that read the two states
-    w: jax.Array | None  # [B, N, C, 2K] keys that correct the values by the two states
-    u: jax.Array  # [B, N, C, V] values of a chunk that begins with empty states
+    reads: jax.Array  # [B, N, C or 2C, K] decayed queries, and keys where the states correct
+    enters: jax.Array  # [B, 1, C, 2] True for the state that a token's lineage enters with
+    v: jax.Array  # [B, N, C, V] values
+    solve: jax.Array | None  # [B, N, C, C] from corrected values to those that are added
     attn: jax.Array  # [B, N, C, C] weights of the chunk's own values
-    k: jax.Array  # [B, N, 2, C, K] keys that enter the two states after the chunk
+    k: tuple[jax.Array, ...]  # [B, N, C, K] twice, keys that enter the two states after the chunk
     keep: jax.Array  # [B, N, 2, 2, 1 or K] decay from the states before to the states after
 
 
@@ -111,92 +113,86 @@ def recurrence(
         jnp.moveaxis(chunks(x.astype(jnp.float32)), 3, 2)
         for x in (q_BTNK, k_BTNK, v_BTNV, decay, beta_BTN)
     )
-    of = Lineage(*map(chunks, of))
-    parts = _prepare(*heads, of=of, corrects=corrects, continues=False)
+    own, parent = chunks(of.own), chunks(of.parent)
+    parts = _prepare(*heads, own=own, parent=parent, corrects=corrects, continues=False)
 
-    def step(states: jax.Array, part: _Chunk) -> tuple[jax.Array, jax.Array]:
-        new = part.u if part.w is None else part.u - part.w @ states  # of states [B, N, 2K, V]
-        out = part.q @ states + part.attn @ new
-        pair = states.reshape(B, N, 2, K, V)
-        if decay.ndim == 3:
-            kept = jnp.einsum("bnij,bnjkv->bnikv", part.keep[..., 0], pair)
-        else:
-            kept = jnp.sum(part.keep[..., None] * pair[:, :, None], axis=3)
-        after = kept + jnp.einsum("bnick,bncv->bnikv", part.k, new)
-        return after.reshape(B, N, 2 * K, V), out
+    def step(states: Any, part: _Chunk) -> tuple[Any, jax.Array]:  # of two states [B, N, K, V]
+        read: Any = 0.0
+        for j, state in enumerate(states):
+            found = (part.reads @ state).reshape(B, N, -1, CHUNK, V)
+            read = jnp.where(part.enters[:, :, None, :, j, None], found, read)
+        out, new = _chunk(part, read)
+        after = []
+        for i, k in enumerate(part.k):
+            kept = (part.keep[:, :, i, j, :, None] * state for j, state in enumerate(states))
+            after.append(sum(kept, start=k.mT @ new))
+        return tuple(after), out
 
-    empty = jnp.zeros((B, N, 2 * K, V), jnp.float32)
+    empty = (jnp.zeros((B, N, K, V), jnp.float32),) * 2
     _, out = jax.lax.scan(step, empty, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), parts))
     return out.transpose(1, 0, 3, 2, 4).reshape(B, T + pad, N, V)[:, :T]
 
 
-def _prepare(q, k, v, g, beta, of: Lineage, corrects: bool, continues: bool) -> _Chunk:
+def _chunk(part: _Chunk, read: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the outputs of a chunk and the values that it adds to states, ``[..., C, V]``, from
+    what its queries and keys read, ``[..., 1 or 2, C, V]``.
+    """
+    new = part.v if part.solve is None else part.solve @ (part.v - read[..., 1, :, :])
+    return read[..., 0, :, :] + part.attn @ new, new
+
+
+def _prepare(q, k, v, g, beta, own, parent, corrects: bool, continues: bool) -> _Chunk:
     """Returns the parts of all chunks, ``[B, Q, N, ...]``; ``continues``: the first chunk goes on
     with the running state.
     """
-    B, Q, _, C, K = q.shape
-    first = jnp.arange(Q, dtype=jnp.int32)[None, :, None] * C
-    own, parent = of.own, of.parent
-    start, end = of.start - first, of.end - first  # relative to the chunk; negative before it
+    B, Q, N, C, K = q.shape
 
-    def at(x: jax.Array, i: jax.Array) -> jax.Array:
-        """Returns ``x [B, Q, N, C]`` at ``i [B, Q, C]``, 0 where i is negative."""
-        i = i[:, :, None]
-        found = jnp.take_along_axis(x, jnp.broadcast_to(jnp.maximum(i, 0), x.shape), axis=3)
-        return jnp.where(i < 0, 0.0, found)
-
-    # Afterwards: the state of the last token's lineage, and that of its parent. A segment without a
-    # parent may become one, so that both are the same then.
-    child = (parent != own)[..., -1:]
-    whole = jnp.full_like(child, C - 1, jnp.int32)
-    ends = jnp.concatenate([whole, jnp.where(child, end[..., -1:], whole)], axis=-1)
-    inside, to = ((x[:, :, None, :, None]) for x in (ends >= 0, jnp.maximum(ends, 0)))
-
-    def ending(x: jax.Array) -> jax.Array:
-        to_x = to.reshape(*to.shape, *(1,) * (x.ndim - to.ndim))
-        to_x = jnp.broadcast_to(to_x, (*x.shape[:3], 2, *x.shape[4:]))
-        return jnp.take_along_axis(x, to_x, axis=3)
+    def heads(x: jax.Array) -> jax.Array:  # of [B Q, I, N, K]
+        return jnp.moveaxis(x.reshape(B, Q, -1, N, x.shape[-1]), 3, 2)
 
     # Log decay from the lineage's first token in this chunk, weights of pairs of tokens, and decay
-    # up to the states after the chunk.
+    # up to the states after the chunk: that of the last token's lineage, and that of its parent. A
+    # segment without a parent may become one, so that both are the same then.
+    of_blocks = own.reshape(B * Q, C), parent.reshape(B * Q, C)
     if by_channel := g.ndim == k.ndim:
-        of_blocks = own.reshape(B * Q, C), parent.reshape(B * Q, C)
         decays, *k_q = (jnp.moveaxis(x, 2, 3).reshape(B * Q, C, -1, K) for x in (g, k, q))
-        log = jnp.moveaxis(_since(*of_blocks, decays).reshape(B, Q, C, -1, K), 3, 2)
         pairs = [x.reshape(B, Q, -1, C, C) for x in _weighted(*of_blocks, decays, *k_q)]
-        on, until = _until(*of_blocks, decays)
-        leaves = jnp.moveaxis(jnp.exp(until).reshape(B, Q, 2, C, -1, K), 4, 2)
-        leaves = jnp.where(on.reshape(B, Q, 1, 2, C, 1), leaves, 0.0)
     else:
-        # Differences of sums over whole rows would lose digits.
-        total = jnp.cumsum(g, axis=-1)
-        log = total - at(total, start - 1)
-        log += at(log, end)
-        between = log[..., :, None] - log[..., None, :]
-        ancestor = _ancestors(own, parent)[:, :, None]
-        weights = jnp.exp(jnp.where(ancestor, between, -jnp.inf))
+        decays = jnp.moveaxis(g, 2, 3).reshape(B * Q, C, N, 1)
+    log = heads(_since(*of_blocks, decays))
+    if not by_channel:
+        between = jnp.where(_ancestors(own, parent)[:, :, None], log - log.mT, -jnp.inf)
+        weights = jnp.exp(between)
         pairs = [(x @ k.mT) * weights for x in (q, k)]
-        leaves = jnp.where(inside, ending(weights), 0.0)[..., None]
+    on, until = _until(*of_blocks, decays)
+    leaves = jnp.exp(heads(until).reshape(B, Q, N, 2, C, -1))
+    leaves = jnp.where(on.reshape(B, Q, 1, 2, C, 1), leaves, 0.0)
+    whole = heads(_sums(on.reshape(B * Q, 2, C), decays))
 
     # States with which a token's lineage enters the chunk: the running one or the last parent's.
     none = own[:, :1, 0] if continues else jnp.full((B, 1), -2, jnp.int32)
     last, last_parent = (
         jnp.concatenate([none, x[:, :-1, -1]], axis=1)[..., None] for x in (own, parent)
     )
-    decay = jnp.exp(log if by_channel else log[..., None])
-    enters = _entering(own, parent, last, last_parent)[:, :, None, ..., None] * decay[..., None, :]
-
-    def reads(x: jax.Array) -> jax.Array:
-        return (enters * x[..., None, :]).reshape(*x.shape[:-1], 2 * K)
-
-    u, w = v * beta[..., None], None
-    if corrects:
-        system = jnp.tril(pairs[1], -1) * beta[..., None]
-        right = jnp.concatenate([u, reads(k) * beta[..., None]], axis=-1)
-        u, w = jnp.split(_inverse(system) @ right, [v.shape[-1]], axis=-1)
+    enters = _entering(own, parent, last, last_parent)
+    on = on.reshape(B, Q, 2, C)
+    through = jnp.stack([enters[:, :, -1], jnp.any(on[:, :, 1, :, None] & enters, axis=2)], axis=2)
+    keep = jnp.where(through[:, :, None, ..., None], jnp.exp(whole)[..., None, :], 0.0)
     stays = jnp.asarray([[0.0, 0.0], [0.0, 1.0]])[None, None, None, ..., None]
-    keep = jnp.where(inside[..., None], ending(enters), stays)  # stays: a parent before the chunk
-    return _Chunk(reads(q), w, u, pairs[0], leaves * k[:, :, :, None], keep)
+    inside = jnp.any(on, axis=-1)[:, :, None, :, None, None]
+    keep = jnp.where(inside, keep, stays)  # stays: a parent before the chunk
+
+    decay, solve = jnp.exp(log), None
+    reads, v = [decay * q], v
+    if corrects:
+        reads.append(decay * k)
+        system = jnp.tril(pairs[1], -1) * beta[..., None]
+        solve = _inverse(system) * beta[..., None, :]
+    else:
+        v = v * beta[..., None]
+    reads = jnp.concatenate(reads, axis=-2)
+    keys = leaves[:, :, :, 0] * k, leaves[:, :, :, 1] * k
+    return _Chunk(reads, enters[:, :, None], v, solve, pairs[0], keys, keep)
 
 
 def _ancestors(own: jax.Array, parent: jax.Array, strict: bool = False) -> jax.Array:
@@ -369,7 +365,7 @@ def mix(
     q, k, v = heads_of(x)
     args, specs = (q, k, v, decay, beta_BTN, cache.pool["state"], *where), (of_head,) * 5
     specs = (*specs, of_state, (), (rows,))
-    run = functools.partial(_run, corrects=corrects)
+    run = functools.partial(_run, corrects=corrects, kernel=cfg.kernels.state_step)
     o, state = sharding.over_devices(run, args, specs, (of_head, of_state))
     return o, v, cache.pool | {"tail": tail, "state": state}
 
@@ -394,7 +390,7 @@ def _convolved(x_BTW, w_MW, pool, layer, slots: StateSlots):
     return x, pool.at[layer, slots.keep].set(tail, mode="drop")
 
 
-def _run(q_BTNK, k_BTNK, v_BTNV, decay, beta_BTN, pool, layer, slots: StateSlots, corrects: bool):
+def _run(q_BTNK, k_BTNK, v_BTNV, decay, beta_BTN, pool, layer, slots, corrects: bool, kernel: str):
     """Returns ``o [B, T, N, V]`` and the pool with the states after the rows."""
     T = q_BTNK.shape[1]
     # A token that is not in use leaves the state as it is.
@@ -403,41 +399,29 @@ def _run(q_BTNK, k_BTNK, v_BTNV, decay, beta_BTN, pool, layer, slots: StateSlots
     beta = jnp.where(used, beta_BTN, 0.0)
     if T > 1:
         return _blocks((q_BTNK, k_BTNK, v_BTNV, decay, beta), slots, pool, layer, corrects)
-    start = pool[layer, jnp.maximum(slots.load, 0)]
-    start = jnp.where((slots.load == EMPTY)[:, None, None, None], 0.0, start)
-    of_row = q_BTNK[:, 0], k_BTNK[:, 0], v_BTNV[:, 0], decay[:, 0], beta[:, 0]
-    o, after = _step(*of_row, start, corrects)
-    return o[:, None], pool.at[layer, slots.save].set(after, mode="drop")
-
-
-def _step(q_BNK, k_BNK, v_BNV, decay, beta_BN, state_BNKV, corrects: bool):
-    """Returns ``o [B, N, V]`` and the state after one token."""
-    state = state_BNKV * jnp.exp(decay).reshape(*decay.shape[:2], -1, 1)
-    if corrects:
-        v_BNV = v_BNV - jnp.einsum("bnk,bnkv->bnv", k_BNK, state)
-    new = v_BNV * beta_BN[..., None]
-    state += k_BNK[..., None] * new[..., None, :]
-    return jnp.einsum("bnk,bnkv->bnv", q_BNK, state), state
+    decay = decay.reshape(*beta.shape, -1)
+    of_row = (x[:, 0] for x in (q_BTNK, k_BTNK, v_BTNV, decay, beta))
+    where = {"pool": pool, "layer": layer, "load": slots.load, "save": slots.save}
+    o, pool = state_step(*of_row, **where, corrects=corrects, implementation=kernel)
+    return o[:, None], pool
 
 
 def _blocks(rows, slots: StateSlots, pool, layer, corrects: bool):
     """Returns ``o [B, T, N, V]`` of blocks in order, and the pool with their states. A block is one
     chunk, whatever call prefills it, so that its bits do not depend on the call.
     """
-    B, T, _, K = rows[0].shape
-    one = lineage(Segments(*(jnp.zeros((B, T), jnp.int32),) * 2))
+    B, T, N, V = rows[2].shape
+    one = jnp.zeros((B, 1, T), jnp.int32)
     heads = (jnp.moveaxis(y.astype(jnp.float32), 2, 1)[:, None] for y in rows)
-    of = Lineage(*(y[:, None] for y in one))
-    parts = _prepare(*heads, of=of, corrects=corrects, continues=True)
+    parts = _prepare(*heads, own=one, parent=one, corrects=corrects, continues=True)
 
     def block(carry, inputs):
         state, pool = carry
         part, load, save, keep = inputs
         found = jnp.where(load == EMPTY, 0.0, pool[layer, jnp.maximum(load, 0)])
         state = jnp.where(load == FOLLOW, state, found)
-        new = part.u if part.w is None else part.u - part.w[..., :K] @ state
-        out = part.q[..., :K] @ state + part.attn @ new
-        state = part.keep[:, 0, 0, :, None] * state + part.k[:, 0].mT @ new
+        out, new = _chunk(part, (part.reads @ state).reshape(N, -1, T, V))
+        state = part.keep[:, 0, 0, :, None] * state + part.k[0].mT @ new
         pool = pool.at[layer, save].set(state, mode="drop")
         return (state, pool.at[layer, keep].set(state, mode="drop")), out
 

@@ -28,7 +28,10 @@ _HERE = Path(__file__).parent
 # SmolLM2-135M with eight adapters of rank 8 takes 4.59 / 2.36 / 1.69 times as long at 1 / 8 / 32
 # rows without layer_matmul, 1.26 / 1.56 / 1.46 without paged_attention, 1.07 to 1.10 without
 # slot_lora and 1.02 to 1.15 without draw (two cores, in turn, medians of 9).
-SOURCES = ("layer_matmul.cc", "block_matmul.cc", "slot_lora.cc", "paged_attention.cc", "draw.cc")
+SOURCES = (
+    *("layer_matmul.cc", "block_matmul.cc", "slot_lora.cc", "paged_attention.cc", "draw.cc"),
+    "state_step.cc",
+)
 HEADERS = ("products.h", "threads.h", "vectors.h")
 TARGETS = (
     "mint_layer_matmul",
@@ -37,6 +40,7 @@ TARGETS = (
     "mint_slot_lora",
     "mint_paged_attention",
     "mint_draw",
+    "mint_state_step",
 )
 # No -ffast-math: NaN must stay NaN, and sums keep their order. Fused operations are explicit
 # (multiply_add): the compiler would fuse some loops and not others, and a row's bits would depend

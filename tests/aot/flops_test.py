@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from mint_jax.aot.flops import traced_flops
 from mint_jax.models import state
 from mint_jax.models.attention import Segments
+from pallas_kernels.state_step import xla
 
 M, N = 16, 32
 ONE = 2 * M * N * N
@@ -71,22 +72,24 @@ def test_a_layer_with_a_state_by_hand():
         return jnp.sum(jnp.sin(rule(*args)))
 
     args = spec(2, 128, 3, 16), spec(2, 128, 3, 16), spec(2, 128, 3, 8), *(spec(2, 128, 3),) * 2
-    # keys and queries with keys; both with the two states; weights with values; keys into the two
-    # states, and two states from two
-    products = 2 * 2 * 64 * 64 * 16 + 2 * 2 * 64 * 32 * 8 + 2 * 64 * 64 * 8
-    products += 2 * 2 * 64 * 16 * 8 + 2 * 2 * 2 * 16 * 8
-    # two products join halves, of 32 times 1 to once 32 tokens; values, and keys for the two states
+    # keys and queries with keys; both with the two states; weights and the system's inverse with
+    # values; keys into the two states
+    products = 2 * 2 * 64 * 64 * 16 + 2 * 2 * 64 * 16 * 16 + 2 * 2 * 64 * 64 * 8
+    products += 2 * 2 * 64 * 16 * 8
+    # decays to each token, from each to the ends of two lineages, and through the chunk to these
+    sums = 2 * (64 + 2 * 64 + 2) * 64
+    # two products join halves, of 32 times 1 to once 32 tokens
     system = sum(2 * 2 * half**3 * (32 // half) for half in (1, 2, 4, 8, 16, 32))
-    system += 2 * 64 * 64 * (8 + 32)
-    assert count(rule, *args) == 2 * 3 * 2 * (products + system)
-    # Two gradients of each product; of an inverse two products.
-    backward = 2 * products + 2 * 2 * 64**3 + 2 * 2 * 64 * 64 * (8 + 32)
+    assert count(rule, *args) == 2 * 3 * 2 * (products + sums + system)
+    # Two gradients of each product, one of a sum, whose tokens are known, and two products of an
+    # inverse.
+    backward = 2 * products + sums + 2 * 2 * 64**3
     both = count(jax.grad(loss, argnums=tuple(range(5))), *args)
-    assert both == 2 * 3 * 2 * (products + system + backward)
-    one = *(spec(2, 3, 16),) * 2, spec(2, 3, 8), *(spec(2, 3),) * 2, spec(2, 3, 16, 8)
-    assert count(functools.partial(state._step, corrects=True), *one) == 2 * 3 * (
-        2 * 16 * 8 + 2 * 16 * 8
-    )
+    assert both == 2 * 3 * 2 * (products + sums + system + backward)
+    one = *(spec(2, 3, 16),) * 2, spec(2, 3, 8), spec(2, 3, 1), spec(2, 3), spec(1, 4, 3, 16, 8)
+    where = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((), (2,), (2,)))
+    step = functools.partial(xla.step, corrects=True)
+    assert count(step, *one, *where) == 2 * 3 * 2 * 2 * 16 * 8
 
 
 def test_shapes_inside_shard_map_are_those_of_one_device(mesh8):

@@ -9,6 +9,7 @@ from pallas_kernels import (
     packed_lora,
     packed_matmul,
     paged_attention,
+    state_step,
 )
 
 TABLES = {
@@ -19,6 +20,7 @@ TABLES = {
     "latent_attention": latent_attention.ATTEND,
     "layer_matmul": layer_matmul.table(False),
     "draw": draw.DRAW,
+    "state_step": state_step.STEP,
 }
 
 

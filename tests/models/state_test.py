@@ -21,6 +21,7 @@ from mint_jax.models import config as model_config
 from mint_jax.models import hf, hf_config, state
 from mint_jax.models.attention import Segments
 from mint_jax.models.paged import EMPTY, FOLLOW, StateSlots
+from pallas_kernels.state_step import state_step
 from tests import oracles
 from tests.exchange import decoder_logits
 
@@ -139,7 +140,6 @@ def test_blocks_in_any_calls_and_steps_are_the_recurrence(rng, bad, corrects, ch
     q, k, v, decay, beta = (x[0] for x in arguments(rng, T, channels))
     want = exact(corrects, *map(torch.tensor, (q, k, v, decay, beta))).numpy()
     blocks_of = jax.jit(functools.partial(state._blocks, corrects=corrects))
-    step = jax.jit(functools.partial(state._step, corrects=corrects))
     pool = jnp.full((1, 4, N, K, V), np.nan, jnp.float32)  # slots hold anything before
 
     def call(blocks, load, save, keep, pool):
@@ -166,9 +166,11 @@ def test_blocks_in_any_calls_and_steps_are_the_recurrence(rng, bad, corrects, ch
     assert again[0].tobytes() == first[1].tobytes()
     whole = np.concatenate([first[0], first[1], second[1]])
     np.testing.assert_allclose(whole, want[:96], rtol=0, atol=2e-4)
-    one = pool[0, 2][None]
+    step = jax.jit(functools.partial(state_step, corrects=corrects, implementation="xla"))
+    decay, slot = decay.reshape(T, N, -1), jnp.full(1, 2, jnp.int32)
     for t in range(96, T):
-        o, one = step(*floats(x[t][None] for x in (q, k, v, decay, beta)), one)
+        one = floats(x[t][None] for x in (q, k, v, decay, beta))
+        o, pool = step(*one, pool, jnp.int32(0), slot, slot)
         np.testing.assert_allclose(o[0], want[t], rtol=0, atol=2e-4)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from pallas_kernels import native
 
-FILES = ("blocks", "draw", "layer_matmul", "paged", "slot_lora")
+FILES = ("blocks", "draw", "layer_matmul", "paged", "slot_lora", "state_step")
 
 
 @pytest.mark.long
