@@ -203,7 +203,12 @@ class Module:
         return Cost(), 0
 
     def _group(self, i: Instruction) -> int:
-        """Returns the number of devices in ``{{0,1},{2,3}}`` or ``[groups,size]<=[...]``."""
+        """Returns the number of devices in ``{{0,1},{2,3}}``, ``[groups,size]<=[...]`` or
+        ``mesh['a'=4,'b'=2] {'a'}``.
+        """
+        if found := re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", i.rest):
+            sizes = dict(re.findall(r"'(\w+)'=(\d+)", found[1]))
+            return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", found[2]))
         if found := re.search(r"replica_groups=\[(\d+),(\d+)\]", i.rest):
             return int(found[2])
         if found := re.search(r"replica_groups=\{\{([\d,]*)\}", i.rest):

@@ -22,7 +22,7 @@ LOOP = """HloModule jit_f, is_scheduled=true, entry_computation_layout={(f32[8]{
   %p = (s32[]{:T(128)}, bf16[4,64,32]{2,1,0:T(8,128)(2,1)}) parameter(0)
   %i = s32[]{:T(128)} get-tuple-element(%p), index=0
   %x = bf16[4,64,32]{2,1,0:T(8,128)(2,1)} get-tuple-element(%p), index=1
-  %all = bf16[8,64,32]{2,1,0:T(8,128)(2,1)} all-gather(%x), channel_id=1, replica_groups=[2,2]<=[2,2]T(1,0), dimensions={0}
+  %all = bf16[8,64,32]{2,1,0:T(8,128)(2,1)} all-gather(%x), channel_id=1, replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'a'}, dimensions={0}
   %both = (f32[256]{0}, f32[256]{0}) all-reduce-start(%y, %z), replica_groups={{0,1,2,3}}, to_apply=%add
   %y = f32[256]{0:T(256)} parameter(1)
   %z = f32[256]{0:T(256)} parameter(2)
