@@ -92,8 +92,8 @@ RUNS = (
     Run("revision_stores", "bench/revision_stores.py", 3),
 )
 BASES = (
-    *("qwen3_4b", "qwen3_30b_a3b", "qwen3_30b_a3b_experts", "qwen3_235b_a22b"),
-    *("kimi_k2", "kimi_k2_experts", "glm_5", "gpt_oss_20b"),
+    *("qwen3_4b", "qwen3_30b_a3b", "qwen3_30b_a3b_experts", "qwen3_235b_a22b", "kimi_k2"),
+    *("kimi_k2_experts", "glm_5", "gpt_oss_20b", "qwen3_5_397b_a17b"),
 )
 
 

@@ -4,7 +4,7 @@ on 16 TPU v5p chips.
 Command: python -m mint_jax.launch --config=configs/scale_up/qwen3_5_35b_a3b.py
   --workdir=runs/scale_up/qwen3_5_35b_a3b
 Smallest pod: --config.topology=smallest --config.chip=v5p
-Needs the ``tpu-aot`` extra and no accelerator; many minutes on two CPU cores.
+Needs the ``tpu-aot`` extra and no accelerator. Not compiled yet: whether it fits is not known.
 """
 
 from ml_collections import ConfigDict

@@ -4,7 +4,8 @@
 Command: python -m mint_jax.launch --config=configs/scale_up/qwen3_5_397b_a17b.py
   --workdir=runs/scale_up/qwen3_5_397b_a17b
 Smallest pod: --config.topology=smallest --config.chip=v5p
-Needs the ``tpu-aot`` extra and no accelerator; many minutes on two CPU cores.
+Needs the ``tpu-aot`` extra and no accelerator: 23 minutes of CPU time, 48 on two busy cores. On 32
+chips base, training state, adapters and caches alone take 122.6 of 95 GiB a device.
 """
 
 from ml_collections import ConfigDict
