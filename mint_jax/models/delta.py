@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from mint_jax import sharding
 from mint_jax.lora.view import AdapterView
 from mint_jax.models import paged, state
 from mint_jax.models.config import Delta, ModelConfig
@@ -86,6 +87,8 @@ def mixer(
     beta, heads = jax.nn.sigmoid(beta.astype(jnp.float32)), functools.partial(_heads, d=d)
     taps = p["convolution"][:, 0]
     o, _, pool = state.mix(x, taps, heads, decay, beta, of, cache, cfg, corrects=True)
+    # A cache may split rows where gates are split by heads; XLA would gather the matrices.
+    o = sharding.constrain(o, "batch", "tokens", "q_heads", None)
     o = rms_norm(o, p["out_norm"], cfg.norm_eps)
     gate, last = (jax.nn.sigmoid, "o") if d.latent else (jax.nn.silu, "out")
     o = o * gate(z.astype(jnp.float32)).reshape(o.shape)

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from mint_jax import sharding
 from mint_jax.lora.view import AdapterView
 from mint_jax.models import paged, state
 from mint_jax.models.config import ModelConfig, Ssm
@@ -62,7 +63,8 @@ def mixer(
     heads = functools.partial(_heads, bias_W=p.get("convolution_bias"), d=d)
     decay, taps = -jnp.exp(rate) * step, p["convolution"][:, 0]
     y, x, pool = state.mix(x, taps, heads, decay, step, of, cache, cfg, corrects=False)
-    y = (y + skip[..., None] * x).reshape(B, T, -1) * jax.nn.silu(z.astype(jnp.float32))
+    y = sharding.constrain(y + skip[..., None] * x, "batch", "tokens", "q_heads", None)  # see delta
+    y = y.reshape(B, T, -1) * jax.nn.silu(z.astype(jnp.float32))
     y = y.reshape(B, T, d.key_heads, -1)
     y = rms_norm(y, jnp.ones(y.shape[-1:], jnp.float32), cfg.norm_eps).reshape(B, T, -1)
     y = y * p["out_norm"].astype(jnp.float32)[None, None]

@@ -11,7 +11,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from mint_jax import mesh as mesh_lib
-from mint_jax.aot import chips, scale_up
+from mint_jax.aot import chips, hlo, scale_up
 from mint_jax.aot.measure import Measured
 from mint_jax.aot.programs import Plan, device_bytes
 from mint_jax.aot.settings import RolloutShape
@@ -67,6 +67,31 @@ def test_a_new_cache_goes_through_every_program_and_keeps_its_parts():
             jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in (pool, program.args[2])
         )
         assert shapes == before
+
+
+SMALL = {  # with a state of 16 heads of 16 values
+    "qwen3.5-35b-a3b": {"num_hidden_layers": 2, "full_attention_interval": 2, "head_dim": 32}
+    | {"num_attention_heads": 4, "linear_num_key_heads": 8, "linear_num_value_heads": 16}
+    | {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "num_experts": 8},
+    "nemotron-3-nano-30b-a3b": {"hybrid_override_pattern": "M*", "num_attention_heads": 8}
+    | {"head_dim": 16, "mamba_num_heads": 16, "mamba_head_dim": 16, "ssm_state_size": 16}
+    | {"n_groups": 4},
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", SMALL)
+def test_decoding_gathers_no_matrix_where_a_cache_splits_rows(name):
+    """Two key heads do not divide over four devices, which therefore split rows; layers with a
+    state split their projections by heads.
+    """
+    mesh = MAKE_MESH({"expert": 2, "tensor": 4}, jax.devices())
+    cfg = from_hf(names.SHAPES[name] | {"hidden_size": 128, "vocab_size": 64} | SMALL[name])
+    plan = Plan(cfg, mesh, jnp.float32, AdapterConfig(4, targets=("q",)))
+    decode = plan.sampling(RolloutShape(1, 8, 2, 32, 32))[1]
+    module = hlo.Module(decode.trace(mesh).lower().compile().as_text())
+    found = [i for each in module.computations.values() for i in each if i.op == "all-gather"]
+    assert 0 < max(hlo.nbytes(i.type) for i in found) < 4 * 128 * 256
 
 
 @pytest.mark.long
