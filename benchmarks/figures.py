@@ -84,6 +84,7 @@ RUNS = (
     Run("handoff", "bench/handoff.py", 4),
     Run("moe_step", "bench/moe_step.py", 4),
     Run("load_base", "bench/load_base.py", 3),
+    Run("states", "bench/states.py", 3),
     Run("packed_load", "bench/packed_load.py", 4),
     Run("catalog_scale", "bench/catalog_scale.py:million", 9),
     Run("switch", "bench/switch.py", 2),
