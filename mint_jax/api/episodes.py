@@ -9,6 +9,7 @@ import numpy as np
 from mint_jax.errors import UserError
 from mint_jax.recipes.rollouts import Episode, of_completion, to_groups
 from mint_jax.rollout.request import Completion, Request
+from mint_jax.train.advantages import group_advantages
 from mint_jax.train.batch import Group
 
 # The trainer knows the temperature of a sample and no filter: tokens that were drawn with these
@@ -157,4 +158,5 @@ def groups(
             for turn in ([one] if isinstance(one, Completion) else one)
         ]
         max_tokens = max(turn.request.max_tokens for turn in turns if turn.request)
-    return to_groups(episodes, rewards_QG, baseline, divide_by_std, normalisation, max_tokens)
+    advantages_QG = group_advantages(rewards_QG, baseline, divide_by_std)
+    return to_groups(episodes, advantages_QG, normalisation, max_tokens)

@@ -216,6 +216,9 @@ class GrpoSampling:
     overlong_tokens: Natural = setting(
         "last tokens of max_tokens over which the reward falls by 1; 0: none", 0
     )
+    reward_weight: Amount = setting(
+        "factor of the advantages; 0: only the KL to loss.reference teaches (distillation)", 1.0
+    )
     resample: Natural = setting(
         "prompts of equal rewards are replaced by others, up to this many times prompts", 0
     )
@@ -229,6 +232,11 @@ class GrpoSampling:
             raise UserError(
                 f"overlong_tokens is {self.overlong_tokens}; expected at most max_tokens, which is"
                 f" {self.max_tokens}: lower it"
+            )
+        if self.resample and not self.reward_weight:
+            raise UserError(
+                f"resample is {self.resample}, but reward_weight is 0, so that prompts of equal"
+                " rewards teach as much as others: drop resample"
             )
         if not 1e-30 <= self.temperature <= 1e30:
             raise UserError(
@@ -275,6 +283,11 @@ class GrpoPolicy(PolicySettings):
             raise UserError(
                 f"loss.kind is {self.loss.kind!r}, which does not use rewards: choose ppo, say, or"
                 " job sft or dpo"
+            )
+        if not self.sampling.reward_weight and (self.loss.kl_kind == "none" or not self.loss.kl):
+            raise UserError(
+                "sampling.reward_weight is 0, and loss has no KL: nothing would be learned; set"
+                " loss.kl_kind to k1, loss.kl, and loss.reference to the teacher's revision"
             )
 
 

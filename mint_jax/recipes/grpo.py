@@ -33,8 +33,8 @@ from mint_jax.recipes.rollouts import (
     members_of,
     missing_prompts,
     of_completion,
-    overlong_penalty,
     rollout_metrics,
+    shaped_advantages,
     to_groups,
     trained,
     trainer_base,
@@ -72,7 +72,10 @@ def run(config: GrpoSettings, folder: Path) -> dict[str, Any]:
     say(f"reward curves: {folder / 'rewards.png'}; revisions: {run.catalog.place}")
     return {
         "job": "grpo",
-        "policies": [result_row(job, run, n, rows[n], after[n], *revisions[n]) for n in revisions],
+        "policies": [
+            result_row(job, run, name, rows[name], after[name]) | {"revision": digest, "number": n}
+            for name, (digest, n) in revisions.items()
+        ],
         "schedule": config.schedule,
         "wall_s": round(time.monotonic() - began, 1),
         "train_s": round(run.notes["train_s"], 1),
@@ -167,17 +170,13 @@ class ConcurrentGrpo(PolicySampler):
             made = member.sampling, rollout, np.array(known[name], np.float64)
             if more := missing_prompts(*made, available):
                 spans[name] = range(first, first + more)
-        new, out = self.rollout(list(spans), step, spans) if spans else {}, dict[str, Rollout]()
-        for name, (rollout, _) in scored.items() if spans else ():
-            also = new.get(name, Rollout([], [], []))
-            out[name] = dataclasses.replace(
-                rollout,
-                examples=rollout.examples + also.examples,
-                prompts=rollout.prompts + also.prompts,
-                completions=rollout.completions + also.completions,
-                rewards=known[name],
-            )
-        return out
+        if not spans:
+            return {}
+        new = self.rollout(list(spans), step, spans)
+        return {
+            name: rollout.extended(new.get(name), known[name])
+            for name, (rollout, _) in scored.items()
+        }
 
     def _shared(self, scored: dict[str, tuple[Rollout, np.ndarray]]) -> dict[str, Any]:
         """Returns the rewards, which the first process has, by policy."""
@@ -223,27 +222,17 @@ def rollout_groups(sampling: GrpoSampling, rollout: Rollout, rewards_QG: np.ndar
         masked = {}
         if sampling.mask_truncated and c.finish == "length":  # DAPO, section 3.4
             masked["drawn"] = [False] * len(c.tokens)
-        return dataclasses.replace(
-            of_completion(prompt, c, sampling.temperature), **without, **masked
-        )
+        made = of_completion(prompt, c, sampling.temperature)
+        return dataclasses.replace(made, **without, **masked)
 
-    made = [
-        [episode(prompt, c) for c in completions]
-        for prompt, completions in zip(rollout.prompts, rollout.completions)
-    ]
-    shaped_QG = rewards_QG + overlong_penalty(sampling, rollout)
-    how = sampling.baseline, sampling.divide_by_std, sampling.normalisation, sampling.max_tokens
-    return to_groups(made, shaped_QG, *how)
+    pairs = zip(rollout.prompts, rollout.completions)
+    made = [[episode(prompt, c) for c in group] for prompt, group in pairs]
+    advantages_QG = sampling.reward_weight * shaped_advantages(sampling, rollout, rewards_QG)
+    return to_groups(made, advantages_QG, sampling.normalisation, sampling.max_tokens)
 
 
 def result_row(
-    job: ConcurrentGrpo,
-    run: TrainingRun,
-    name: str,
-    rows: list[dict[str, Any]],
-    after: float,
-    digest: str,
-    number: int,
+    job: "ConcurrentGrpo", run: TrainingRun, name: str, rows: list[dict[str, Any]], after: float
 ) -> dict[str, Any]:
     """Returns a policy's rewards, mismatch of trainer and sampler, size and revision."""
     size = run.adapter_bytes(name)
@@ -257,5 +246,4 @@ def result_row(
     for metric, digits in (("gap", 6), ("out_of_route", 4)):
         if metric in rows[0]:
             row[metric] = round(float(np.mean([one[metric] for one in rows])), digits)
-    row |= {"adapter_bytes": size, "base_percent": round(100 * size / job.base.full_bytes, 3)}
-    return row | {"revision": digest, "number": number}
+    return row | {"adapter_bytes": size, "base_percent": round(100 * size / job.base.full_bytes, 3)}

@@ -57,6 +57,13 @@ class Rollout:
     drawn_by: str | int = 0
     rewards: list[list[float]] = dataclasses.field(default_factory=list)
 
+    def extended(self, more: "Rollout | None", rewards: list[list[float]]) -> "Rollout":
+        """Returns the rollout with further prompts, and the rewards of those so far."""
+        more = Rollout([], [], []) if more is None else more
+        columns = "examples", "prompts", "completions"
+        joined: Any = {name: getattr(self, name) + getattr(more, name) for name in columns}
+        return dataclasses.replace(self, **joined, rewards=rewards)
+
 
 def members_of(config: GrpoSettings, base: Base) -> dict[str, Member]:
     """Returns the policies with their prompts encoded; refuses prompts that leave no room for a
@@ -319,16 +326,13 @@ def of_completion(prompt: Sequence[int], completion: Completion, temperature: fl
 
 def to_groups(
     episodes: Sequence[Sequence[Episode]],
-    rewards_QG: Any,
-    baseline: str = "group_mean",
-    divide_by_std: bool | None = None,
+    advantages_QG: np.ndarray,
     normalisation: str = "token",
     max_tokens: int = 1,
 ) -> list[Group]:
-    """Returns the groups of one update; ``train.advantages`` has baselines and normalisations, and
-    ``max_tokens`` is the divisor of ``constant``.
+    """Returns the groups of one update; ``train.advantages`` has normalisations, and ``max_tokens``
+    is the divisor of ``constant``.
     """
-    advantages_QG = advantages.group_advantages(rewards_QG, baseline, divide_by_std)
     lengths = [sum(one.drawn) for group in episodes for one in group]
     weights = iter(advantages.token_weights(lengths, normalisation, max_tokens))
     out = []

@@ -67,6 +67,36 @@ def test_schedules_give_the_same_policies(own_env, tmp_path):
             np.testing.assert_allclose(a, b, atol=2e-5)
 
 
+@pytest.mark.long
+def test_a_student_comes_near_its_teacher_and_its_rewards_do_not_matter(own_env, tmp_path):
+    teacher = only(tiny("sft", steps=8, catalog=str(tmp_path / "catalog")), "bracket")
+    teacher.policies.bracket.optimizer.learning_rate = 0.02
+    run_config(teacher, tmp_path / "teacher")
+    made, far = [], []
+    for name, reward in (("student", 0.0), ("other", 1.0)):
+        config = only(tiny("grpo", steps=24, catalog=teacher.catalog), "cispo")  # of rank 4
+        policy = config.policies.cispo
+        policy.env.name = own_env(lambda text, example, reward=reward: reward * len(text))
+        policy.loss = {"kind": "ppo", "kl_kind": "k1", "kl": 1.0, "reference": "bracket@latest"}
+        policy.sampling.update({"prompts": 4, "group_size": 8})
+        with config.unlocked():
+            policy.sampling.reward_weight = 0.0
+            config.policies = {name: policy}
+        policy.seed, policy.optimizer.learning_rate = 7, 0.01
+        result = run_config(config, tmp_path / name)
+        rows = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        far.append([json.loads(row)["kl"] for row in rows])
+        made.append(result["policies"][0]["revision"])
+    with Catalog.open(tmp_path / "catalog") as catalog:
+        one, two = (jax.tree.leaves(unpack(catalog.load(digest))[0]) for digest in made)
+    assert np.mean(far[0][-6:]) < 0.75 * np.mean(far[0][:6])  # 0.29 of 0.46 nats
+    for a, b in zip(one, two, strict=True):
+        np.testing.assert_array_equal(a, b)
+    policy.loss.kl = 0.0
+    with pytest.raises(UserError, match="reward_weight is 0, and loss has no KL"):
+        run_config(config, tmp_path / "nothing")
+
+
 @pytest.mark.parametrize("where", ["held out", "in training"])
 def test_a_reward_that_hangs_ends_the_run_at_its_timeout(where, own_env, tmp_path, monkeypatch):
     monkeypatch.setattr("mint_jax.envs.scoring.LOOK_S", 0.1)
