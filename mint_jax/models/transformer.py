@@ -109,10 +109,11 @@ def attention_specs(cfg: ModelConfig, L: int, dtype: Any, keys: bool = True) -> 
         "norm": norm(L, D, dtype),
         # A head's gate comes after its query.
         "q": matrix("q", L, D, cfg.num_heads * H * (1 + cfg.gated_attention), dtype, qkv),
-        "o": matrix("o", L, cfg.num_heads * H, D, dtype, cfg.o_bias),
     }
     for name in ("k", "v") if keys and not cfg.value_is_key else ("k",) if keys else ():
         attn[name] = matrix(name, L, D, cfg.num_kv_heads * H, dtype, qkv)
+    # Behind them: targets of PEFT's files are in this order, which their digests depend on.
+    attn["o"] = matrix("o", L, cfg.num_heads * H, D, dtype, cfg.o_bias)
     if cfg.post_norms:
         attn["post_norm"] = norm(L, D, dtype)
     if cfg.sinks:
