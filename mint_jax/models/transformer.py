@@ -112,7 +112,6 @@ def attention_specs(cfg: ModelConfig, L: int, dtype: Any, keys: bool = True) -> 
     }
     for name in ("k", "v") if keys and not cfg.value_is_key else ("k",) if keys else ():
         attn[name] = matrix(name, L, D, cfg.num_kv_heads * H, dtype, qkv)
-    # Behind them: targets of PEFT's files are in this order, which their digests depend on.
     attn["o"] = matrix("o", L, cfg.num_heads * H, D, dtype, cfg.o_bias)
     if cfg.post_norms:
         attn["post_norm"] = norm(L, D, dtype)

@@ -100,8 +100,8 @@ def test_peft_loads_what_we_write_and_reading_it_back_is_exact(
     assert set(read.targets) == set(
         tree.spelled_out(config, transformer.abstract(base.cfg)).targets
     )
-    usual = AdapterConfig(1).targets  # an adapter's digest depends on the order
-    assert [t for t in read.targets if t in usual] == [t for t in usual if t in read.targets]
+    usual = [t for t in AdapterConfig(1).targets if t in read.targets]
+    assert list(read.targets[: len(usual)]) == usual, "an adapter's digest depends on the order"
     chex.assert_trees_all_equal(back, tree.expanded(adapter))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out"], "nothing of the staging may stay"
 
