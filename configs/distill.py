@@ -3,7 +3,7 @@ teacher says of each sampled token how likely it is. Teacher and student share t
 
 Command: python -m mint_jax.launch --config=configs/distill.py --workdir=runs/distill, after make
   quickstart
-Hardware: two CPU cores; about four minutes.
+Hardware: two CPU cores; about three minutes.
 """
 
 from ml_collections import ConfigDict
