@@ -333,11 +333,9 @@ def read_peft(
 
     rank = max(pair.a.shape[0] for pairs in found.values() for pair in pairs.values())
     alpha = float(Patterns(config).alpha_default)
-    targets = dict.fromkeys(path.rsplit("/", 1)[-1] for path in names if path in found)
-    # An adapter's digest depends on their order: that of AdapterConfig, behind it the base's.
-    usual = [target for target in AdapterConfig(rank).targets if target in targets]
-    ordered = tuple(dict.fromkeys([*usual, *targets]))
-    result = AdapterConfig(rank, alpha, ordered, bool(config.get("use_rslora", False)))
+    # In the base's order, as of tree.spelled_out: an adapter's digest depends on it.
+    targets = tuple(dict.fromkeys(path.rsplit("/", 1)[-1] for path in names if path in found))
+    result = AdapterConfig(rank, alpha, targets, bool(config.get("use_rslora", False)))
     flat = {}
     for path in [p for p in names if p.rsplit("/", 1)[-1] in targets]:
         stack, D, F, *_ = projections[path]

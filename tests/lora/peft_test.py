@@ -97,11 +97,8 @@ def test_peft_loads_what_we_write_and_reading_it_back_is_exact(
     )
     back, read = read_peft(tmp_path / "out", names, shapes)
     assert read == AdapterConfig(config.rank, config.alpha, read.targets, config.rslora)
-    assert set(read.targets) == set(
-        tree.spelled_out(config, transformer.abstract(base.cfg)).targets
-    )
-    usual = [t for t in AdapterConfig(1).targets if t in read.targets]
-    assert list(read.targets[: len(usual)]) == usual, "an adapter's digest depends on the order"
+    # as jobs export it: its digest depends on the order
+    assert read.targets == tree.spelled_out(config, transformer.abstract(base.cfg)).targets
     chex.assert_trees_all_equal(back, tree.expanded(adapter))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out"], "nothing of the staging may stay"
 

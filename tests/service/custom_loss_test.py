@@ -64,7 +64,7 @@ LOSSES = {  # -> ranks of the inputs
 
 
 def body_of(handle):
-    """What the SDK sends."""
+    """Returns the body that the SDK sends for a traced loss."""
     graph = encode_graph(handle).model_dump()
     inputs = [one.model_dump() for one in handle.inputs]
     place = {"session_id": "s", "custom_loss_seq_id": 0}
