@@ -36,7 +36,6 @@ from mint_jax.errors import UserError
 
 SMALL = 8 << 20  # bytes; smaller packs are joined
 LARGE = 256 << 20  # maximum bytes of a joined pack, unless one object is larger
-_CHILDREN = policies.alias()  # policies that branched from a revision
 
 
 @dataclasses.dataclass
@@ -97,11 +96,6 @@ def collect(
     return _compact(catalog, author, report) if compact else report
 
 
-def compact(catalog: Handle, *, dry_run: bool = False, **signed: Unpack[Signed]) -> Report:
-    """Joins small and mostly dead packs; ``gc`` removes the old files after its grace period."""
-    return _compact(catalog, catalog.author(**signed), Report(dry_run))
-
-
 def stats(catalog: Handle) -> dict[str, int]:
     """Returns the number of rows of every table, and the bytes of all payloads."""
     count = sa.select(sa.func.count())
@@ -156,13 +150,12 @@ def _expendable(
     connection: sa.Connection, author: Author, policy_ids: Sequence[int]
 ) -> list[sa.Row]:
     """Returns the revisions of these policies that are retired or beyond the last K, and not
-    pinned, aliased, leased, a branch's parent or the start of an open session.
+    pinned, aliased, leased or the start of an open session.
     """
     leased = (lease_table.c.digest == revisions.c.digest, lease_table.c.expires_at > author.now)
     protected = sa.or_(
         revisions.c.pinned,
         sa.exists().where(aliases.c.revision_id == revisions.c.id),
-        sa.exists().where(_CHILDREN.c.parent_revision == revisions.c.id),
         sa.exists().where(*leased),
         policies.c.session_owner.is_not(None) & (policies.c.session_revision == revisions.c.number),
     )

@@ -29,7 +29,6 @@ class Catalog(Handle):
     create_policy = _policies.create_policy
     policy = _policies.policy
     policies = _policies.list_policies
-    branches = _policies.branches
     keep_last = _policies.keep_last
     delete = _policies.delete
 
@@ -42,7 +41,7 @@ class Catalog(Handle):
     aliases, aliases_of = _aliases.list_aliases, _aliases.aliases_of
     audit = _aliases.list_audit
 
-    export, export_many, branch = exports.export, exports.export_many, exports.branch
+    export, export_many = exports.export, exports.export_many
     resolve, resolve_many = lookup.resolve, lookup.resolve_many
     holds, load, load_payload = lookup.holds, lookup.load, lookup.load_payload
 
@@ -57,7 +56,7 @@ class Catalog(Handle):
     record_evaluation = training_records.record_evaluation
     evaluations = training_records.list_evaluations
 
-    gc, compact, stats = _gc.collect, _gc.compact, _gc.stats
+    gc, stats = _gc.collect, _gc.stats
     verify = _verify.verify
 
     @classmethod

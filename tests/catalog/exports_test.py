@@ -117,9 +117,8 @@ def test_every_way_in_looks_at_the_numbers_and_the_record_tells(place, tmp_path)
     # these bytes come in as no adapter
     catalog.rollout("good", 1, packed(2), tokens=1, mean_reward=0.0)
     catalog.export("good", packed(2), 2)
-    catalog.branch("twig", "bad@1")
-    found = {name: catalog.resolve(name).finite for name in ("good@1", "good@2", "bad", "twig")}
-    assert found == {"good@1": True, "good@2": True, "bad": False, "twig": False}
+    found = {name: catalog.resolve(name).finite for name in ("good@1", "good@2", "bad")}
+    assert found == {"good@1": True, "good@2": True, "bad": False}
     assert [one.finite for one in catalog.resolve_many(["good", "bad"])] == [True, False]
     with pytest.raises(UserError, match="NaN or infinite"):
         catalog.export("bad", bad, 2)  # its bytes are held already: they are looked at all the same

@@ -50,7 +50,6 @@ class Policy:
     stacks: dict[str, list[int]] = dataclasses.field(default_factory=dict)
     keep_last: int | None = None
     retired: bool = False
-    parent: tuple[str, int] | None = None
     session: int = 0
     owner: str | None = None
     began: int | None = None
@@ -114,11 +113,6 @@ class Machine(RuleBasedStateMachine):
     def reopen(self):
         self.handles.pop().close()
         self.handles.append(self.opened())
-
-    @rule()
-    def compact(self):
-        told, done = self.catalog.compact(dry_run=True), self.catalog.compact()
-        assert (told.moved, told.moved_bytes) == (done.moved, done.moved_bytes)
 
     def refused(self, call, *arguments, **options) -> None:
         audit = len(self.catalog.audit(limit=10**6))
@@ -215,21 +209,6 @@ class Machine(RuleBasedStateMachine):
         assert self.catalog.rollback(name, alias, to=to).number == under[-1]
         policy.moves[alias].append((stack[-1], under[-1]))
         policy.stacks[alias] = under
-
-    @rule(name=st.sampled_from(NAMES), source=st.sampled_from(NAMES), number=NUMBERS)
-    def branch(self, name, source, number):
-        if (
-            name in self.policies
-            or self.active(source) is None
-            or self.live(source, number) is None
-        ):
-            self.refused(self.catalog.branch, name, f"{source}@{number}")
-            return
-        assert self.catalog.branch(name, f"{source}@{number}").parent == f"{source}@{number}"
-        begin = self.policies[source].revisions[number]
-        copied = {1: Revision(begin.digest, begin.step)}
-        self.policies[name] = Policy(parent=(source, number), count=1, revisions=copied)
-        self.policies[name].move("latest", 1)
 
     @rule(name=st.sampled_from(NAMES[1:]), restore=st.booleans())
     def retire_policy(self, name, restore):
@@ -340,10 +319,6 @@ class Machine(RuleBasedStateMachine):
             or not policy.retired
             or policy.owner is not None
             or leased & {revision.digest for revision in policy.revisions.values()}
-            or any(
-                other.parent is not None and other.parent[0] == name
-                for other in self.policies.values()
-            )
         ):
             self.refused(self.catalog.delete, name)
             return
@@ -357,7 +332,6 @@ class Machine(RuleBasedStateMachine):
     @rule(compact=st.booleans())
     def collect(self, compact):
         leased = {lease.digest for lease in self.leases}
-        parents = {policy.parent for policy in self.policies.values()}
         expected = []
         for name, policy in self.policies.items():
             newer = 0
@@ -367,8 +341,8 @@ class Machine(RuleBasedStateMachine):
                 )
                 newer += not revision.retired
                 named = number in [stack[-1] for stack in policy.stacks.values()]
-                used = revision.digest in leased or (name, number) in parents
-                if beyond and not (revision.pinned or named or used or number == policy.began):
+                used = revision.digest in leased or number == policy.began
+                if beyond and not (revision.pinned or named or used):
                     expected.append((name, number))
         told = self.catalog.gc(dry_run=True, compact=False)
         done = self.catalog.gc(compact=compact)

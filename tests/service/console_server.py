@@ -28,11 +28,12 @@ EVIL = "<img src=x onerror=alert(1)>'\"&{{7*7}}%2f?#"
 
 
 def furnish(catalog: Catalog, base: Base, rng: np.random.Generator) -> None:
-    """``ann/chat`` with three revisions, promoted and rolled back, and a branch; ``bob/secret``;
-    and one of ann's that is called EVIL.
+    """``ann/chat`` with three revisions, promoted and rolled back; ``ann/chat-short``;
+    ``bob/secret``; and one of ann's that is called EVIL.
     """
     about = {"renderer": "chat", "scorer": "exact", "dataset": "ab" * 32, "seed": 1, "metrics": {}}
-    for policy, count in (("ann/chat", 3), ("bob/secret", 1), (f"ann/{EVIL}", 1)):
+    counts = {"ann/chat": 3, "ann/chat-short": 1, "bob/secret": 1, f"ann/{EVIL}": 1}
+    for policy, count in counts.items():
         for step in range(10, 10 * count + 1, 10):
             data = pack(random_adapter(rng, base), Schema(base.fingerprint, CONFIG))
             created = catalog.export(policy, data, step, create=True, by="job", why=f"step {step}")
@@ -40,7 +41,6 @@ def furnish(catalog: Catalog, base: Base, rng: np.random.Generator) -> None:
             catalog.record_evaluation(name, isolated=score, shared=score, **about)
     catalog.promote("ann/chat", 1, "serving", why="the first that answers")
     catalog.promote("ann/chat", 3, "serving", why=EVIL)
-    catalog.branch("ann/chat-short", "ann/chat@2", why="shorter answers")
     for step in range(12):
         reward = 0.1 + 0.07 * step + float(rng.normal(0, 0.03))
         catalog.rollout("ann/chat", step, rng.bytes(64), tokens=100, mean_reward=reward)

@@ -95,7 +95,7 @@ _SHOWN = arg("--limit", type=count, default=20, metavar="N", help="at most N row
 _ALIAS = arg("--alias", default="serving", help="alias to move (default serving)")
 _AFTER = arg("--after", metavar="LAST", help="continue after the last policy, number or id")
 _COLUMNS = {
-    "policies": "policy state revisions aliases base parent session_owner tags touched_at",
+    "policies": "policy state revisions aliases base session_owner tags touched_at",
     "revisions": "number step digest bytes state pinned origin created_at",
     "aliases": "name number digest version updated_at",
     "entries": "id at action policy alias before after actor why details",
@@ -356,7 +356,7 @@ def _delete(args: Args, catalog: Catalog) -> Result:
 )
 def _keep_last(args: Args, catalog: Catalog) -> Result:
     catalog.keep_last(args.policy, args.count, by=args.by, why=args.why)
-    note = "gc also keeps what aliases, pins, leases and branches name"
+    note = "gc also keeps what aliases, pins and leases name"
     return _shown({"policy": args.policy, "keep_last": args.count}, note)
 
 

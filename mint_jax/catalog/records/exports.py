@@ -16,15 +16,15 @@ import sqlalchemy as sa
 
 from mint_jax import nested
 from mint_jax.catalog.packed import Buffer, as_bytes, digest_of, unpack
-from mint_jax.catalog.records import lookup, names, policies, sessions
+from mint_jax.catalog.records import names, policies, sessions
 from mint_jax.catalog.records.aliases import Move, write_moves
 from mint_jax.catalog.records.audit import Author, Signed
 from mint_jax.catalog.records.database import chunks
-from mint_jax.catalog.records.handle import POLICIES, Handle, check_active, lock
-from mint_jax.catalog.records.lookup import Revision, as_revision, find_in
+from mint_jax.catalog.records.handle import POLICIES, Handle, check_active
+from mint_jax.catalog.records.lookup import Revision, as_revision
 from mint_jax.catalog.records.names import LATEST, full_name, note, whole
 from mint_jax.catalog.records.payload_rows import add_payloads, store_and_commit
-from mint_jax.catalog.records.policies import PolicyRecord, read_schema
+from mint_jax.catalog.records.policies import read_schema
 from mint_jax.catalog.records.sessions import Session
 from mint_jax.catalog.records.tables import aliases, revisions
 from mint_jax.catalog.records.tables import policies as policy_table
@@ -94,37 +94,6 @@ def export_many(
         objects,
         lambda c, places: commit(c, author, prepared, places, create),
     )
-
-
-def branch(
-    catalog: Handle,
-    name: str,
-    revision: str,
-    *,
-    keep_last: int | None = None,
-    **signed: Unpack[Signed],
-) -> PolicyRecord:
-    """Creates policy ``name``, whose first revision shares the bytes of a revision, ``policy@…`` or
-    a digest, of another policy.
-    """
-    key, author = names.parse_policy(name), catalog.author(**signed)
-    found = lookup.resolve(catalog, revision)
-    parent = names.parse_policy(found.policy)
-
-    def body(connection: sa.Connection) -> PolicyRecord:
-        row = lock(connection, *parent, active=True)
-        start = find_in(connection, row, found.number, live=True)
-        made = policies.insert_one(connection, author, key, row.json, keep_last)
-        origin = f"branch of {found.policy}@{found.number}"
-        item = Export(name, b"", start.step, origin=origin)
-        about = start.digest, start.length, found.schema, found.finite, start.sampling
-        first = Prepared(key, item, *about)
-        commit(connection, author, [first], {}, create=False)
-        update = policy_table.update().where(policy_table.c.id == made.id)
-        connection.execute(update.values(parent_revision=start.id))
-        return policies.records(connection, [lock(connection, *key)])[0]
-
-    return catalog.database.write(body)
 
 
 def prepare(item: Export) -> Prepared:

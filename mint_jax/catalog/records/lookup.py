@@ -248,7 +248,7 @@ def find_in(
         if (named.tenant, named.policy) != (policy.tenant, policy.name):
             full = full_name(policy.tenant, policy.name)
             raise UserError(
-                f"revision {which[:80]!r} is not of policy {full!r}: branch from it instead"
+                f"revision {which[:80]!r} is not of policy {full!r}: name one of its own"
             )
     else:
         named = parse_revision(which if names.is_digest(which) else f"p@{which}")

@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from mint_jax.catalog.packed import Schema, schema_digest
 from mint_jax.catalog.records import audit, names
 from mint_jax.catalog.records.audit import Author, Signed
-from mint_jax.catalog.records.database import chunks, dialect_insert, insert_new
+from mint_jax.catalog.records.database import dialect_insert, insert_new
 from mint_jax.catalog.records.handle import POLICIES, Handle, lock, record
 from mint_jax.catalog.records.names import full_name
 from mint_jax.catalog.records.tables import (
@@ -37,7 +37,6 @@ class PolicyRecord:
     name: str
     base: str  # fingerprint of the base
     schema: str  # JSON text of the revisions' schema
-    parent: str | None  # the revision it branched from, ``policy@number``
     state: str  # ``active``, ``retired`` or ``deleted``
     keep_last: int | None  # number of newest revisions that retention keeps; None keeps all
     created_at: float
@@ -71,14 +70,12 @@ def create_policy(
     key, author = names.parse_policy(name), catalog.author(**signed)
 
     text = schema.to_json()
-    return catalog.database.write(
-        lambda c: records(c, [insert_one(c, author, key, text, keep_last)])[0]
-    )
+    return catalog.database.write(lambda c: record_of(insert_one(c, author, key, text, keep_last)))
 
 
 def policy(catalog: Handle, name: str) -> PolicyRecord:
     """Returns a policy's record."""
-    return catalog.look(name, lambda c, row: records(c, [row])[0])
+    return catalog.look(name, lambda _, row: record_of(row))
 
 
 def list_policies(
@@ -110,23 +107,7 @@ def list_policies(
     if after is not None:
         last = sa.tuple_(*names.parse_policy(after))
         query = query.where(sa.tuple_(policies.c.tenant, policies.c.name) > last)
-    return catalog.database.read(lambda c: records(c, list(c.execute(query))))
-
-
-def branches(
-    catalog: Handle, policy: str, tenant: str | None = None, limit: int = 100
-) -> list[PolicyRecord]:
-    """Returns the policies that branched from this one, by name; of one tenant, or of all."""
-
-    def body(connection: sa.Connection, row: sa.Row) -> list[PolicyRecord]:
-        parents = sa.select(revisions.c.id).where(revisions.c.policy_id == row.id)
-        query = POLICIES.where(policies.c.parent_revision.in_(parents))
-        if tenant is not None:
-            query = query.where(policies.c.tenant == tenant)
-        query = query.order_by(policies.c.tenant, policies.c.name).limit(limit)
-        return records(connection, list(connection.execute(query)))
-
-    return catalog.look(policy, body)
+    return catalog.database.read(lambda c: [record_of(row) for row in c.execute(query)])
 
 
 def keep_last(
@@ -154,7 +135,7 @@ def delete(catalog: Handle, policy: str, **signed: Unpack[Signed]) -> None:
     """Removes a retired policy: its revisions, aliases, tags, checkpoints' and rollouts' records.
     ``gc`` then frees the bytes that nothing else refers to. The name is free again; the audit log
     and the evaluations stay. Raises ``UserError``: the policy is not retired, is being trained, or
-    one of its revisions is leased or another policy's parent.
+    one of its revisions is leased.
     """
 
     def body(connection: sa.Connection, author: Author, row: sa.Row) -> None:
@@ -167,19 +148,14 @@ def delete(catalog: Handle, policy: str, **signed: Unpack[Signed]) -> None:
                 " close its session, first"
             )
         own = revisions.c.policy_id == row.id
-        children = sa.select(revisions.c.number, policies.c.tenant, policies.c.name).join_from(
-            policies, revisions, policies.c.parent_revision == revisions.c.id
-        )
         leased = sa.select(revisions.c.number, leases.c.owner).join_from(
             revisions, leases, leases.c.digest == revisions.c.digest
         )
         leased = leased.where(own, leases.c.expires_at > author.now)
         reasons = [
-            f"{full}@{number} is the parent of {full_name(tenant, name)!r}"
-            for number, tenant, name in connection.execute(children.where(own)).tuples()
+            f"{full}@{number} is leased by {owner!r}"
+            for number, owner in connection.execute(leased).tuples()
         ]
-        for number, owner in connection.execute(leased).tuples():
-            reasons.append(f"{full}@{number} is leased by {owner!r}")
         if reasons:
             raise UserError(f"revision {min(reasons)}: policy {full!r} cannot be deleted yet")
         query = sa.select(revisions.c.number, revisions.c.digest).where(own)
@@ -192,8 +168,7 @@ def delete(catalog: Handle, policy: str, **signed: Unpack[Signed]) -> None:
             "digests": [digest.hex() for _, digest in found],
         }
         details = {"policy": full, **removed}
-        changes = {"state": DELETED, "name": free, "parent_revision": None}
-        record(connection, author, row, "delete", details, **changes)
+        record(connection, author, row, "delete", details, state=DELETED, name=free)
 
     catalog.change(policy, body, **signed)
 
@@ -260,23 +235,10 @@ def read_schema(text: str) -> Schema:
     return Schema.from_json(text)
 
 
-def records(connection: sa.Connection, rows: list[sa.Row]) -> list[PolicyRecord]:
-    """Returns the records of rows selected with their schema's ``json``."""
-    parents: dict[int, str] = {}
-    for chunk in chunks([row.parent_revision for row in rows if row.parent_revision is not None]):
-        query = sa.select(revisions.c.id, revisions.c.number, policies.c.tenant, policies.c.name)
-        query = query.join(policies, revisions.c.policy_id == policies.c.id)
-        for found in connection.execute(query.where(revisions.c.id.in_(chunk))):
-            parents[found.id] = f"{full_name(found.tenant, found.name)}@{found.number}"
-    return [
-        PolicyRecord(
-            **{name: row._mapping[name] for name in _COLUMNS},
-            schema=row.json,
-            parent=parents.get(row.parent_revision),
-            revisions=row.last_number,
-        )
-        for row in rows
-    ]
+def record_of(row: sa.Row) -> PolicyRecord:
+    """Returns the record of a row selected with its schema's ``json``."""
+    values = {name: row._mapping[name] for name in _COLUMNS}
+    return PolicyRecord(**values, schema=row.json, revisions=row.last_number)
 
 
 _COLUMNS = {field.name for field in dataclasses.fields(PolicyRecord)} & set(policies.c.keys())

@@ -9,7 +9,7 @@ revisions by number, so the log stays readable after retention has removed a row
 
 import sqlalchemy as sa
 
-VERSION = 7  # of these tables; a database of another version is refused
+VERSION = 8  # of these tables; a database of another version is refused
 
 metadata = sa.MetaData()
 version = sa.Table("catalog_version", sa.MetaData(), sa.Column("version", sa.Integer))
@@ -59,7 +59,6 @@ schemas = _table(
     _column("json", sa.Text),
 )
 
-_PARENT = sa.ForeignKey("revisions.id", name="policies_parent", use_alter=True)
 policies = _table(
     "policies",
     _id(),
@@ -67,7 +66,6 @@ policies = _table(
     _column("name", _Name),
     _column("base", sa.String),
     _column("schema_id", _Id, sa.ForeignKey("schemas.id")),
-    sa.Column("parent_revision", _Id, _PARENT, index=True),
     _column("state", sa.String),  # active | retired | deleted: name free, audit entries stay
     sa.Column("keep_last", sa.Integer),  # null: keep all
     _column("created_at", _Time),

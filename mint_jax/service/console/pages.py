@@ -5,7 +5,7 @@ move aliases with scope train. Another tenant's policy gets the same error as a 
 """
 
 import urllib.parse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
@@ -32,8 +32,6 @@ from mint_jax.service.validation import Body, Natural, PageQuery
 
 LISTED = 50  # policies of a page, likewise models, costs, and revisions on the device
 REVISIONS = 20  # of a policy's page, likewise its audit log
-BRANCHES = 20
-ANCESTORS = 10
 ROLLOUTS = 1000  # points of the curve of rewards
 FREQUENT = ("rollout", "checkpoint")  # log entries that a job makes at every step
 NO_SUCH_KEY = "This key is unknown, revoked or expired. Ask the server's operator for another."
@@ -133,8 +131,6 @@ def policy(visit: Visit) -> Response:
         log = catalog.audit(name, newest=True, before=query.before, limit=limit, without=without)
         values |= {
             "config": Schema.from_json(record.schema).config,
-            "ancestors": list(_ancestors(visit, record)),
-            "branches": catalog.branches(name, visit.owner, BRANCHES),
             "revisions": revisions,
             "older": revisions[-1].number if revisions and revisions[-1].number > 1 else 0,
             "aliases": catalog.aliases(name),
@@ -159,19 +155,6 @@ def _find(visit: Visit) -> tuple[str, PolicyRecord | None, Model | None]:
     if record is None and model is None:
         raise NotFound(f"there is no policy {visit.path['policy'][:200]!r}")
     return name, record, model
-
-
-def _ancestors(visit: Visit, record: PolicyRecord) -> Iterator[tuple[str, str]]:
-    """Yields name and policy of the revisions that a policy descends from, if visible."""
-    for _ in range(ANCESTORS):
-        if record.parent is None:
-            return
-        policy = record.parent.rpartition("@")[0]
-        if visit.owner not in (None, names.parse_policy(policy)[0]):
-            yield "a revision of another tenant", ""
-            return
-        yield record.parent, policy
-        record = visit.server.catalog.policy(policy)
 
 
 def _curves(

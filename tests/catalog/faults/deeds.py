@@ -101,7 +101,7 @@ class Worker:
         self.deed("gc", lambda by: self.catalog.gc(grace_s=self.grace_s, compact=False, by=by))
 
     def compact(self) -> None:
-        self.deed("compact", lambda by: self.catalog.compact(by=by))
+        self.deed("compact", lambda by: self.catalog.gc(grace_s=3600.0, by=by))
 
     def ready(self, kind: str) -> None:
         """Makes what a deed needs to have something to do."""
