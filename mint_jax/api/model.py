@@ -99,7 +99,7 @@ class Policy:
         return self._alone(self.model.forward_backward, rows)
 
     def optim_step(self) -> dict[str, float]:
-        """Applies the gradient sum with AdamW, clears it and returns metrics."""
+        """Applies the gradient sum with the optimizer, clears it and returns metrics."""
         return self.trainer.optim_step([self.name])[self.name]
 
     def gradients(self, rows: Rows | None = None) -> Any:
@@ -267,7 +267,7 @@ class Model:
             alpha: the adapter's scale is ``alpha / rank``; twice the rank by default.
             targets: projections to adapt, such as ``["q", "v"]``; all linear ones by default.
             learning_rate: AdamW's learning rate, 1e-4 by default.
-            optimizer: all of AdamW's settings and its schedule, in place of ``learning_rate``.
+            optimizer: an optimizer with its schedule, in place of ``learning_rate``.
             loss: a name, as ``kind`` of ``mint.LossConfig``; a ``LossConfig``; or a function of
                 ``mint.Tokens``, as in ``register_loss``.
             reference: reference adapter of KL terms and DPO: a revision or a PEFT directory. By
@@ -399,7 +399,7 @@ class Model:
         return {name: summarise(each) for name, each in totals.items()}
 
     def optim_step(self, policies: Sequence[str | Policy]) -> dict[str, dict[str, float]]:
-        """Applies the gradient sums of these policies with AdamW and clears them."""
+        """Applies the gradient sums of these policies with their optimizers and clears them."""
         given = dict.fromkeys(inputs.one_by_one(policies, "policies"))
         return self.need_trainer().optim_step(list(inputs.by_policy(given, self.policies)))
 

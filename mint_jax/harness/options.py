@@ -118,7 +118,7 @@ class PolicySettings:
     """Settings of a policy in training."""
 
     adapter: AdapterConfig = setting("shape and scale of the adapter")
-    optimizer: OptimizerConfig = setting("AdamW and its schedule", OptimizerConfig())
+    optimizer: OptimizerConfig = setting("the optimizer and its schedule", OptimizerConfig())
     loss: LossConfig = setting("the loss", LossConfig())
     seed: Natural | None = setting("unset: from the run's seed and the policy's name", None)
     init: Annotated[str, INITS] = setting(

@@ -50,11 +50,17 @@ class Session(_Row):
 
 @dataclasses.dataclass(frozen=True)
 class Model(_Row):
-    """A policy that is or was in training; ``details`` has rank, bytes and the user's metadata."""
+    """A policy that is or was in training; ``details`` has rank, bytes, optimizer and the user's
+    metadata.
+    """
 
     session: str
     details: dict[str, Any]
     ended: float | None
+
+    @property
+    def optimizer(self) -> str:
+        return self.details.get("optimizer", "adamw")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,8 +80,8 @@ class Sampler(_Row):
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A model's weights under a name, made by a ``request``. ``details`` has config, base and the
-    user's metadata; ``expires`` is in seconds since 1970, None for never.
+    """A model's weights under a name, made by a ``request``. ``details`` has config, base,
+    optimizer and the user's metadata; ``expires`` is in seconds since 1970, None for never.
     """
 
     model: str
@@ -93,6 +99,10 @@ class Checkpoint:
     @property
     def path(self) -> str:
         return f"tinker://{self.model}/{self.kind}/{self.name}"
+
+    @property
+    def optimizer(self) -> str:
+        return self.details.get("optimizer", "adamw")
 
     @property
     def key(self) -> tuple[str, str, str]:

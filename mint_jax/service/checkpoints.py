@@ -196,6 +196,7 @@ class Checkpoints:
                 "config": dataclasses.asdict(state.config),
                 "base": self.base.fingerprint,
                 "policy": policy,
+                "optimizer": self.book.model(tenant, model).optimizer,
                 "metadata": call.metadata,
             },
             **self._lifetime(call.ttl_s),

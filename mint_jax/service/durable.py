@@ -294,6 +294,8 @@ class Durable:
                 return None
             if isinstance(head.work, TrainRequest) and not self.live.can_start(head.work):
                 return None
+            if isinstance(head.work, OptimizerConfig):
+                return head if self.live.can_update(policy, head.work) else None
             return head
         return None
 

@@ -103,7 +103,7 @@ def tinker_endpoints() -> Iterator[Endpoint]:
     yield post("forward", train, "Computes losses and log-probabilities.", place, **batch)
     yield post("forward_backward", train, "Computes losses and adds gradients.", place, **batch)
     yield post("create_custom_loss", train, "Checks a traced loss.", CreateCustomLoss)
-    yield post("optim_step", train, "Applies the added gradients by AdamW.", place)
+    yield post("optim_step", train, "Applies the added gradients.", place)
     yield post("save_weights", train, "Saves the adapter and its moments.", place)
     yield post("save_weights_for_sampler", train, "Saves a revision to sample.", place)
     yield post("save_weights_external", train, "Saves an adapter to download.", place)

@@ -109,17 +109,26 @@ class Tinker:
             # the default seed is the model's id, so that a repeated request is the same
             id = f"{body.session_id}:train:{body.model_seq_id}"
             seed = zlib.crc32(id.encode()) if lora.seed is None else lora.seed
-            return Create(self.server.adapter_config(lora.rank, train), seed)
+            kind = (body.optimizer_config or types.Optimizer()).type
+            return Create(self.server.adapter_config(lora.rank, train), seed, kind)
 
         return await self._begin(request, types.CreateModel, make)
 
     async def load_weights(self, request: Request) -> Response:
         """Loads a checkpoint, into a new model of a session or into a model in training."""
 
-        def make(body: types.LoadWeights, model: Any = None) -> Call:
+        def make(body: types.LoadWeights, model: Model | None = None) -> Call:
             self.server.need_base(body.base_model)
-            self._checkpoint(request, body.path)
-            return Load(body.path, body.optimizer, tenant_of(request))
+            saved = self._checkpoint(request, body.path).optimizer
+            own = None if body.optimizer_config is None else body.optimizer_config.type
+            own = own if model is None else model.optimizer
+            if body.optimizer and own not in (None, saved):
+                raise UserError(
+                    f"{body.path} has the state of {saved}, and the model's optimizer is {own}:"
+                    " load it without optimizer"
+                )
+            kind = saved if body.optimizer else own or "adamw"
+            return Load(body.path, body.optimizer, tenant_of(request), kind)
 
         if parse(types.LoadPlace, await request.body()).session_id is None:
             return await self._train(request, types.LoadWeights, make)
@@ -142,6 +151,8 @@ class Tinker:
         elif isinstance(call, Load):
             row = self._checkpoint(request, call.path)
             about |= self.server.about(self.server.checkpoints.config(row))
+        if isinstance(call, Create | Load):
+            about["optimizer"] = call.kind
         new = place.session_id, place.model_seq_id, tenant, about
         model = await asyncio.to_thread(self.tenancy.add_model, *new)
         if model.ended is not None:
@@ -154,7 +165,7 @@ class Tinker:
         info = {"type": "get_info", "model_id": model.id, "model_name": name, "is_lora": True}
         info["model_data"] = data | {"arch": self.server.base.cfg.family}
         info["lora_rank"] = model.details.get("rank")
-        return JSONResponse(info | {"optimizer_config": {"type": "adamw"}})
+        return JSONResponse(info | {"optimizer_config": {"type": model.optimizer}})
 
     async def unload_model(self, request: Request) -> Response:
         model, answers = await self._model(request), self.server.answers
@@ -216,6 +227,14 @@ class Tinker:
 
     async def optim_step(self, request: Request) -> Response:
         def make(body: types.OptimStep, model: Model) -> Call:
+            sent = "adamw" if body.optimizer_params is None else "dimuon"
+            if sent != model.optimizer:
+                raise UserError(
+                    f"model {model.id!r} was created with optimizer {model.optimizer}, and the"
+                    f" parameters are of {sent}: send its own"
+                )
+            if body.optimizer_params is not None:
+                return training_calls.Optim(body.optimizer_params.config(model.details["rank"]))
             # fields of both are in one order
             numbers = (body.adam_params or types.AdamParams()).model_dump().values()
             return training_calls.Optim(OptimizerConfig(*numbers))

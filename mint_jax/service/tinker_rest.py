@@ -189,7 +189,7 @@ class Rest:
         config = self.server.checkpoints.config(row)
         info = {"base_model": self.server.name, "is_lora": True, "lora_rank": config.rank}
         info |= self.server.trained_families(config)
-        return JSONResponse(info | {"optimizer_config": {"type": "adamw"}})
+        return JSONResponse(info | {"optimizer_config": {"type": row.optimizer}})
 
     async def copy_weights(self, request: Request) -> Response:
         """Copies a checkpoint into a given session or, as the SDK asks, into a new one of a

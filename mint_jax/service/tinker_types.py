@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, AwareDatetime, Field, model_validator
 
 from mint_jax.service.validation import Body, Number, Place, SeqId, Text
+from mint_jax.train.config import OptimizerConfig
 
 REASONS = ("success", "errored", "interrupted")  # of clients that finish a session
 MAX_METADATA = 1 << 16  # bytes of JSON of a user's notes
@@ -83,7 +84,8 @@ class LoraConfig(Body):
 
 
 class Optimizer(Body):
-    type: Literal["adamw"] = "adamw"
+    type: Literal["adamw", "dimuon"] = "adamw"
+    version: Literal[1] = 1
 
 
 class CreateModel(ModelPlace):
@@ -116,9 +118,26 @@ class AdamParams(NullableBody):
     grad_clip_norm: Amount = 0.0
 
 
+class DimuonParams(NullableBody):
+    """Settings of dimuon with Tinker's defaults, those included that SDK 0.38 does not send."""
+
+    type: Literal["dimuon"]
+    learning_rate: Amount
+    beta1: Share = 0.9
+    damping: Annotated[Amount, Field(gt=0)] = 1e-4
+    grad_clip_norm: Number = 0.0
+    rank_lr_correction_exponent: Number = 0.175
+
+    def config(self, rank: int) -> OptimizerConfig:
+        """Returns the optimizer of a rank; Tinker corrects learning rates relative to rank 32."""
+        rate = self.learning_rate * (rank / 32) ** self.rank_lr_correction_exponent
+        how = {"eps": self.damping, "max_grad_norm": max(self.grad_clip_norm, 0.0)}
+        return OptimizerConfig(rate, self.beta1, kind=self.type, **how)
+
+
 class OptimStep(RequestPlace):
     adam_params: AdamParams | None = None
-    optimizer_params: Optimizer | None = None
+    optimizer_params: DimuonParams | None = None
 
 
 class SaveWeights(RequestPlace):

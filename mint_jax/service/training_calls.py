@@ -36,10 +36,11 @@ class Trained(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Create:
-    """Takes a policy into training with a fresh adapter."""
+    """Takes a policy into training with a fresh adapter; ``kind`` is its optimizer."""
 
     config: AdapterConfig
     seed: int = 0
+    kind: str = "adamw"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -87,12 +88,13 @@ class Optim:
 @dataclasses.dataclass(frozen=True)
 class Load:
     """Gives a policy the state of a checkpoint, and takes it into training if it is not; without
-    ``optimizer`` only the adapter.
+    ``optimizer`` only the adapter. ``kind`` is the optimizer of a new policy.
     """
 
     path: str
     optimizer: bool
     tenant: str
+    kind: str = "adamw"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,6 +34,7 @@ USERS = {
     "label_smoothing": ("dpo", "simpo"),
 }
 SCHEDULES = ("constant", "linear", "cosine")
+OPTIMIZERS = ("adamw", "dimuon")
 
 
 class Registered(NamedTuple):
@@ -175,12 +176,16 @@ class LossConfig(Settings):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class OptimizerConfig(Settings):
-    """AdamW of one policy (arXiv 1711.05101) and its learning-rate schedule."""
+    """Optimizer of one policy and its learning-rate schedule; ``optimizers`` has the formulas."""
 
     learning_rate: float = setting("peak learning rate", 1e-4)
     b1: float = setting("decay of the first moment", 0.9)
-    b2: float = setting("decay of the second moment", 0.999)
-    eps: float = setting("added to the root of the second moment", 1e-8)
+    b2: float = setting("AdamW: decay of the second moment", 0.999)
+    eps: float = setting(
+        "AdamW: added to the root of the second moment; dimuon: damping of the scales of rows and "
+        "columns, 1e-4 say",
+        1e-8,
+    )
     weight_decay: float = setting("decoupled, times the learning rate", 0.0)
     max_grad_norm: float = setting("bound of the policy's own global gradient norm; 0: none", 1.0)
     warmup_steps: int = setting("updates of a linear warm-up from 0", 0)
@@ -192,11 +197,14 @@ class OptimizerConfig(Settings):
     )
     final_fraction: float = setting("share of the peak learning rate at total_steps", 0.0)
     b_ratio: float = setting("learning rate of B relative to that of A (LoRA+)", 1.0)
+    kind: str = setting("adamw, or dimuon: the orthogonal direction of the first moment", "adamw")
 
     def __post_init__(self):
         super().__post_init__()
         if self.schedule not in SCHEDULES:
             raise choice("schedule", self.schedule, SCHEDULES)
+        if self.kind not in OPTIMIZERS:
+            raise choice("optimizer.kind", self.kind, OPTIMIZERS)
         if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
             raise UserError(
                 f"total_steps is {self.total_steps} and warmup_steps {self.warmup_steps}; "

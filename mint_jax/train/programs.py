@@ -11,7 +11,7 @@ from mint_jax.compiling import Program, abstract
 from mint_jax.train import blocks as blocks_lib
 from mint_jax.train import state as state_lib
 from mint_jax.train import step as step_lib
-from mint_jax.train.config import BlockShape
+from mint_jax.train.config import OPTIMIZERS, BlockShape
 from mint_jax.train.losses import stack_coefs
 from mint_jax.train.state import stack_hyper
 from mint_jax.train.trainer import Trainer
@@ -31,8 +31,10 @@ def programs(trainer: Trainer) -> list[Program]:
     smallest = next(shape for shape in trainer.declared if shape.width == 1)
     for bucket in trainer.capacity:
         stack = abstract(trainer.state[bucket])
-        build = functools.partial(_compile_update, trainer, bucket, stack)
-        out.append(Program(("update", bucket), f"update, rank {bucket}", build, 0))
+        for kind in OPTIMIZERS:
+            build = functools.partial(_compile_update, trainer, bucket, stack, kind)
+            name, urgency = f"update, {kind}, rank {bucket}", 0 if kind == "adamw" else 2
+            out.append(Program(("update", bucket, kind), name, build, urgency))
         for routed in (False, True) if trainer.base.cfg.routed else (False,):
             for backward in (True, False):
                 for shape in trainer.declared:
@@ -51,11 +53,12 @@ def programs(trainer: Trainer) -> list[Program]:
     return out
 
 
-def _compile_update(trainer: Trainer, bucket: int, stack: Any) -> None:
+def _compile_update(trainer: Trainer, bucket: int, stack: Any, kind: str) -> None:
     count = trainer.capacity[bucket]
     slots, hyper = np.full(count, count, np.int32), stack_hyper([], count)
     with jax.set_mesh(trainer.base.mesh):
-        step_lib.optim_step.lower({bucket: stack}, {bucket: slots}, {bucket: hyper}).compile()
+        args = {bucket: stack}, {bucket: slots}, {bucket: hyper}
+        step_lib.optim_step.lower(*args, kind).compile()
         state_lib.read_slot.lower(stack, np.int32(0)).compile()
         one = jax.tree.map(
             lambda x: np.zeros(x.shape, x.dtype),

@@ -22,9 +22,9 @@ from mint_jax.models import transformer
 from mint_jax.models.config import ModelConfig
 from mint_jax.train.config import SCHEDULES, OptimizerConfig
 
-# ``OptimizerConfig`` as arrays ``[n]``
+# ``OptimizerConfig`` as arrays ``[n]``, but its kind
 Hyper = collections.namedtuple(
-    "Hyper", [field.name for field in dataclasses.fields(OptimizerConfig)]
+    "Hyper", [field.name for field in dataclasses.fields(OptimizerConfig) if field.name != "kind"]
 )
 
 
@@ -34,7 +34,7 @@ def stack_hyper(configs: Sequence[OptimizerConfig], count: int) -> Hyper:
     for config in [*configs, *[OptimizerConfig()] * (count - len(configs))]:
         kind, clip = SCHEDULES.index(config.schedule), config.max_grad_norm or math.inf
         values = dataclasses.asdict(config) | {"schedule": kind, "max_grad_norm": clip}
-        rows.append(tuple(values.values()))
+        rows.append([values[name] for name in Hyper._fields])
     return Hyper(*np.array(rows, np.float32).T)
 
 
@@ -43,7 +43,7 @@ class TrainStack:
     """S policies of one rank bucket in training; also one slot of them, without the slot axis.
 
     Attributes:
-        mu, nu: moments of AdamW, in the shapes of the factors.
+        mu, nu: moments of the gradients, in the shapes of the factors; dimuon has no second one.
         grad_sum: gradients accumulated since the last update, in the shapes of the factors.
         steps, skipped: ``[S]`` int32, updates applied, and those whose gradient was not finite.
     """

@@ -1,5 +1,5 @@
 """The multi-policy step: one forward and backward pass through the base for all policies' rows,
-then each policy's own AdamW update. The base is read only; its gradient is never formed.
+then each policy's own update. The base is read only; its gradient is never formed.
 
 Rows of a batch are policy blocks in the order of ``slots``: buckets by rank, then slots as given.
 
@@ -26,6 +26,7 @@ from mint_jax.models.precision import as_stored
 from mint_jax.train import state as state_lib
 from mint_jax.train.batch import Batch
 from mint_jax.train.losses import LossCoefs, LossFn, policy_loss
+from mint_jax.train.optimizers import DIRECTIONS
 from mint_jax.train.state import SCHEDULES, Hyper, State, TrainStack
 
 Slots = dict[int, jax.Array]  # bucket rank -> [n] int32, distinct slots
@@ -175,24 +176,27 @@ def _added(sums: Any, parts: Any, slots: jax.Array) -> Any:
     )
 
 
-@functools.partial(jax.jit, donate_argnames=("state",))
+@functools.partial(jax.jit, static_argnames=("kind",), donate_argnames=("state",))
 def optim_step(
-    state: State, slots: Slots, hyper: dict[int, Hyper]
+    state: State, slots: Slots, hyper: dict[int, Hyper], kind: str = "adamw"
 ) -> tuple[State, dict[str, jax.Array]]:
     """Updates policies from their gradient sums and clears these. A policy whose gradient is not
     finite keeps its adapter and moments, and its ``skipped`` count increases. ``slots`` are
-    distinct, followed by out-of-range slots of padding; ``hyper`` has ``[n]`` each.
+    distinct, followed by out-of-range slots of padding; ``hyper`` has ``[n]`` each, and ``kind`` is
+    the optimizer of all.
 
     Returns the state, and metrics ``[P]`` in the order of ``slots``, with zeros for padding.
     """
-    new, rows = dict(state), []
+    new, rows, direction = dict(state), [], DIRECTIONS[kind]
     for b in sorted(slots):
-        # One policy after another: AdamW is bound by memory bandwidth, and ``vmap`` would multiply
-        # its temporaries by the number of policies.
+        # One policy after another: an update is bound by memory bandwidth, and ``vmap`` would
+        # multiply its temporaries by the number of policies.
         count = jnp.sum(slots[b] < state[b].steps.shape[0])
-        _, one = jax.eval_shape(_update_nth, slots[b], hyper[b], 0, state[b])
+        _, one = jax.eval_shape(
+            functools.partial(_update_nth, direction), slots[b], hyper[b], 0, state[b]
+        )
         zeros = {name: jnp.zeros(slots[b].shape, x.dtype) for name, x in one.items()}
-        update = functools.partial(_update_and_note, slots[b], hyper[b])
+        update = functools.partial(_update_and_note, direction, slots[b], hyper[b])
         with jax.named_scope("policies"):
             new[b], metrics = jax.lax.fori_loop(0, count, update, (state[b], zeros))
         rows.append(metrics)
@@ -200,17 +204,17 @@ def optim_step(
 
 
 def _update_and_note(
-    slots: jax.Array, hypers: Hyper, n: jax.Array, carry: tuple[TrainStack, Any]
+    direction: Any, slots: jax.Array, hypers: Hyper, n: jax.Array, carry: tuple[TrainStack, Any]
 ) -> tuple[TrainStack, Any]:
-    stack, metrics = _update_nth(slots, hypers, n, carry[0])
+    stack, metrics = _update_nth(direction, slots, hypers, n, carry[0])
     return stack, jax.tree.map(lambda all_, one: all_.at[n].set(one), carry[1], metrics)
 
 
 def _update_nth(
-    slots: jax.Array, hypers: Hyper, n: jax.Array | int, stack: TrainStack
+    direction: Any, slots: jax.Array, hypers: Hyper, n: jax.Array | int, stack: TrainStack
 ) -> tuple[TrainStack, dict[str, jax.Array]]:
-    """Applies AdamW to the n-th of these slots in place, leaf by leaf; the learning rate of B is
-    ``b_ratio`` times that of A (LoRA+, arXiv 2402.12354).
+    """Applies an optimizer to the n-th of these slots in place, leaf by leaf; the learning rate of
+    B is ``b_ratio`` times that of A (LoRA+, arXiv 2402.12354).
     """
     slot, hyper = slots[n], jax.tree.map(lambda x: x[n], hypers)
 
@@ -222,13 +226,10 @@ def _update_nth(
     fine = jnp.isfinite(norm)
     rate = scheduled_rate(hyper, steps)
     clip = jnp.where(norm < hyper.max_grad_norm, 1.0, hyper.max_grad_norm / norm)
-    adam = optax.scale_by_adam(hyper.b1, hyper.b2, hyper.eps)
 
     def update(rate: jax.Array, slot: jax.Array, factor: Any, grad: Any, *old: jax.Array) -> Any:
-        change: Any
-        moved: Any
-        change, moved = adam.update(grad * clip, optax.ScaleByAdamState(steps, *old))
-        new = factor - rate * (change + hyper.weight_decay * factor), moved.mu, moved.nu
+        change, *moments = direction(hyper, steps, grad * clip, *old)
+        new = factor - rate * (change + hyper.weight_decay * factor), *moments
         factor, *moments = (jnp.where(fine, n, o) for n, o in zip(new, (factor, *old)))
         return slot, (factor, jnp.zeros_like(grad), *moments)
 

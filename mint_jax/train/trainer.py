@@ -7,6 +7,7 @@ compute requests of policies that join, leave and change while others train; wit
 shapes nothing is compiled for them. One thread owns a ``Trainer``.
 """
 
+import collections
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
@@ -283,8 +284,14 @@ class Trainer(Slots):
     def can_move(self) -> bool:
         """Returns True if policies can be loaded into slots and updated without compiling."""
         return self.compiled is None or all(
-            self.compiled.has(("update", bucket)) for bucket in self.capacity
+            self.compiled.has(("update", bucket, "adamw")) for bucket in self.capacity
         )
+
+    def can_update(self, name: str, config: OptimizerConfig) -> bool:
+        """Returns True if a policy can be updated without compiling, or has that compiled."""
+        if self.compiled is None or name not in self:
+            return True
+        return self.compiled.want(("update", self._known(name).bucket, config.kind))
 
     @property
     def is_ready(self) -> bool:
@@ -371,8 +378,11 @@ class Trainer(Slots):
         not finite keeps its state, and ``skipped`` is 1.
         """
         out: dict[str, dict[str, float]] = {}
-        for bucket, count in self.capacity.items():
-            queue = [name for name in updates if self._known(name).bucket == bucket]
+        groups = collections.defaultdict[tuple[int, str], list[str]](list)
+        for name, config in updates.items():
+            groups[self._known(name).bucket, config.kind].append(name)
+        for (bucket, kind), queue in groups.items():
+            count = self.capacity[bucket]
             while queue:
                 names, queue = queue[:count], queue[count:]
                 at, slots = self.load(names), np.full(count, count, np.int32)
@@ -380,7 +390,7 @@ class Trainer(Slots):
                 hyper = stack_hyper([updates[name] for name in names], count)
                 with jax.set_mesh(self.base.mesh):
                     new, found = step_lib.optim_step(
-                        {bucket: self._state[bucket]}, {bucket: slots}, {bucket: hyper}
+                        {bucket: self._state[bucket]}, {bucket: slots}, {bucket: hyper}, kind
                     )
                     self._state = self._state | new
                     host = multihost.to_host(found)

@@ -2,6 +2,7 @@
 stopped, or killed, and run again.
 """
 
+import dataclasses
 import multiprocessing
 import signal
 import sys
@@ -36,9 +37,10 @@ def make(base, seed) -> Trainer:
     optimizer = OptimizerConfig(
         learning_rate=1e-2, weight_decay=0.1, warmup_steps=2, total_steps=6, schedule="cosine"
     )
+    optimizers = optimizer, optimizer, dataclasses.replace(optimizer, kind="dimuon")
     policies = [
-        PolicyConfig(n, AdapterConfig(r), optimizer, LossConfig("ppo"), seed + i)
-        for i, (n, r) in enumerate(RANKS.items())
+        PolicyConfig(n, AdapterConfig(r), own, LossConfig("ppo"), seed + i)
+        for i, ((n, r), own) in enumerate(zip(RANKS.items(), optimizers))
     ]
     return Trainer(base, policies)
 

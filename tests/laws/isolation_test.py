@@ -31,12 +31,13 @@ pytestmark = pytest.mark.bits
 
 RANKS = {"c": 1, "a": 3, "b": 3}  # a and b are neighbours in one stack
 USUAL = OptimizerConfig(learning_rate=1e-2, weight_decay=0.1)
+DIMUON = OptimizerConfig(learning_rate=3e-3, eps=1e-4, kind="dimuon")
 
 
 def make(base, optimizer=USUAL, loss=LossConfig("importance_sampling")) -> Trainer:
-    """Policy a as said, b and c as always."""
+    """Policy a as said, b and c as always, b by another optimizer."""
     others = OptimizerConfig(learning_rate=3e-3), LossConfig("reinforce")
-    chosen = {n: (optimizer, loss) if n == "a" else others for n in RANKS}
+    chosen = {"a": (optimizer, loss), "b": (DIMUON, others[1]), "c": others}
     ranks = enumerate(RANKS.items())
     return Trainer(
         base, [PolicyConfig(n, AdapterConfig(r), *chosen[n], seed=i) for i, (n, r) in ranks]
@@ -88,6 +89,7 @@ EXTREMES = {
     },
     "tight clipping": {"optimizer": OptimizerConfig(learning_rate=1e-2, max_grad_norm=1e-12)},
     "odd moments": {"optimizer": OptimizerConfig(b1=0.0, b2=0.5, eps=1e3, warmup_steps=5)},
+    "another optimizer": {"optimizer": DIMUON},
     "another loss": {"loss": LossConfig("cispo", band_low=0.9, band_high=1.1)},
     "another way to sample": {"sampling": WARM},
     "penalties": {"sampling": PENALTIES | {"seed": 4}},
@@ -116,12 +118,16 @@ class Company:
         configs = {n: AdapterConfig(r, targets=targets) for n, r in ranks.items()}
         if base.cfg.routed:  # a's neighbour in a stack of both forms
             configs["b"] = dataclasses.replace(configs["b"], experts="shared_outer")
-        others = {"optimizer": OptimizerConfig(learning_rate=3e-3), "loss": LossConfig("reinforce")}
+        others = {n: OptimizerConfig(learning_rate=3e-3) for n in ranks} | {"b": DIMUON}
+        loss = LossConfig("reinforce")
         usual = {"optimizer": USUAL, "loss": LossConfig("importance_sampling")}
         self.usual = PolicyConfig("a", configs["a"], **usual)
         self.trainer = Trainer(
             base,
-            [self.usual if n == "a" else PolicyConfig(n, c, **others) for n, c in configs.items()],
+            [
+                self.usual if n == "a" else PolicyConfig(n, c, others[n], loss)
+                for n, c in configs.items()
+            ],
         )
         self.shardings = jax.tree.map(lambda x: x.sharding, self.trainer.state)
         self.start = jax.tree.map(np.array, self.trainer.state)

@@ -259,6 +259,7 @@ def test_models_that_cannot_be_made(ann, battery):
     nothing = {"rank": 8, "train_attn": False, "train_mlp": False, "train_unembed": False}
     wrong = [({"lora_config": {"rank": rank}}, "rank") for rank in (0, -1, 9, 2**31, 2**70)]
     wrong += [({"lora_config": nothing}, "train"), ({"optimizer_config": {"type": "x"}}, "adamw")]
+    wrong += [({"optimizer_config": {"type": "dimuon", "version": 2}}, "version")]
     wrong += [({"user_metadata": {"note": "x" * (1 << 16)}}, "user_metadata")]
     wrong += [({"base_model": "nonsense"}, "base_model")]
     for i, (options, words) in enumerate(wrong):

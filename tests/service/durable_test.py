@@ -47,6 +47,7 @@ class FakeTrainer:
     def __init__(self, policies):
         self.policies, self.log = set(policies), []
         self.can_start, self.can_move, self.brought = lambda work: True, lambda: True, dict
+        self.can_update = lambda name, config: True
 
     def __contains__(self, name):
         return name in self.policies

@@ -71,6 +71,36 @@ def test_what_was_saved_goes_on_bit_for_bit(how, optimizer, rng, site):
     assert loaded.steps == (2 if optimizer else 0)
 
 
+@pytest.mark.long  # compiles its own program
+def test_a_model_keeps_its_optimizer(rng, site):
+    client, data = site.client(), batch(rng)[:1]
+    trainer = site.trainer(client=client, optimizer=types.DimuonOptimizerConfig())
+    how = types.DimuonParams(learning_rate=1e-2, grad_clip_norm=-1.0)
+
+    def update(one):
+        one.forward_backward(data, "cross_entropy")
+        return one.optim_step(how).result().metrics
+
+    before = site.held(trainer).parts["factors"]
+    # relative to rank 32, in float32
+    assert update(trainer)["learning_rate"] == pytest.approx(1e-2 * (8 / 32) ** 0.175, rel=1e-6)
+    path = trainer.save_state("dimuon").result().path
+    again = client.create_training_client_from_state_with_optimizer(path).result()
+    assert again.get_info().optimizer_config.type == "dimuon"
+    update(trainer), update(again)
+    held, other = site.held(trainer), site.held(again)
+    for name, leaf in held.parts["factors"].items():
+        np.testing.assert_array_equal(leaf, other.parts["factors"][name])
+        assert (leaf != before[name]).any()
+    assert not any(leaf.any() for leaf in held.parts["nu"].values())
+    user_error(trainer.optim_step(types.AdamParams()), "optimizer dimuon, .* of adamw")
+    plain = client.create_training_client_from_state(path).result()
+    assert plain.get_info().optimizer_config.type == "adamw"
+    user_error(plain.optim_step(how), "optimizer adamw, .* of dimuon")
+    user_error(plain.load_state_with_optimizer(path), "state of dimuon")
+    assert plain.load_state(path).result().path == path
+
+
 def test_a_checkpoint_ends_with_its_time(site, monkeypatch):
     trainer, rest = site.trainer(), site.client().create_rest_client()
     path = trainer.save_state("short", ttl_seconds=3600).result().path

@@ -29,7 +29,8 @@ LENGTHS = [(4, (5, 3, 6)), (6, (4, 7, 2))]
 
 
 class Reference(TorchPolicy):
-    """One policy in torch float64: the loss by hand, clip_grad_norm_ and torch.optim.AdamW.
+    """One policy in torch float64: the loss by hand, clip_grad_norm_, torch.optim.AdamW or dimuon
+    by singular values.
 
     transformers does norms and softmax in float32 even then: about 1e-7 of noise.
     """
@@ -87,8 +88,22 @@ class Reference(TorchPolicy):
         norm = torch.nn.utils.clip_grad_norm_(
             self.factors.values(), self.opt.max_grad_norm or math.inf
         )
-        self.adamw.step()
+        self.adamw.step() if self.opt.kind == "adamw" else self.dimuon()
         return float(total.detach()), float(norm), grads, nearest
+
+    def dimuon(self):
+        for group in self.adamw.param_groups:
+            for x in group["params"]:
+                m = self.first.setdefault(x, torch.zeros_like(x))
+                m.mul_(self.opt.b1).add_(x.grad, alpha=1 - self.opt.b1)
+                rows, columns = (m.square().sum(i, keepdim=True) for i in (-1, -2))
+                scales = [
+                    y / y.amax((-1, -2), keepdim=True) + self.opt.eps for y in (rows, columns)
+                ]
+                u, _, v = torch.linalg.svd(
+                    m * (scales[0] * scales[1]) ** -0.25, full_matrices=False
+                )
+                x.data -= group["lr"] * (u @ v + self.opt.weight_decay * x.data)
 
 
 def random_groups(rng, reference, normalisation):
@@ -147,10 +162,14 @@ OTHER_LOSSES = (
 )
 
 
+DIMUON = OptimizerConfig(1e-2, 0.7, eps=1e-3, kind="dimuon", weight_decay=0.1, b_ratio=2.0)
+
+
 @pytest.mark.parametrize("policies", [
     (FIRST, SECOND),
+    pytest.param((dataclasses.replace(FIRST, optimizer=DIMUON), SECOND), marks=pytest.mark.long),
     tuple(dataclasses.replace(p, loss=loss) for p, loss in zip((FIRST, SECOND), OTHER_LOSSES)),
-], ids=["ppo_k3_and_cispo_k1_band", "importance_sampling_k1_and_reinforce_k3"])  # fmt: skip
+], ids=["ppo_k3_and_cispo_k1_band", "dimuon", "importance_and_reinforce"])  # fmt: skip
 def test_three_grpo_steps_of_two_policies_match_torch_in_float64(policies, rng, tiny_base, hf_dirs):
     base = tiny_base("llama_bias")
     model = oracles.torch_model(hf_dirs("llama_bias"), torch.float64).requires_grad_(False)
