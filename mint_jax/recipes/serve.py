@@ -80,6 +80,7 @@ def run(config: ServeSettings, folder: Path) -> dict[str, Any]:
             name=config.name or None,
             tokenizer=config.tokenizer or None,
             peft_folder=Path(config.peft_folder) if config.peft_folder else None,
+            adapter_uris=config.adapter_uris,
             quotas=Quotas(default, key_folder),
         )
 

@@ -108,6 +108,7 @@ class Server:
         name: the base's name for clients, in addition to its own.
         tokenizer: name on the hub, or folder, from which clients load the tokenizer.
         peft_folder: PEFT adapters below it may be loaded by path; None: none may.
+        adapter_uris: see ``Weights``.
     """
 
     def __init__(
@@ -120,6 +121,7 @@ class Server:
         name: str | None = None,
         tokenizer: str | None = None,
         peft_folder: Path | None = None,
+        adapter_uris: Sequence[str] = (),
         quotas: Quotas | None = None,
     ):
         self.base, self.folder, self.sizes, self.quotas = base, folder, sizes, quotas or Quotas()
@@ -153,8 +155,9 @@ class Server:
             )
             self.costs = Costs(self.database, self.checkpoints.policy_of)
             self.curves = Curves(self.database, self.book.clock)
+            places = {"folder": peft_folder, "uris": adapter_uris}
             self.weights = Weights(
-                base, self.catalog, self.checkpoints.digest, also=(self.name,), folder=peft_folder
+                base, self.catalog, self.checkpoints.digest, also=(self.name,), **places
             )
             self.residency = self._residency(
                 AdapterConfig(1, targets=tuple(targets), experts=sizes.experts).names

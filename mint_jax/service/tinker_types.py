@@ -131,8 +131,10 @@ class DimuonParams(NullableBody):
     def config(self, rank: int) -> OptimizerConfig:
         """Returns the optimizer of a rank; Tinker corrects learning rates relative to rank 32."""
         rate = self.learning_rate * (rank / 32) ** self.rank_lr_correction_exponent
-        how = {"eps": self.damping, "max_grad_norm": max(self.grad_clip_norm, 0.0)}
-        return OptimizerConfig(rate, self.beta1, kind=self.type, **how)
+        clip = max(self.grad_clip_norm, 0.0)
+        return OptimizerConfig(
+            rate, self.beta1, eps=self.damping, max_grad_norm=clip, kind=self.type
+        )
 
 
 class OptimStep(RequestPlace):

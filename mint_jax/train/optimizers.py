@@ -13,6 +13,7 @@ matrix moves by its learning rate in all directions of its row space.
 Axes: R rank, D in or out.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -63,10 +64,10 @@ def matrix_sign(x_RD: jax.Array) -> jax.Array:
     def step(x_RD: jax.Array, coefs: jax.Array) -> tuple[jax.Array, None]:
         a, b, c = coefs
         # TPUs would round products to bfloat16
-        how = {"precision": jax.lax.Precision.HIGHEST}
-        x_RR = jnp.einsum("...RD,...SD->...RS", x_RD, x_RD, **how)
-        x_RR = b * x_RR + c * jnp.einsum("...RS,...ST->...RT", x_RR, x_RR, **how)
-        return a * x_RD + jnp.einsum("...RS,...SD->...RD", x_RR, x_RD, **how), None
+        einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+        x_RR = einsum("...RD,...SD->...RS", x_RD, x_RD)
+        x_RR = b * x_RR + c * einsum("...RS,...ST->...RT", x_RR, x_RR)
+        return a * x_RD + einsum("...RS,...SD->...RD", x_RR, x_RD), None
 
     return jax.lax.scan(step, x_RD, jnp.array(STEPS, x_RD.dtype))[0]
 

@@ -8,6 +8,8 @@ code is 1 where one failed.
 sl_loop        killed, and the server restarted: the same command resumes at its checkpoint's step
                and repeats the same losses; the loss falls; both checkpoints exist
 dpo            the loss falls below log 2, where it begins; chosen answers win
+distilled      prompt_distillation: the loss falls
+shorter        rewards compare answers; the sampler's log-probabilities are those of training
 guess_number   episodes of several turns; the sampler's log-probabilities are those of training
 download       weights of sl_loop's last checkpoint: rank 8, and trained
 rl_loop        from a checkpoint of chat_sl, which imitated the form of answers: some answers are
@@ -154,6 +156,25 @@ def dpo(run: Run) -> str:
     return f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, {100 * right[-1]:.0f} % of pairs right"
 
 
+def distilled(run: Run) -> str:
+    options = f"{RENDERER} file_path={data.BOXED} batch_size=16 lora_rank=8 learning_rate=1e-2"
+    options += " max_steps=6 eval_every=0 max_length=256"
+    run.whole("distilled", run.recipe("distilled", "prompt_distillation.train", options))
+    losses = series(run.metrics("distilled"), "train_mean_nll")
+    need(len(losses) == 6 and losses[-1] < 0.7 * losses[0], f"losses {losses}")
+    ended(run, "distilled")
+    return f"loss {losses[0]:.2f} -> {losses[-1]:.2f} in 6 steps"
+
+
+def shorter(run: Run) -> str:
+    options = f"{RENDERER} batch_size=2 group_size=4 max_tokens=8 max_steps=2 eval_every=0"
+    run.whole("shorter", run.recipe("shorter", "preference.shorter.train", options))
+    rows = run.metrics("shorter")
+    apart = same_policy(rows)
+    ended(run, "shorter")
+    return f"{len(rows)} steps, sampler and trainer {apart:.1e} apart"
+
+
 def guess_number(run: Run) -> str:
     options = f"{RENDERER} group_size=2 batch_size=2 max_tokens=8 max_steps=2 eval_every=0"
     module = "multiplayer_rl.guess_number.train"
@@ -229,7 +250,10 @@ def arithmetic(run: Run) -> str:
     )
 
 
-RECIPES = {TINY: (sl_loop, rl_loop, dpo, guess_number, download), SMOL: (arithmetic, rl_loop)}
+RECIPES = {
+    TINY: (sl_loop, rl_loop, dpo, distilled, shorter, guess_number, download),
+    SMOL: (arithmetic, rl_loop),
+}
 
 
 @contextlib.contextmanager

@@ -41,8 +41,8 @@ from mint_jax.service.weights import Model, Weights
 CONFIG = AdapterConfig(2, 4.0, ("q", "v"))
 
 
-def random_adapter(rng: np.random.Generator, base: Base) -> Any:
-    specs = lora_tree.adapter_specs(transformer.abstract(base.cfg), CONFIG)
+def random_adapter(rng: np.random.Generator, base: Base, config: AdapterConfig = CONFIG) -> Any:
+    specs = lora_tree.adapter_specs(transformer.abstract(base.cfg), config)
     return params_lib.map_with_path(lambda _, s: rng.normal(size=s.shape).astype(np.float32), specs)
 
 
@@ -98,7 +98,8 @@ def opened(mesh: Any, folder: Path) -> Iterator[World]:
         def sampler(tenant: str, path: str) -> str:
             return catalog.resolve(f"{tenant}/{path.rsplit('/', 1)[1]}", tenant).digest
 
-        weights = Weights(base, catalog, sampler, also=("Base/Name",), folder=folder / "peft")
+        places = {"folder": folder / "peft", "uris": (f"file:{folder}/peft",)}
+        weights = Weights(base, catalog, sampler, also=("Base/Name",), **places)
         specs = transformer.abstract(base.cfg)
         slots = DeviceSlots(specs, {2: 3}, ("q", "v"))
         admission = Admission(base.fingerprint, specs, {b: slots.targets(b) for b in slots.stacks})

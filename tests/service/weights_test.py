@@ -2,8 +2,11 @@
 where that is allowed.
 """
 
+import hashlib
 import os
+import shutil
 
+import huggingface_hub
 import numpy as np
 import pytest
 
@@ -112,6 +115,82 @@ def test_nothing_beside_the_folder_is_read(rng, world, weights, tmp_path):
     closed = Weights(world.base, world.catalog, no_path)
     with pytest.raises(NotFound):
         closed.load("x", str(tmp_path / "outside"), "default")
+
+
+def hub_of(folder, monkeypatch):
+    """Returns the snapshot's folder of ``org/name`` in a hub's cache, without a network."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(folder))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    cached = folder / "models--org--name"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("a" * 40)
+    return cached / "snapshots" / ("a" * 40)
+
+
+def test_a_uri_names_an_adapter_of_the_server_s_places(rng, world, tmp_path, monkeypatch):
+    places = f"file:{tmp_path}/adapters", "hf:org"
+    weights = Weights(world.base, world.catalog, no_path, uris=places)
+    ours = tmp_path / "adapters" / "one"
+    for path, uri in ((ours, f"file:{ours}"), (hub_of(tmp_path, monkeypatch), "hf:org/name")):
+        for _ in range(2):  # another adapter in the same folder is another revision
+            shutil.rmtree(path, ignore_errors=True)
+            adapter = peft_folder(world, rng, path)
+            digest = hashlib.sha256((path / "adapter_model.safetensors").read_bytes()).hexdigest()
+            name = f"tiny-random|{uri}#sha256={digest}"
+            found = weights.resolve(name, "anyone")
+            assert found.name == name
+            assert found.digest is not None
+            assert weights.resolve(f"tiny-random|{uri}", "b").digest == found.digest
+            _, schema = unpack(weights.fetch(found.digest))
+            assert digest_of(pack(adapter, schema)) == found.digest
+    with pytest.raises(UserError, match="sha256"):  # its file has changed since
+        weights.resolve(f"tiny-random|file:{ours}#sha256={digest}", "anyone")
+
+
+def test_a_bad_uri_is_refused(rng, world, tmp_path, monkeypatch):
+    root = tmp_path / "adapters"
+    for path in (tmp_path / "outside", tmp_path / "adapters2", root / "one", root / "other"):
+        peft_folder(world, rng, path)
+    hub_of(tmp_path, monkeypatch)
+    os.symlink(tmp_path / "outside", root / "link")
+    (root / "files").mkdir()
+    os.symlink(tmp_path / "outside" / "adapter_config.json", root / "files" / "adapter_config.json")
+    os.symlink(root / "one" / "adapter_model.safetensors", root / "files" / "x")
+    config = root / "other" / "adapter_config.json"
+    config.write_text(config.read_text().replace('"q_proj"', '"c_attn"'))
+    weights = Weights(world.base, world.catalog, no_path, uris=(f"file:{root}/", "hf:org"))
+    outside, none = "outside this server's places", "not a PEFT adapter"
+    bad = {
+        f"file:{tmp_path}/outside": outside,
+        f"file:{tmp_path}/adapters2": outside,  # begins as the folder's name
+        f"file:/{root}/one": outside,
+        f"FILE:{root}/one": outside,
+        f"{root}/one": outside,
+        f"file:{root}/one\0": outside,
+        f"http://x/{root}": outside,
+        "s3://bucket/one": outside,
+        "hf:organisation/name": outside,
+        "": outside,
+        f"file:{root}/../outside": none,
+        f"file:{root}/link": none,
+        f"file:{root}": none,
+        f"file:{root}/none": none,
+        f"file:{root}/one/adapter_config.json": none,
+        f"file:{root}/files": "symbolic link out of the folder",
+        f"file:{root}/one#sha256={'0' * 64}": "sha256",
+        f"file:{root}/one#md5=x": "md5",
+        f"file:{root}/other": "c_attn",
+        "hf:org/missing": "hub did not return",
+        "hf:org/../name": "hub did not return",
+    }
+    for uri, words in bad.items():
+        with pytest.raises(UserError, match=words):
+            weights.resolve(f"tiny-random|{uri}", "anyone")
+    with pytest.raises(UserError, match="another base"):
+        weights.resolve(f"llama|file:{root}/one", "anyone")
+    with pytest.raises(UserError, match="none"):
+        Weights(world.base, world.catalog, no_path).resolve(f"tiny-random|file:{root}/one", "a")
+    assert weights.resolve(f"tiny-random|file:{root}/one", "anyone").digest
 
 
 def test_pages_are_the_whole_list_in_any_size(world):

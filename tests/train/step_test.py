@@ -165,11 +165,23 @@ OTHER_LOSSES = (
 DIMUON = OptimizerConfig(1e-2, 0.7, eps=1e-3, kind="dimuon", weight_decay=0.1, b_ratio=2.0)
 
 
-@pytest.mark.parametrize("policies", [
-    (FIRST, SECOND),
-    pytest.param((dataclasses.replace(FIRST, optimizer=DIMUON), SECOND), marks=pytest.mark.long),
-    tuple(dataclasses.replace(p, loss=loss) for p, loss in zip((FIRST, SECOND), OTHER_LOSSES)),
-], ids=["ppo_k3_and_cispo_k1_band", "dimuon", "importance_and_reinforce"])  # fmt: skip
+OTHER_TWO = tuple(
+    dataclasses.replace(p, loss=loss) for p, loss in zip((FIRST, SECOND), OTHER_LOSSES)
+)
+
+
+@pytest.mark.parametrize(
+    "policies",
+    [
+        pytest.param((FIRST, SECOND), id="ppo_k3_and_cispo_k1_band"),
+        pytest.param(
+            (dataclasses.replace(FIRST, optimizer=DIMUON), SECOND),
+            id="dimuon",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(OTHER_TWO, id="importance_sampling_k1_and_reinforce_k3"),
+    ],
+)
 def test_three_grpo_steps_of_two_policies_match_torch_in_float64(policies, rng, tiny_base, hf_dirs):
     base = tiny_base("llama_bias")
     model = oracles.torch_model(hf_dirs("llama_bias"), torch.float64).requires_grad_(False)
