@@ -1,12 +1,18 @@
-"""Atomic files and folders: written under a temporary name in the same folder, then renamed."""
+"""Atomic files and folders: written under a temporary name in the same folder, then renamed. And
+JSON objects, read.
+"""
 
 import contextlib
 import errno
+import json
 import os
 import shutil
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+from mint_jax.errors import UserError
 
 
 def _temporary_name(target: Path) -> Path:
@@ -33,6 +39,17 @@ def write_file(target: Path, data: str | bytes, *, replace: bool = True) -> None
         sync_folder(target.parent)
     finally:
         staging.unlink(missing_ok=True)
+
+
+def read_object(path: Path, remedy: str = "fetch the checkpoint again") -> dict[str, Any]:
+    """Returns the JSON object in a file. Raises ``UserError`` with the remedy for anything else."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON ({error}): {remedy}") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{path} holds a {type(found).__name__}; expected a JSON object: {remedy}")
+    return found
 
 
 def link(source: Path, target: Path) -> None:

@@ -19,11 +19,6 @@ LINES = (".jsonl", ".json", ".ndjson")
 TABLES = (".parquet", ".arrow", ".feather")
 
 
-def read_rows(path: str | Path) -> list[Row]:
-    """Returns all rows of a file; see ``numbered_rows``."""
-    return [row for _, row in numbered_rows(path)]
-
-
 def numbered_rows(path: str | Path) -> list[tuple[str, Row]]:
     """Returns all rows of a data file, each with its place: file and line, or row of a table.
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from mint_jax.data import ranked_tokens, sentence_pieces
 from mint_jax.errors import UserError
+from mint_jax.files import read_object
 
 READERS = {  # of checkpoints without a tokenizer.json
     "tiktoken.model": ranked_tokens.read_tiktoken,
@@ -115,16 +116,7 @@ def _source(directory: Path, config: dict[str, Any]) -> tuple[Path, dict[str, An
 
 def read_json(path: Path) -> dict[str, Any]:
     """Returns the JSON object in a file; empty if the file does not exist."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON ({error}): fetch the checkpoint again") from None
-    if not isinstance(found, dict):
-        raise UserError(
-            f"{path} is a {type(found).__name__}; expected a JSON object: fetch the checkpoint"
-            " again"
-        )
-    return found
+    return read_object(path) if path.is_file() else {}
 
 
 def _keep_blanks(part: Any) -> None:

@@ -6,7 +6,6 @@ appears as a whole, in the order of the input, and the part is removed.
 """
 
 import contextlib
-import difflib
 import json
 import os
 import signal
@@ -15,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mint_jax import interrupts, multihost
+from mint_jax import fields, interrupts, multihost
 from mint_jax.catalog.packed import digest_of
 from mint_jax.data.sources import Row, json_line, numbered_rows, write_rows
 from mint_jax.errors import Interrupted, UserError
@@ -106,11 +105,7 @@ def run(
 def _check_row(row: Row, keys: Sequence[str], where: str) -> None:
     """Refuses a row with unknown keys, or with an ``adapter`` that is no text."""
     if strange := [key for key in row if key not in keys]:
-        near = difflib.get_close_matches(strange[0], keys, 1)
-        raise UserError(
-            f"{where} has {strange[0]!r}, which means nothing"
-            f"{f'; {near[0]!r}?' if near else ''}: a line has {', '.join(keys)}"
-        )
+        raise fields.unknown(f"{where}: a line has no", strange[0], keys)
     if not isinstance(name := row.get("adapter"), str | None):
         raise UserError(
             f"{where}: adapter is {name!r}; expected a PEFT directory or a revision's name, or null"

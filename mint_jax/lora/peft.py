@@ -21,7 +21,7 @@ from safetensors.numpy import load_file, save_file
 
 from mint_jax import params as params_lib
 from mint_jax.errors import UserError
-from mint_jax.files import new_directory
+from mint_jax.files import new_directory, read_object
 from mint_jax.lora.fused import (
     DEFAULT_RANK,
     PLAIN_SINCE,
@@ -512,19 +512,11 @@ def _check_experts(
 
 def _read_config(directory: Path) -> dict[str, Any]:
     path = directory / CONFIG
-    try:
-        config = json.loads(path.read_text())
-    except FileNotFoundError:
+    if not path.is_file():
         raise UserError(
             f"{path} does not exist: a PEFT adapter is a directory with {CONFIG} and {WEIGHTS}"
-        ) from None
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON ({error})") from None
-    if not isinstance(config, dict):
-        raise UserError(
-            f"{path} holds a {type(config).__name__}; expected an object with peft_type, r and"
-            " lora_alpha"
         )
+    config = read_object(path, "export the adapter again")
     if config.get("peft_type") != "LORA":
         raise UserError(
             f"{path}: peft_type is {config.get('peft_type')!r}; only LORA adapters can be imported"

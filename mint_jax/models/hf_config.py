@@ -5,12 +5,12 @@ functions.
 """
 
 import dataclasses
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 from mint_jax.errors import UserError
+from mint_jax.files import read_object
 from mint_jax.models import published
 from mint_jax.models.config import (
     Delta,
@@ -876,13 +876,4 @@ def read_config(directory: str | Path) -> ModelConfig:
         raise UserError(
             f"{path} does not exist: a base is a directory with config.json and *.safetensors"
         )
-    try:
-        fields = json.loads(path.read_text())
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON ({error}): fetch the checkpoint again") from None
-    if not isinstance(fields, dict):
-        raise UserError(
-            f"{path} holds a {type(fields).__name__}; expected an object: fetch the checkpoint"
-            " again"
-        )
-    return from_hf(fields)
+    return from_hf(read_object(path))

@@ -12,11 +12,15 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from pyarrow import feather, parquet
 
-from mint_jax.data.sources import numbered_rows, read_rows, write_rows
+from mint_jax.data.sources import numbered_rows, write_rows
 from mint_jax.errors import UserError
 
 numbers = st.integers(-(2**60), 2**60) | st.floats(allow_nan=False, allow_infinity=False)
 leaves = st.none() | st.booleans() | numbers | st.text(max_size=10)
+
+
+def read_rows(path):
+    return [row for _, row in numbered_rows(path)]
 
 
 def nested(leaf, keys, max_leaves):

@@ -166,7 +166,7 @@ def test_a_name_without_an_adapter_of_this_base_is_refused(
     [
         ("score", {"tokens": [1, "2"]}, "expected a list of token ids"),
         ("score", {"tokens": [1, 97]}, "ids 0 to 96"),
-        ("score", {"tokens": [1], "adaptor": "x"}, "in.jsonl:3 has 'adaptor'.*; 'adapter'[?]"),
+        ("score", {"tokens": [1], "adaptor": "x"}, "in.jsonl:3: .*'adaptor', did you mean 'adapt"),
         ("score", {"tokens": [1], "adapter": 5}, "in.jsonl:3: adapter is 5; expected a PEFT"),
         ("score", {"id": 1}, "in.jsonl:3 has id; expected tokens or text"),
         ("sample", {"prompt": "x", "tokens": [1]}, "in.jsonl:3 has prompt and tokens: give one of"),

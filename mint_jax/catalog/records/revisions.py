@@ -38,7 +38,7 @@ def retire(
                 f"revision {names.full_name(row.tenant, row.name)}@{found.number} is named by"
                 f" {', '.join(naming)}: promote another or roll back first"
             )
-        _update(connection, author, row, found, "retire revision", state="retired")
+        _update(connection, author, row, found.number, "retire revision", state="retired")
 
     catalog.change(policy, body, **signed)
 
@@ -52,8 +52,7 @@ def restore(
         if revision is None:
             policies.set_state(connection, author, row, "active", "restore")
         else:
-            found = find_in(connection, row, revision)
-            _update(connection, author, row, found, "restore revision", state="live")
+            _update(connection, author, row, revision, "restore revision", state="live")
 
     catalog.change(policy, body, **signed)
 
@@ -61,22 +60,14 @@ def restore(
 def pin(catalog: Handle, policy: str, revision: int | str, **signed: Unpack[Signed]) -> None:
     """Keeps a revision regardless of retention."""
     catalog.change(
-        policy,
-        lambda c, author, row: _update(
-            c, author, row, find_in(c, row, revision), "pin", pinned=True
-        ),
-        **signed,
+        policy, lambda c, by, row: _update(c, by, row, revision, "pin", pinned=True), **signed
     )
 
 
 def unpin(catalog: Handle, policy: str, revision: int | str, **signed: Unpack[Signed]) -> None:
     """Undoes ``pin``."""
     catalog.change(
-        policy,
-        lambda c, author, row: _update(
-            c, author, row, find_in(c, row, revision), "unpin", pinned=False
-        ),
-        **signed,
+        policy, lambda c, by, row: _update(c, by, row, revision, "unpin", pinned=False), **signed
     )
 
 
@@ -84,12 +75,12 @@ def _update(
     connection: sa.Connection,
     author: Author,
     policy: sa.Row,
-    found: sa.Row,
+    which: int | str,
     action: str,
     **change: Any,
 ) -> None:
     """Sets one column of a revision, with its audit entry, unless it has the value already."""
-    [(column, value)] = change.items()
+    found, [(column, value)] = find_in(connection, policy, which), change.items()
     if found._mapping[column] != value:
         connection.execute(revisions.update().where(revisions.c.id == found.id).values(**change))
         details = {"digest": found.digest.hex()}
