@@ -3,7 +3,8 @@
 Every timed call starts from one training state and runs the same steps with the same seeds.
 ``reward_s`` adds the latency of a remote verifier in a second series (``ratio_P_waiting``), which
 overlapping hides. ``busy`` is the share of time in which the devices work. The batched schedule's
-peak memory is higher by the work in flight.
+peak memory is higher by the work in flight. ``ratio_stale`` is that of one policy whose rollouts
+may be one update behind.
 """
 
 import time
@@ -23,6 +24,7 @@ from mint_jax.models.base import cache_dir
 from mint_jax.train import phases as phases_lib
 
 _NAMED = {"overlapped": "_overlapped", "batched": ""}
+_STALE = "stale"  # batched, with max_staleness 1
 
 
 def _config_of(config: Any, count: int, rollouts: int) -> dict[str, Any]:
@@ -37,7 +39,8 @@ class _Side:
 
     def __init__(self, job: Any, name: str, steps: int, reward_s: float):
         self.job, self.name, self.steps, self.reward_s = job, name, steps, reward_s
-        self.units = phases_lib.units_of(list(job.members), name)
+        self.ahead = int(name == _STALE)
+        self.units = phases_lib.units_of(list(job.members), "batched" if self.ahead else name)
         self.start = jax.tree.map(jnp.copy, job.trainer.state)
         self.tokens = 0
         self.busy: list[float] = []  # of each call
@@ -63,9 +66,8 @@ class _Side:
         before = job.tokens
         first = dict.fromkeys(job.members, 0)
         overlap = self.name != "sequential"
-        with phases_lib.Phases(
-            self.units, first, self.steps, overlap, workers=len(first)
-        ) as phases:
+        how: Any = {"workers": len(first), "ahead": self.ahead}
+        with phases_lib.Phases(self.units, first, self.steps, overlap, **how) as phases:
             for phase, unit in phases:
                 since = time.perf_counter()
                 if phase == phases_lib.ROLLOUT:
@@ -147,6 +149,12 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
             }
             report[f"policies_{count}"]["rewards_waiting"] = waiting
     report["reward_s"] = config.reward_s
+    for seconds in config.stale_rewards:
+        job = make_grpo(_config_of(config, 1, rollouts), base)
+        what = f"1 policy, rewards take {seconds} s"
+        one = _series(config, job, ("sequential", _STALE), seconds, what)
+        key = f"stale_{round(1000 * seconds)}_ms"
+        report |= {key: one, f"ratio_{key}": one["ratio"][_STALE]}
     for count in config.memory:
         report[f"memory_{count}"] = _memory(_config_of(config, count, rollouts), config.memory_n)
 

@@ -5,6 +5,7 @@ Command: python -m benchmarks --config=configs/bench/concurrent_grpo.py
   --workdir=runs/bench/concurrent_grpo
 Short: --config=configs/bench/concurrent_grpo.py:ci
 Long: --config=configs/bench/concurrent_grpo.py:long
+Rollouts one update behind: --config=configs/bench/concurrent_grpo.py:stale, four minutes
 Default size: five minutes on two CPU cores; --config.memory=(8,) measures peak memory too, a
   quarter of a minute a process. Half an hour's :long has two steps in place of one, waiting
   rewards and peak memory (twice) of 8 policies and of 3, the overlapped schedule also where
@@ -28,6 +29,7 @@ def get_config(size: str = "default") -> ConfigDict:
     # counts that are also measured, by all schedules, where a reward takes reward_s
     config.waiting = (3,)
     config.reward_s = 1.0
+    config.stale_rewards = ()  # seconds of a reward, each with max_staleness 0 and 1
     # counts whose peak memory is measured, in memory_n processes a schedule and one before, a
     # quarter of a minute each
     config.memory = ()
@@ -54,6 +56,7 @@ def get_config(size: str = "default") -> ConfigDict:
         config.counts = (2,)
         config.waiting = config.memory = (2,)
         config.reward_s = 0.05
+        config.stale_rewards = (0.05,)
         config.crossover = (2, 4)
         config.crossover_policies = 2
     elif size == "long":
@@ -62,6 +65,10 @@ def get_config(size: str = "default") -> ConfigDict:
         config.waiting = config.memory = (3, 8)
         config.memory_n = 2
         config.crossover = (2, 4, 8, 16, 32)
+    elif size == "stale":
+        config.steps = 6
+        config.counts = config.waiting = config.crossover = ()
+        config.stale_rewards = (0.0, 0.2, 1.0)
     elif size != "default":
-        raise ValueError(f"concurrent_grpo size {size!r}; expected default, ci or long")
+        raise ValueError(f"concurrent_grpo size {size!r}; expected default, ci, long or stale")
     return config

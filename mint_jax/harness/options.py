@@ -305,6 +305,9 @@ class GrpoSettings(TrainingSettings, SamplerSettings):
 
     schedule: str = setting("sequential, overlapped or batched sharing of the devices", "batched")
     cohorts: Count = setting("groups of policies that take turns, with schedule batched", 1)
+    max_staleness: Natural = setting(
+        "updates by which the weights that draw a rollout may be behind; 0: none", 0
+    )
     reward_workers: Count = setting("threads that compute rewards", 4)
     reward_timeout: Amount = setting(REWARD_TIMEOUT, scoring.TIMEOUT_S)
     max_rows: Count = setting("rows sampled together", 256)
@@ -314,6 +317,15 @@ class GrpoSettings(TrainingSettings, SamplerSettings):
     trainer_dtype: str = setting("dtype of a second base for the trainer; empty: one base", "")
     trainer_quantise: str | None = setting("its 8-bit type, or empty; unset: the sampler's", None)
     policies: dict[str, GrpoPolicy] = setting("policies by name")
+
+    def __post_init__(self):
+        for name, policy in self.policies.items():
+            if self.max_staleness and "old_logp" not in policy.loss.needs:
+                raise UserError(
+                    f"max_staleness is {self.max_staleness}, but policies.{name}.loss.kind is"
+                    f" {policy.loss.kind!r}, which does not correct for rollouts of older weights:"
+                    " choose importance_sampling or ppo, say, or max_staleness 0"
+                )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

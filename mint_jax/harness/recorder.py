@@ -38,17 +38,28 @@ QUEUED = 16  # writes that may wait; then training waits for the storage
 
 
 class Snapshot:
-    """An adapter at one version of the trainer, in arrays of its own; the writing thread packs them
-    when it first needs their bytes.
+    """An adapter after some steps of its policy, in arrays of its own; the thread that first needs
+    their bytes packs them.
     """
 
-    def __init__(self, arrays: Any, schema: Schema, version: int):
-        self._arrays, self._schema, self.version = arrays, schema, version
+    def __init__(self, arrays: Any, schema: Any, step: int):
+        self._arrays, self._schema, self.step = arrays, schema, step
+        self._packing, self._data = threading.Lock(), b""
 
-    @functools.cached_property
+    @classmethod
+    def known(cls, digest: str, step: int) -> "Snapshot":
+        """Returns one without data."""
+        made = cls(None, None, step)
+        made.digest = digest
+        return made
+
+    @property
     def data(self) -> bytes:
-        data, self._arrays = pack(jax.device_get(self._arrays), self._schema), None
-        return data
+        with self._packing:
+            if not self._data:
+                self._data = pack(jax.device_get(self._arrays), self._schema)
+                self._arrays = None
+        return self._data
 
     @functools.cached_property
     def digest(self) -> str:

@@ -47,11 +47,15 @@ class TrainingRun:
     Attributes:
         step: updates done, by policy.
         notes: JSON of the recipe, which a resume restores.
+        in_flight: returns JSON of work in progress, saved with every checkpoint; a resume puts what
+            it finds into ``resumed_work``.
         fixed: digest or PEFT directory that rollouts are drawn from, by policy.
     """
 
     def __init__(self, config: TrainingSettings, folder: Path):
         self.config, self.workdir, self.notes = config, folder, dict[str, Any]()
+        self.in_flight: Callable[[], dict[str, Any]] = dict
+        self.resumed_work = dict[str, Any]()
         self._writes: CatalogWriter | None = None  # in the first process
         # policy, step and digest of records from before an interruption, which are not repeated
         self._recorded: set[tuple[str, int, str]] = set()
@@ -220,26 +224,18 @@ class TrainingRun:
                 self.save()
             raise Interrupted(signal.Signals(number).name, number)
 
-    def keep(
-        self, name: str, step: int, drawn_by: str | int, rollouts: Callable[[str], Rollouts]
-    ) -> None:
-        """Records a policy's rollouts of a step, if ``keep_rollouts`` is set; called before the
-        step's update.
-
-        Args:
-            drawn_by: digest of the revision that drew them, or the policy's version.
-            rollouts: returns the object, given that digest; called in the writing thread.
+    def keep(self, name: str, step: int, rollouts: Callable[[], Rollouts]) -> None:
+        """Records a policy's rollouts of a step, if ``keep_rollouts`` is set; the writing thread
+        calls ``rollouts``.
         """
         if not (keep := self.config.keep_rollouts):
             return
-        snapshot = self._snapshot(name) if isinstance(drawn_by, int) else None
-        assert snapshot is None or snapshot.version == drawn_by, "the policy was updated since"
         full = self.names[name]
         recorded = self._first_step[full] + step
 
         def write(writer: CatalogWriter) -> None:
-            made = rollouts(str(drawn_by) if snapshot is None else snapshot.digest)
-            data = pack_rollouts(dataclasses.replace(made, policy=full, step=recorded))
+            made = dataclasses.replace(rollouts(), policy=full, step=recorded)
+            data = pack_rollouts(made)
             if (full, recorded, digest_of(data)) not in self._recorded:
                 tokens = sum(len(row) for group in made.tokens for row in group)
                 about: Any = {"tokens": tokens, "mean_reward": float(np.mean(made.rewards))}
@@ -279,7 +275,7 @@ class TrainingRun:
         why = f"best on held-out data so far, after step {step + 1}"
         for name, score in better.items():
             best[name] = [score, step + 1]
-            full, snapshot = self.names[name], self._snapshot(name)
+            full, snapshot = self.names[name], self.snapshot(name)
             self._queue(
                 lambda writer, full=full, snapshot=snapshot: writer.catalog.promote(
                     full, snapshot.digest, "best", why=why
@@ -314,11 +310,11 @@ class TrainingRun:
         if self._writes is not None:
             self._writes.put(functools.partial(write, self._writes))
 
-    def _snapshot(self, name: str) -> Snapshot:
+    def snapshot(self, name: str) -> Snapshot:
         """Returns a policy's present adapter, copied once between two updates."""
         if name not in self._snapshots:
-            copied, version = self.trainer.snapshot(name), self.trainer.versions[name]
-            self._snapshots[name] = Snapshot(copied, self._schema(name), version)
+            made = self.trainer.snapshot(name), self._schema(name), self.step[name]
+            self._snapshots[name] = Snapshot(*made)
         return self._snapshots[name]
 
     def _is_export_step(self, step: int) -> bool:
@@ -326,7 +322,7 @@ class TrainingRun:
 
     def _export(self, names: Iterable[str], step: int, final: bool = False) -> None:
         """Starts the copies to the host; packing and writing overlap the next step."""
-        snapshots = {name: self._snapshot(name) for name in names}
+        snapshots = {name: self.snapshot(name) for name in names}
 
         def write(writer: CatalogWriter) -> None:
             exports = []
@@ -376,7 +372,7 @@ class TrainingRun:
             for name, slot in self.trainer.slots.items()
         }
         extra = {"step": self.step, "notes": self.notes, "shapes": self._sizes}
-        extra |= {"exported": self._numbers, ADAPTERS: places}
+        extra |= {"exported": self._numbers, ADAPTERS: places, "in_flight": self.in_flight()}
         self._saving = dict(self.step)
         rest, factors = self._arrays()
         self._saved.save(number, rest, json.loads(json.dumps(extra)), {ADAPTERS: factors})
@@ -394,6 +390,7 @@ class TrainingRun:
         }
         self.step, self.notes = extra["step"], extra["notes"]
         self._saving, self._numbers = dict(self.step), extra["exported"]
+        self.resumed_work = extra["in_flight"]
         for name, book in self.shapes.items():
             book.shapes = [tuple(shape) for shape in extra["shapes"][name]]
         say(f"resumed at {_span(self.step)} of {self.config.steps}")

@@ -9,7 +9,6 @@ Axes: Q prompts, G completions of a prompt.
 """
 
 import dataclasses
-import functools
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ from mint_jax.harness.options import GrpoSampling, GrpoSettings
 from mint_jax.harness.start import say
 from mint_jax.harness.training import TrainingRun
 from mint_jax.models.base import Base
+from mint_jax.recipes import in_flight
 from mint_jax.recipes.rollouts import (
     Episode,
     PolicySampler,
@@ -56,7 +56,7 @@ def run(config: GrpoSettings, folder: Path) -> dict[str, Any]:
         run.begin(job.trainer, books, drawing)
         if (finished := run.finished()) is not None:
             return finished
-        with job.sampling_from(run.fixed, run.catalog):
+        with job.sampling_from(run.fixed, run.catalog, run.snapshot):
             if not run.resumed:
                 say("evaluating the policies on held-out prompts before training")
                 run.notes = {"before": (before := job.evaluate()), "train_s": 0.0}
@@ -93,9 +93,10 @@ def train(
     which the devices were busy.
     """
     rewards: dict[str, float] = {}
-    earlier, clock = run.notes["train_s"], time.monotonic()
-    how = config.schedule != "sequential", config.reward_workers, job.watch.look
+    earlier, clock, ahead = run.notes["train_s"], time.monotonic(), config.max_staleness
+    how = config.schedule != "sequential", config.reward_workers, job.watch.look, ahead
     with run.stepping(), phases_lib.Phases(units, run.step, config.steps, *how) as phases:
+        stale = in_flight.InFlight(run, job, phases.units)
         for phase, unit in phases:
             if phase == phases_lib.ROLLOUT:  # sample; rewards are computed in other threads
                 unit.score(job.reward, job.rollout(unit.names, unit.step))
@@ -105,10 +106,10 @@ def train(
                 unit.score(job.reward, further)
                 continue
             with run.updating():
-                for name, (rollout, _) in scored.items():
-                    made = functools.partial(as_record, *scored[name])
-                    run.keep(name, unit.step, rollout.drawn_by, made)
+                for name, made in scored.items():
+                    run.keep(name, unit.step, lambda made=made: as_record(*made))
                 rows = job.update(scored)  # advantages, pack, gradients, update
+                stale.measure(scored, unit.step, rows)
                 scores = {}
                 if run.is_eval_step(unit.step):
                     scores = job.evaluate(unit.names)

@@ -7,7 +7,7 @@ Axes: Q prompts, G completions or episodes of a prompt.
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -21,6 +21,7 @@ from mint_jax.errors import UserError
 from mint_jax.harness import start
 from mint_jax.harness.adapters import AdapterSource, JobCatalog
 from mint_jax.harness.options import GrpoSampling, GrpoSettings
+from mint_jax.harness.recorder import Snapshot
 from mint_jax.harness.start import PolicyData
 from mint_jax.lora.tree import Slot, Stacks
 from mint_jax.models import base as base_lib
@@ -47,20 +48,20 @@ class Rollout:
     """Completions of one policy's step, by prompt.
 
     Attributes:
-        drawn_by: digest of a fixed revision, or the policy's version.
+        drawn_by: the policy as it drew each prompt's completions, or a fixed revision's digest.
         rewards: of the first prompts, which are scored already.
     """
 
     examples: list[Example]
     prompts: list[list[int]]
     completions: list[list[Completion]]
-    drawn_by: str | int = 0
+    drawn_by: list[Snapshot | str]
     rewards: list[list[float]] = dataclasses.field(default_factory=list)
 
     def extended(self, more: "Rollout | None", rewards: list[list[float]]) -> "Rollout":
         """Returns the rollout with further prompts, and the rewards of those so far."""
-        more = Rollout([], [], []) if more is None else more
-        columns = "examples", "prompts", "completions"
+        more = Rollout([], [], [], []) if more is None else more
+        columns = "examples", "prompts", "completions", "drawn_by"
         joined: Any = {name: getattr(self, name) + getattr(more, name) for name in columns}
         return dataclasses.replace(self, **joined, rewards=rewards)
 
@@ -115,15 +116,23 @@ class PolicySampler:
         self.stop_ids, self.tokens = tokenizer.eos_ids, 0
         # digest and slot of policies that sample from another adapter, and its stacks
         self._fixed, self._stacks = dict[str, tuple[str, Slot]](), Stacks()
+        self._snapshot: Callable[[str], Snapshot | str] = lambda name: ""
 
     @contextlib.contextmanager
-    def sampling_from(self, fixed: dict[str, str], catalog: JobCatalog) -> Iterator[None]:
-        """In this block these policies sample from other adapters, by digest or PEFT directory."""
+    def sampling_from(
+        self,
+        fixed: dict[str, str],
+        catalog: JobCatalog,
+        snapshot: Callable[[str], Snapshot | str],
+    ) -> Iterator[None]:
+        """In this block these policies sample from other adapters, by digest or PEFT directory;
+        rollouts of others carry their ``snapshot``.
+        """
         names, source = list(fixed.values()), AdapterSource(self.base, catalog)
         pool = Pool(self.base, source, names, max(1, len(names)), start.say)
         with pool, pool.hold(names) as resident:
             self._fixed = {n: (pool.digests[t], resident.slots[t]) for n, t in fixed.items()}
-            self._stacks = resident.stacks
+            self._stacks, self._snapshot = resident.stacks, snapshot
             try:
                 yield
             finally:
@@ -148,13 +157,23 @@ class PolicySampler:
                 if (name in self._fixed) == is_fixed
             ]
             for name, completions in self._sample(rows, is_fixed).items():
-                member, chosen = self.members[name], [i for i, _ in order[name]]
-                drawn_by = self._fixed[name][0] if is_fixed else self.trainer.versions[name]
-                prompts = [member.train[i] for i in chosen]
-                examples = [member.env.train[i] for i in chosen]
-                out[name] = Rollout(examples, prompts, completions, drawn_by)
+                drawn_by = self._fixed[name][0] if is_fixed else self._snapshot(name)
+                chosen = [i for i, _ in order[name]]
+                out[name] = self._rollout(name, chosen, completions, [drawn_by] * len(chosen))
                 self.tokens += sum(len(c.tokens) for group in completions for c in group)
         return {name: out[name] for name in names}
+
+    def restored(
+        self, name: str, step: int, completions: list[list[Completion]], drawn_by: list[Any]
+    ) -> Rollout:
+        """Returns a step's first prompts with the completions that were drawn for them before."""
+        chosen = [i for i, _ in self._draw(name, step, range(len(completions)))]
+        return self._rollout(name, chosen, completions, drawn_by)
+
+    def _rollout(self, name: str, chosen: Sequence[int], *drawn: Any) -> Rollout:
+        member = self.members[name]
+        examples = [member.env.train[i] for i in chosen]
+        return Rollout(examples, [member.train[i] for i in chosen], *drawn)
 
     def _draw(self, name: str, step: int, span: range | None) -> list[tuple[int, int]]:
         """Returns the index and the seed of each prompt of a step."""
@@ -248,8 +267,8 @@ def trained(
     def of(column: list[Any]) -> list[Any]:
         return [column[q] for q in best if column]
 
-    parts = of(rollout.examples), of(rollout.prompts), of(rollout.completions)
-    return Rollout(*parts, rollout.drawn_by), rewards_QG[best]
+    columns = rollout.examples, rollout.prompts, rollout.completions, rollout.drawn_by
+    return Rollout(*map(of, columns)), rewards_QG[best]
 
 
 def missing_prompts(
@@ -289,11 +308,12 @@ def rollout_metrics(
     }
 
 
-def as_record(rollout: Rollout, rewards_QG: np.ndarray, digest: str) -> catalog_rollouts.Rollouts:
+def as_record(rollout: Rollout, rewards_QG: np.ndarray) -> catalog_rollouts.Rollouts:
     """Returns scored rollouts as the catalog keeps them."""
     tokens = [[c.tokens for c in group] for group in rollout.completions]
     logprobs = [[c.logprobs for c in group] for group in rollout.completions]
-    drawn_by = [[[digest] * len(row) for row in group] for group in tokens]
+    digests = [one if isinstance(one, str) else one.digest for one in rollout.drawn_by]
+    drawn_by = [[[digest] * len(row) for row in group] for digest, group in zip(digests, tokens)]
     made = tokens, logprobs, drawn_by, rewards_QG
     return catalog_rollouts.Rollouts("", 0, rollout.prompts, *made)
 

@@ -3,8 +3,9 @@
 Policies are grouped in *units*; a unit's rollout and its update are one device call each.
 ``sequential``: one policy a unit, the device waits for its rewards. ``overlapped``: the device runs
 another unit meanwhile. ``batched``: all policies in ``cohorts`` units, overlapped. A policy's
-results do not depend on its unit. With several processes, process 0 waits for its rewards and
-decides the next phase.
+results do not depend on its unit, nor on the time that rewards take: with ``ahead`` = s a unit's
+rollout of step k always follows its update k - s - 1. With several processes, process 0 waits for
+its rewards and decides the next phase.
 """
 
 import concurrent.futures as futures
@@ -37,23 +38,38 @@ def units_of(names: Sequence[str], schedule: str, cohorts: int = 1) -> list[list
 
 @dataclasses.dataclass
 class Unit:
-    """Policies that are rolled out and updated together, ``step`` times so far."""
+    """Policies that are rolled out and updated together.
+
+    Attributes:
+        step: of the phase at hand.
+        done: updates so far.
+    """
 
     names: list[str]
     step: int
+    done: int
     _submit: Callable[..., futures.Future]
-    _pending: dict[str, futures.Future] = dataclasses.field(default_factory=dict)
+    # by step, until its update: the samples, and their rewards by policy
+    _flight: dict[int, tuple[Mapping[str, Any], dict[str, futures.Future]]] = dataclasses.field(
+        default_factory=dict
+    )
 
     def score(self, reward: Callable[[str, Any], Any], samples: Mapping[str, Any]) -> None:
         """Submits ``reward(name, samples[name])`` of each policy to worker threads."""
-        self._pending = {name: self._submit(reward, name, samples[name]) for name in self.names}
+        pending = {name: self._submit(reward, name, samples[name]) for name in self.names}
+        self._flight[self.step] = samples, pending
 
     def scored(self) -> dict[str, Any]:
         """Returns the rewards by policy; raises the exception of a failed one."""
-        return {name: future.result() for name, future in self._pending.items()}
+        return {name: future.result() for name, future in self._flight[self.done][1].items()}
 
     def unfinished(self) -> list[futures.Future]:
-        return [future for future in self._pending.values() if not future.done()]
+        """Returns the rewards that the next update waits for."""
+        return [future for future in self._flight[self.done][1].values() if not future.done()]
+
+    def in_flight(self) -> dict[int, Mapping[str, Any]]:
+        """Returns the samples that wait for their update, by step and policy."""
+        return {step: samples for step, (samples, _) in self._flight.items()}
 
 
 class Phases:
@@ -75,10 +91,13 @@ class Phases:
         first_step: step at which each policy starts; policies of a unit must agree.
         steps: step at which all end.
         overlap: run another unit while rewards are computed.
+        ahead: rollouts that a unit draws before the update of an earlier step; 0: none.
         look: called with (seconds waited, pending rewards) before each phase, and every second
             while the devices wait; it may raise.
 
     Attributes:
+        units: those with steps to do; before the iteration, ``unit.score`` with the ``step`` set
+            resumes what was in flight.
         wall_s, busy: duration of the whole run, and the share of it in which the devices were busy;
             once it has ended.
     """
@@ -91,11 +110,12 @@ class Phases:
         overlap: bool,
         workers: int = 4,
         look: Callable[[float, int], None] | None = None,
+        ahead: int = 0,
     ):
         self.wall_s = self.busy = 0.0
-        self._steps, self._overlap, self._look = steps, overlap, look
+        self._steps, self._overlap, self._look, self._ahead = steps, overlap, look, ahead
         self._free, self._closed = threading.Semaphore(workers), False
-        self._idle = deque[Unit]()
+        self.units = list[Unit]()
         for names in units:
             first, *more = sorted({first_step[name] for name in names})
             if more:
@@ -104,7 +124,7 @@ class Phases:
                     " schedule they were started with"
                 )
             if first < steps:
-                self._idle.append(Unit(list(names), first, self._submit))
+                self.units.append(Unit(list(names), first, first, self._submit))
 
     def __enter__(self) -> "Phases":
         return self
@@ -113,7 +133,9 @@ class Phases:
         self._closed = True
 
     def __iter__(self) -> Iterator[tuple[str, Unit]]:
-        began, idle, waiting = time.perf_counter(), self._idle, list[Unit]()
+        began, idle, waiting = time.perf_counter(), deque[Unit](), list[Unit]()
+        for unit in self.units:
+            (idle if self._may_draw(unit) else waiting).append(unit)
         busy_s = 0.0
         while idle or waiting:
             may_start = bool(idle) and (self._overlap or not waiting)
@@ -123,21 +145,24 @@ class Phases:
             since = time.perf_counter()
             if scored is None:
                 unit = idle.popleft()
+                unit.step = unit.done + len(unit._flight)
                 yield ROLLOUT, unit
-                waiting.append(unit)
             else:
                 unit = waiting.pop(scored)
-                pending = unit._pending
+                unit.step, pending = unit.done, unit._flight[unit.done]
                 yield UPDATE, unit
-                if unit._pending is not pending:
-                    waiting.append(unit)
-                    continue
-                unit.step, unit._pending = unit.step + 1, {}
-                if unit.step < self._steps:
-                    idle.append(unit)
+                if unit._flight[unit.done] is pending:
+                    del unit._flight[unit.done]
+                    unit.done += 1
             busy_s += time.perf_counter() - since
+            if unit.done < self._steps:
+                (idle if self._may_draw(unit) else waiting).append(unit)
         self.wall_s = time.perf_counter() - began
         self.busy = busy_s / self.wall_s
+
+    def _may_draw(self, unit: Unit) -> bool:
+        drawn = len(unit._flight)
+        return drawn <= self._ahead and unit.done + drawn < self._steps
 
     def _submit(self, call: Callable, *arguments: Any) -> futures.Future:
         # Daemon threads: the process does not wait for them at exit, as it does for those of

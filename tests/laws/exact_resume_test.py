@@ -4,6 +4,7 @@ stopped, or killed, and run again.
 
 import dataclasses
 import multiprocessing
+import os
 import signal
 import sys
 import time
@@ -16,6 +17,7 @@ import pytest
 
 from mint_jax import host, mesh
 from mint_jax.catalog.lifecycle import Catalog
+from mint_jax.catalog.rollouts import unpack_rollouts
 from mint_jax.checkpoint import Checkpoints
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.recipes import grpo
@@ -115,6 +117,19 @@ def kept(workdir) -> dict[tuple[str, int], str]:
     return out
 
 
+def drawn_by(workdir) -> dict[tuple[str, int], set[str]]:
+    """(policy, step) -> digests of the revisions that drew the kept rollouts."""
+    with Catalog.open(workdir / "catalog") as catalog:
+        records = [r for policy in catalog.policies() for r in catalog.rollouts(policy.name)]
+        loaded = {
+            (r.policy, r.step): unpack_rollouts(catalog.load_payload(r.digest)) for r in records
+        }
+    return {
+        at: {digest for group in one.revisions for row in group for digest in row}
+        for at, one in loaded.items()
+    }
+
+
 def measured(workdir) -> list[dict]:
     rows = [{k: v for k, v in row.items() if k != "time"} for row in rows_of(workdir)]
     return sorted(rows, key=lambda row: (row["step"], row["name"]))
@@ -126,10 +141,14 @@ def assert_same_run(one: Path, other: Path) -> None:
     assert measured(one) == measured(other)
 
 
-def train(steps: int, workdir: Path, vary=False, schedule="batched") -> dict[str, str]:
+def train(steps: int, workdir: Path, vary=False, schedule="batched", stale=0) -> dict[str, str]:
     """Runs the job of configs/tiny/grpo.py; returns the last revision of every policy."""
     changes = {"steps": steps, "export_every": 1, "tensorboard": False, "schedule": schedule}
     config = tiny("grpo", **changes)
+    if stale:
+        with config.unlocked():
+            config.max_staleness, config.checkpoint.every = stale, 1
+        config.policies.reinforce.loss.kind = "importance_sampling"
     for policy in config.policies.values():
         policy.env = {"name": "varied:make", "vary": vary}
         policy.optimizer.learning_rate = 1e-2
@@ -153,7 +172,7 @@ def test_grpo_stopped_and_resumed_is_grpo_uninterrupted(one_device, tmp_path, mo
     assert half == {name: digests[name, 2] for name in whole}
 
 
-def train_until_held(steps: int, workdir: Path, last: int, schedule: str, cache: str) -> None:
+def train_until_held(steps: int, workdir: Path, last: int, how: dict, cache: str) -> None:
     """Runs ``train`` in a process of its own; its rewards stop once ``last`` rows are recorded."""
     sys.path.insert(0, str(workdir.parent))
     host.use_compilation_cache(cache)
@@ -167,7 +186,7 @@ def train_until_held(steps: int, workdir: Path, last: int, schedule: str, cache:
         return scored(*args, **options)
 
     grpo.ConcurrentGrpo.reward = reward
-    train(steps, workdir, schedule=schedule)
+    train(steps, workdir, **how)
 
 
 def count_of(workdir: Path) -> int:
@@ -177,28 +196,42 @@ def count_of(workdir: Path) -> int:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("steps", "kills", "schedule"),
-    [(4, 1, "batched"), pytest.param(24, 4, "overlapped", marks=pytest.mark.slow)],
+    ("steps", "kills", "schedule", "stale", "number"),
+    [
+        (4, 1, "batched", 0, signal.SIGKILL),
+        (4, 1, "batched", 1, signal.SIGKILL),
+        pytest.param(9, 2, "overlapped", 2, signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param(24, 4, "overlapped", 0, signal.SIGKILL, marks=pytest.mark.slow),
+    ],
 )
 def test_grpo_killed_and_run_again_is_grpo_uninterrupted(
-    steps, kills, schedule, one_device, tmp_path, rng, monkeypatch
+    steps, kills, schedule, stale, number, one_device, tmp_path, rng, monkeypatch
 ):
-    """Each kill falls at a random moment, later than the one before."""
+    """Each kill falls at a random moment, later than the one before. Tokens know the revision that
+    drew them, ``stale`` updates before.
+    """
     write_environment(tmp_path, monkeypatch)
-    whole = train(steps, tmp_path / "whole", schedule=schedule)
+    how = {"schedule": schedule, "stale": stale}
+    whole = train(steps, tmp_path / "whole", **how)
+    drawers, digests = drawn_by(tmp_path / "whole"), exported(tmp_path / "whole")
+    for (name, step), drawer in drawers.items():
+        if step > stale:
+            assert drawer == {digests[name, step - stale]}
+    rows = rows_of(tmp_path / "whole")
+    assert all(row.get("stalest", 0) == min(row["step"], stale) for row in rows)
     killed, last = tmp_path / "killed", 3 * (steps - 1)  # rows of three policies
     cache = jax.config.jax_compilation_cache_dir
     for k in range(kills):
-        job = SERVER.Process(target=train_until_held, args=(steps, killed, last, schedule, cache))
+        job = SERVER.Process(target=train_until_held, args=(steps, killed, last, how, cache))
         job.start()
         target = max(1, int(last * (k + rng.uniform()) / kills))
         while count_of(killed) < target:
             assert job.is_alive()
             time.sleep(0.002)
         time.sleep(rng.uniform(0, 0.1))
-        job.kill()
+        os.kill(job.pid, number)
         job.join()
-        assert job.exitcode == -signal.SIGKILL
+        assert job.exitcode == (-number if number == signal.SIGKILL else 1)
         assert len(exported(killed)) < len(exported(tmp_path / "whole"))
-    assert train(steps, killed, schedule=schedule) == whole
+    assert train(steps, killed, **how) == whole
     assert_same_run(killed, tmp_path / "whole")

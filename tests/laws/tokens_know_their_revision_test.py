@@ -124,7 +124,7 @@ def test_every_sampled_token_names_the_revision_that_drew_it(run_job, tmp_path):
     with contextlib.closing(JobCatalog(tmp_path / "catalog")) as jobs:
         loaded = adapters.read_adapter(digest, base, jobs)
         job = grpo.ConcurrentGrpo(read(config), base)
-        with job.sampling_from({"ppo": digest}, jobs):
+        with job.sampling_from({"ppo": digest}, jobs, str):
             check_fixed(job, base, loaded, digest, kept)
 
 
@@ -137,12 +137,12 @@ def check_fixed(job, base, loaded, digest, kept):
     for step, rollouts in kept.items():
         how = {"adapter": slots["r"], "n": member.sampling.group_size, "stop_ids": job.stop_ids}
         how |= member.sampling.drawing
-        drawn = job._draw("ppo", step)
+        drawn = job._draw("ppo", step, None)
         asked = [Request(prompt=tuple(member.train[i]), seed=seed, **how) for i, seed in drawn]
         alone = [[c.tokens for c in group] for group in engine.generate(asked, stacks)]
         assert rollouts.tokens == alone, "as sampled from that revision alone"
         before = jax.tree.map(np.array, job.trainer.state)
         sampled = job.rollout(["ppo"], step)["ppo"]
         assert [[c.tokens for c in group] for group in sampled.completions] == alone
-        assert sampled.drawn_by == digest
+        assert set(sampled.drawn_by) == {digest}
         chex.assert_trees_all_equal(job.trainer.state, before)

@@ -1,5 +1,7 @@
 """A policy's run is its own, whichever other policies train."""
 
+import dataclasses
+import json
 import sys
 import types
 
@@ -11,6 +13,8 @@ from mint_jax.envs.env import Example, ListEnvironment
 from mint_jax.errors import UserError
 from mint_jax.harness import start
 from mint_jax.harness.options import GrpoSampling
+from mint_jax.harness.recorder import Snapshot
+from mint_jax.recipes import in_flight
 from mint_jax.recipes.grpo import rollout_groups
 from mint_jax.recipes.rollouts import Rollout, missing_prompts, rollout_metrics, trained
 from mint_jax.rollout.request import Completion
@@ -44,11 +48,12 @@ def own_rewards(monkeypatch):
     monkeypatch.setitem(sys.modules, "own_rewards", module)
 
 
-def revisions(folder, max_tokens: dict[str, int]) -> dict[str, str]:
+def revisions(folder, max_tokens: dict[str, int], stale: int) -> dict[str, str]:
     """Returns the final revision of each policy after two steps one by one."""
     config = tiny("grpo", tensorboard=False, export_every=1, schedule="sequential", steps=2)
     usual = config.policies.ppo.to_dict()
     with config.unlocked():
+        config.max_staleness = stale
         config.policies = {
             name: usual
             | {"env": {"name": "own_rewards:make", "policy": name}}
@@ -69,7 +74,7 @@ def sampled(rng, lengths_QG, options):
     made = [[completion(n) for n in row] for row in lengths_QG]
     rewards = rng.normal(size=np.shape(lengths_QG))
     rewards[-1] = 0.5
-    return sampling, Rollout([], [[1, 2]] * len(made), made), rewards
+    return sampling, Rollout([], [[1, 2]] * len(made), made, []), rewards
 
 
 def test_completions_that_were_cut_off_train_nothing_and_long_ones_earn_less(rng):
@@ -107,10 +112,34 @@ def test_prompts_of_equal_rewards_give_way_to_others(rng):
     assert at == further_indices(9, [1, 4], 3, 0) != further_indices(9, [1, 4], 3, 1)
 
 
+def test_rollouts_in_flight_come_back_from_a_checkpoint_as_they_were(rng):
+    def completion(n):
+        logprobs = (-rng.exponential(size=(2, n))).astype(np.float32).tolist()
+        routes = rng.integers(-1, 9, (n, 2, 3)).astype(np.int16)
+        return Completion(rng.integers(0, 99, n).tolist(), *logprobs, "stop", "é", routes)
+
+    made = [[completion(n) for n in (3, 1)], [completion(2)]]
+    drawn_by = [Snapshot.known("ab" * 32, 7), "cd" * 32]
+    rollout = Rollout(["examples"], ["prompts"], made, drawn_by, [[rng.normal()]])
+    restored = types.SimpleNamespace(
+        restored=lambda name, step, *drawn: Rollout(["examples"], ["prompts"], *drawn)
+    )
+    saved = json.loads(json.dumps(in_flight.to_json(rollout)))
+    again = in_flight.from_json(saved, restored, "p", 8)
+    assert (again.rewards, again.drawn_by[1]) == (rollout.rewards, drawn_by[1])
+    assert (again.drawn_by[0].digest, again.drawn_by[0].step) == ("ab" * 32, 7)
+    for group, expected in zip(again.completions, made, strict=True):
+        for one, other in zip(group, expected, strict=True):
+            np.testing.assert_array_equal(one.routes, other.routes)
+            without = {"routes": None}
+            assert dataclasses.replace(one, **without) == dataclasses.replace(other, **without)
+
+
 @pytest.mark.long
 @pytest.mark.users  # the last bits of a rollout
-def test_other_policies_change_nothing_of_a_policys_run(tmp_path):
-    alone = revisions(tmp_path / "alone", {"b": 8})
-    among = revisions(tmp_path / "among", {"a": 9, "b": 8, "z": 8})
+@pytest.mark.parametrize("stale", [0, 1])
+def test_other_policies_change_nothing_of_a_policys_run(stale, tmp_path):
+    alone = revisions(tmp_path / "alone", {"b": 8}, stale)
+    among = revisions(tmp_path / "among", {"a": 9, "b": 8, "z": 8}, stale)
     assert among["b"] == alone["b"]
     assert len(set(among.values())) == 3

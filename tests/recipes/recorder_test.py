@@ -18,7 +18,7 @@ SCHEMA = Schema("ab" * 32, AdapterConfig(1, 2.0, ("q",)))
 
 def snapshot(value: float) -> Snapshot:
     factors = {"dense": {"q": {"a": np.full((1, 1, 8), value, np.float32)}}}
-    return Snapshot(factors, SCHEMA, version=1)
+    return Snapshot(factors, SCHEMA, step=1)
 
 
 @pytest.fixture

@@ -125,6 +125,10 @@ def test_a_reward_that_hangs_ends_the_run_at_its_timeout(where, own_env, tmp_pat
         ),
         (lambda p: p.loss.update({"kind": "grpo"}), "loss is 'grpo'; choose one of"),
         (lambda p: p.sampling.update({"max_tokens": 512}), "exceed the context of 512"),
+        (
+            lambda p: p.loss.update({"kind": "reinforce"}),
+            "max_staleness is 1, but policies.ppo.loss.kind is 'reinforce'.*importance_sampling",
+        ),
         (lambda p: p.sampling.update({"temperature": 0.0}), "sampling: temperature is 0.0"),
     ],
 )
@@ -132,6 +136,7 @@ def test_a_bad_policy_is_refused_before_anything_is_sampled(change, says, tmp_pa
     config = only(tiny("grpo"), "ppo")
     with config.unlocked():
         change(config.policies.ppo)
+        config.max_staleness = 1
     monkeypatch.setattr(rollouts.Engine, "generate", lambda *a, **k: pytest.fail("sampled"))
     with pytest.raises(UserError, match=says):
         run_config(config, tmp_path)

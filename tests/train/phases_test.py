@@ -1,7 +1,9 @@
 """Schedules with phases that only take notes: order of calls, real overlap, errors and resuming."""
 
+import random
 import threading
-from collections import Counter
+import time
+from collections import Counter, defaultdict
 
 import pytest
 
@@ -61,6 +63,47 @@ def test_an_update_that_scores_further_samples_comes_again():
             else:
                 calls.append((unit.names[0], unit.step, n))
     assert sorted(calls) == [("a", 0, 3), ("a", 1, 3), ("b", 0, 3), ("b", 1, 3)]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("ahead", [0, 1, 2, 9])
+def test_rollouts_ahead_follow_one_schedule_whatever_rewards_take(ahead, overlap, rng):
+    """Rollout k comes between the updates k - ahead - 1 and k - ahead, in a resumed run too."""
+    steps, stop = 5, int(rng.integers(1, 9))
+    units, calls, flights = [["a", "c"], ["b"]], defaultdict(list), {}
+
+    def reward(name, sample):
+        time.sleep(random.uniform(0, 0.004))
+        return sample, "scored"
+
+    def run(first):
+        how = units, first, steps, overlap, 4, None, ahead
+        with schedule_lib.Phases(*how) as phases:
+            for unit in phases.units:
+                for step, samples in flights.get(unit.names[0], {}).items():
+                    unit.step = step
+                    unit.score(reward, samples)
+            for count, (phase, unit) in enumerate(phases):
+                calls[unit.names[0]].append((phase, unit.step))
+                if phase == schedule_lib.ROLLOUT:
+                    unit.score(reward, {name: (name, unit.step) for name in unit.names})
+                    continue
+                assert unit.scored() == {n: ((n, unit.step), "scored") for n in unit.names}
+                if count < stop:
+                    continue
+                flights.update({u.names[0]: u.in_flight() for u in phases.units})
+                del flights[unit.names[0]][unit.step]  # its update is done
+                return {n: u.done + (u is unit) for u in phases.units for n in u.names}
+        return None
+
+    left = run(dict.fromkeys("abc", 0))
+    while left is not None:
+        stop = 99
+        left = run(left)
+    expected = [("rollout", k) for k in range(min(ahead + 1, steps))]
+    for k in range(steps):
+        expected += [("update", k)] + [("rollout", k + ahead + 1)] * (k + ahead + 1 < steps)
+    assert calls == {"a": expected, "b": expected}
 
 
 def test_batched_cohorts_are_one_call_each_and_overlap():

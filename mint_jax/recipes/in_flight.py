@@ -1,0 +1,92 @@
+"""Rollouts of GRPO with ``max_staleness``. Those that wait for their update are JSON of every
+checkpoint: they were drawn from older weights, so that a resumed run could not draw them again.
+"""
+
+import base64
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mint_jax.harness.recorder import Snapshot
+from mint_jax.harness.training import TrainingRun
+from mint_jax.recipes.rollouts import PolicySampler, Rollout
+from mint_jax.rollout.request import Completion
+from mint_jax.train.phases import Unit
+
+LISTS = {"tokens": np.int32, "logprobs": np.float32, "drawn_logprobs": np.float32}
+ROUTES = "routes", "prompt_routes"
+
+
+class InFlight:
+    """Rollouts in flight of a run's units; resumes those of its checkpoint by submitting their
+    rewards. Without ``max_staleness`` it does nothing.
+    """
+
+    def __init__(self, run: TrainingRun, job: Any, units: Sequence[Unit]):
+        self.run, self.units, self.is_used = run, units, job.config.max_staleness > 0
+        for unit in units:
+            saved = {name: run.resumed_work.get(name, {}) for name in unit.names}
+            for step in sorted(map(int, saved[unit.names[0]])):
+                unit.step = step
+                made = {n: from_json(saved[n][str(step)], job, n, step) for n in unit.names}
+                unit.score(job.reward, made)
+        if self.is_used:
+            run.in_flight = self.state
+
+    def state(self) -> dict[str, Any]:
+        """Returns the rollouts whose updates are not done, by policy and step."""
+        return {
+            name: {
+                str(step): to_json(rollouts[name])
+                for step, rollouts in unit.in_flight().items()
+                if step >= self.run.step[name]
+            }
+            for unit in self.units
+            for name in unit.names
+        }
+
+    def measure(self, scored: Mapping[str, Any], step: int, rows: dict[str, dict]) -> None:
+        """Adds metrics of the updates between drawing and training, mean and maximum over prompts;
+        rollouts of fixed revisions have none.
+        """
+        for name, (rollout, _) in scored.items() if self.is_used else ():
+            late = [step - d.step for d in rollout.drawn_by if isinstance(d, Snapshot)]
+            if late:
+                rows[name] |= {"staleness": float(np.mean(late)), "stalest": max(late)}
+
+
+def to_json(rollout: Rollout) -> dict[str, Any]:
+    def row(c: Completion) -> dict[str, Any]:
+        arrays = {name: np.asarray(getattr(c, name), dtype) for name, dtype in LISTS.items()}
+        arrays |= {n: x for n in ROUTES if (x := getattr(c, n)) is not None}
+        packed = {name: _pack(x) for name, x in arrays.items()}
+        return packed | {name: getattr(c, name) for name in ("finish", "text", "revision")}
+
+    return {
+        "completions": [[row(c) for c in group] for group in rollout.completions],
+        "drawn_by": [d if isinstance(d, str) else [d.digest, d.step] for d in rollout.drawn_by],
+        "rewards": rollout.rewards,
+    }
+
+
+def from_json(saved: Mapping[str, Any], sampler: PolicySampler, name: str, step: int) -> Rollout:
+    def completion(row: Mapping[str, Any]) -> Completion:
+        arrays: dict[str, Any] = {n: _unpack(x) for n, x in row.items() if isinstance(x, list)}
+        arrays |= {n: arrays[n].tolist() for n in LISTS}
+        return Completion(**{**row, **arrays})
+
+    made = [[completion(row) for row in group] for group in saved["completions"]]
+    drawn_by = [d if isinstance(d, str) else Snapshot.known(*d) for d in saved["drawn_by"]]
+    rollout = sampler.restored(name, step, made, drawn_by)
+    return dataclasses.replace(rollout, rewards=saved["rewards"])
+
+
+def _pack(x: np.ndarray) -> list[Any]:
+    return [x.dtype.str, x.shape, base64.b64encode(x.tobytes()).decode()]
+
+
+def _unpack(packed: list[Any]) -> np.ndarray:
+    dtype, shape, text = packed
+    return np.frombuffer(base64.b64decode(text), dtype).reshape(shape)
