@@ -21,7 +21,7 @@ from mint_jax.rollout import device, plans
 from mint_jax.rollout.device import DecodePlan, Drawn
 from mint_jax.rollout.pages import pages_for
 from mint_jax.rollout.request import Request
-from mint_jax.rollout.samples import CachedPrompt, SampleState, longest_table
+from mint_jax.rollout.samples import CachedPrompt, Row, SampleState, longest_table
 
 
 class Steps:
@@ -50,12 +50,12 @@ class Steps:
             cached: positions before each row's token.
             alone: the only row that decodes; None for all of them.
         """
-        live: list[tuple[SampleState, int]] = []
+        live: list[Row] = []
         for r, slot in enumerate(slots):
             request = Request((self._first[r],), slot, max_tokens=self.room, temperature=0.0)
             pages = list(range(r * self._each, (r + 1) * self._each))
             prompt, tokens = CachedPrompt(request, ("bench", None)), [self._first[r]] * cached
-            live.append((SampleState(prompt, 0, r, pages=pages, tokens=tokens), self.room))
+            live.append(Row(SampleState(prompt, 0, r, pages=pages, tokens=tokens), self.room))
         shape = self.rows, 1, self._table, self.base.cfg.vocab_size, stacks
         plan, places = plans.rows_plan(live, *shape)
         if places != list(range(len(slots))):

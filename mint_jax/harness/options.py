@@ -95,6 +95,9 @@ class SamplerSettings(CatalogSettings):
     """Settings of recipes that sample."""
 
     max_rows: Count = setting("rows sampled together", 64)
+    speculative_tokens: Natural = setting(
+        "drafts of a sample that idle rows verify in one step, at most 15; 0: none", 0
+    )
     cache_gib: Amount = setting(
         "largest cache of the sampler, GiB; 0: 1 GiB on a CPU, most free memory elsewhere", 0.0
     )
@@ -103,6 +106,12 @@ class SamplerSettings(CatalogSettings):
     def cache_bytes(self) -> int | None:
         """Largest cache; None: the engine decides."""
         return int(self.cache_gib * 2**30) or None
+
+    @property
+    def sampler(self) -> dict[str, Any]:
+        """Arguments of the engine."""
+        same = "max_rows", "speculative_tokens", "cache_bytes"
+        return {name: getattr(self, name) for name in same}
 
 
 @dataclasses.dataclass(frozen=True)

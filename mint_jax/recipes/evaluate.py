@@ -157,7 +157,7 @@ def _sample(
     """
     names, decode = list(pool.digests), pool.base.need_tokenizer().decode
     groups = [names[k : k + config.slots] for k in range(0, len(names), config.slots)] or [[]]
-    engine = Engine(pool.base, decode, config.max_rows, cache_bytes=config.cache_bytes)
+    engine = Engine(pool.base, decode, **config.sampler)
     progress = Progress("sampling", len(groups))
     out: dict[str, list[Completion]] = {}
     for k, group in enumerate(groups, 1):

@@ -108,12 +108,14 @@ class PolicySampler:
         self.engine = Engine(
             base,
             tokenizer.decode,
-            config.max_rows,
+            **config.sampler,
             keep_routes=base.cfg.routed and any(s.replay for s in samplings),
-            cache_bytes=config.cache_bytes,
             keep_cache=False,
         )
         self.stop_ids, self.tokens = tokenizer.eos_ids, 0
+        # Last completions of a policy's prompt: drafts for the next ones. Held-out prompts have the
+        # same seeds at each evaluation, so a small update changes few of their tokens.
+        self._last = dict[tuple[str, tuple[int, ...]], tuple[tuple[int, ...], ...]]()
         # digest and slot of policies that sample from another adapter, and its stacks
         self._fixed, self._stacks = dict[str, tuple[str, Slot]](), Stacks()
         self._snapshot: Callable[[str], Snapshot | str] = lambda name: ""
@@ -211,10 +213,15 @@ class PolicySampler:
                 weights = {"revision": digest}
             drawing = self.members[name].sampling.drawing
             how: Any = {"n": n, "seed": seed, "stop_ids": self.stop_ids, **drawing, **weights}
+            how["drafts"] = self._last.get((name, tuple(prompt)), ())
             requests.append(Request(tuple(prompt), slot, **how))
         stacks = self._stacks if is_fixed else self.trainer.stacks
-        for (name, *_), some in zip(rows, self.engine.generate(requests, stacks, *finished)):
+        for (name, prompt, *_), some in zip(
+            rows, self.engine.generate(requests, stacks, *finished)
+        ):
             out[name].append(some)
+            if self.config.speculative_tokens:
+                self._last[name, tuple(prompt)] = tuple(tuple(c.tokens) for c in some)
         return out
 
 

@@ -60,7 +60,7 @@ def run(config: SampleSettings, folder: Path) -> dict[str, Any]:
 def sampler(base: Base, config: SampleSettings) -> batch.Program:
     """Returns a program that samples requests of many adapters."""
     decode = base.tokenizer.decode if base.tokenizer is not None else None
-    engine = Engine(base, decode, config.max_rows, cache_bytes=config.cache_bytes)
+    engine = Engine(base, decode, **config.sampler)
 
     def prepare(row: batch.Row, where: str) -> Request:
         request = request_of(base, row, vars(config.sampling), where)

@@ -28,7 +28,15 @@ def sizes_of(config: ServeSettings) -> Any:
     """Returns ``service.server.Sizes`` of the settings."""
     from mint_jax.service.server import Sizes
 
-    same = ("experts", "max_rows", "reuse_decoded", "gap_s", "idle_gap_s", "session_s")
+    same = (
+        "experts",
+        "max_rows",
+        "speculative_tokens",
+        "reuse_decoded",
+        "gap_s",
+        "idle_gap_s",
+        "session_s",
+    )
     return Sizes(
         slots=dict.fromkeys(config.ranks, config.slots),
         adapters=dict.fromkeys(config.ranks, config.adapters),

@@ -22,10 +22,11 @@ from mint_jax.rollout import plans
 from mint_jax.rollout import request as requests_
 from mint_jax.rollout.calls import DeviceCalls
 from mint_jax.rollout.detokenize import Stops, context_of, text_behind
+from mint_jax.rollout.drafts import Drafts
 from mint_jax.rollout.grammar import Grammars, reason_of
 from mint_jax.rollout.pages import PagePool
 from mint_jax.rollout.request import Request
-from mint_jax.rollout.samples import CachedPrompt, SampleState, longest_table
+from mint_jax.rollout.samples import CachedPrompt, Row, SampleState, longest_table
 from mint_jax.rollout.scheduler import Scheduler
 from mint_jax.rollout.stream import Stream
 
@@ -33,6 +34,8 @@ from mint_jax.rollout.stream import Stream
 READS = 4
 # Counters that are reported as 0 from the start.
 COUNTS = ("prefills", "prefilled_tokens", "reused_tokens", "decodes", "drawn_tokens", "preempted")
+# Most steps of a dispatch without drafts, in an engine that looks for them.
+LOOK_STEPS = 4
 
 
 class Residents(Protocol):
@@ -93,11 +96,12 @@ class ActiveRequests:
         steps: int,
         keep_routes: bool,
         reuse_decoded: bool,
+        drafts: Drafts | None,
     ):
         self.base, self.calls, self.parts = base, calls, calls.parts
         self.rows, self.blocks, self.table = rows, blocks, longest_table(base.cfg.context)
         self.decode, self.steps, self.keep_routes = decode, steps, keep_routes
-        self.reuse_decoded = reuse_decoded
+        self.reuse_decoded, self.drafts = reuse_decoded, drafts
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
         self.grammars = Grammars(base)
         self.schedule = Scheduler([PagePool(0, PAGE)] * self.parts, 0)
@@ -131,6 +135,8 @@ class ActiveRequests:
         request = job.prompt.request
         if self.coscheduled is not None:
             self.coscheduled.began(request.tenant)
+        if self.drafts is not None:
+            self.drafts.began(job.prompt)
         job.samples = self.schedule.add(job.prompt, job)
         for sample in job.samples:
             sample.matcher = None if job.matcher is None else job.matcher.deep_copy()
@@ -173,8 +179,9 @@ class ActiveRequests:
             self.coscheduled.took("prefill", time.perf_counter() - self._read_from, self._read)
         rows = self.schedule.to_decode(self.steps, self._preempt)
         if rows:
-            most = max(Counter(s.prompt.part for s, _ in rows).values())
-            self._decode(rows, next(r for r in usable if r >= self.parts * most))
+            drafted = [] if self.drafts is None else self.drafts.rows(rows, self.schedule.rows)
+            most = max(Counter(row.sample.prompt.part for row in rows + drafted).values())
+            self._decode(rows, drafted, next(r for r in usable if r >= self.parts * most))
         return bool(reads or rows or len(self.schedule.running) != before)
 
     def usable_rows(self) -> list[int]:
@@ -225,34 +232,45 @@ class ActiveRequests:
                 self.counts["prefilled_tokens"] += count
                 self._read[request.tenant, request.revision] += count
 
-    def _decode(self, running: list[tuple[SampleState, int]], rows: int) -> None:
+    def _decode(self, running: list[Row], drafted: list[Row], rows: int) -> None:
+        every = running + drafted
         plan, places = plans.rows_plan(
-            *(running, rows, self.parts, self.table, self.base.cfg.vocab_size, self.calls.stacks),
+            *(every, rows, self.parts, self.table, self.base.cfg.vocab_size, self.calls.stacks),
             self.calls.kinds,
         )
-        steps = 1 if any(sample.matcher is not None for sample, _ in running) else self.steps
+        steps = self.steps if self.drafts is None else min(self.steps, LOOK_STEPS)
+        if drafted or any(sample.matcher is not None for sample, *_ in running):
+            steps = 1
         if self.schedule.waiting or self.schedule.swapped:
             # Stop when the first row ends, so that a waiting sample gets its row. When training
             # runs between dispatches, stop when half of the rows end: 16 rows that started one
             # after another would otherwise draw one token per dispatch, and each dispatch would
             # wait for a training slice.
-            left = sorted(sample.limit - sample.own for sample, _ in running)
+            left = sorted(sample.limit - sample.own for sample, *_ in running)
             trains = self.coscheduled is not None and self.coscheduled.waiting
             steps = min(steps, left[len(left) // 2 if trains else 0])
         began = time.perf_counter()
         drawn = self.calls.decode(plan, steps)
         seconds, tokens = time.perf_counter() - began, Counter[tuple[str, str | None]]()
         self.counts["decodes"] += 1
-        self.counts["drawn_tokens"] += int(drawn.count.sum())
-        for (sample, _), r in zip(running, places):
-            piece, request = sample.append(drawn, r), sample.prompt.request
+        began_at = {sample: sample.own for sample, *_ in running}
+        ended = dict.fromkeys(began_at, False)
+        for row, r in zip(every, places):  # a sample's rows are in the order of their drafts
+            sample, request = row.sample, row.sample.prompt.request
+            if ended[sample] or tuple(sample.tokens[began_at[sample] :]) != row.drafts:
+                continue
+            piece, ended[sample] = sample.append(drawn, r), bool(drawn.stopped[r])
             tokens[request.tenant, request.revision] += len(piece.tokens)
             sample.owner.stream.put(piece)
+        self.counts["drawn_tokens"] += sum(tokens.values())
+        if self.drafts is not None:
+            for sample, begin in began_at.items():
+                self.counts.update(self.drafts.drew(sample, sample.own - begin))
         if self.coscheduled is not None and running:
             self.coscheduled.took("decode", seconds, tokens)
         failed: dict[ActiveRequest, UserError] = {}
-        for (sample, _), r in zip(running, places):
-            stopped, matcher, end = bool(drawn.stopped[r]), sample.matcher, None
+        for sample, stopped in ended.items():
+            matcher, end = sample.matcher, None
             if matcher is not None:
                 if not stopped:
                     matcher.consume_token(sample.tokens[-1])
@@ -322,6 +340,8 @@ class ActiveRequests:
 
     def _remove(self, job: ActiveRequest) -> None:
         self.jobs.remove(job)
+        if self.drafts is not None:
+            self.drafts.ended(job.prompt)
         if self.coscheduled is not None:
             self.coscheduled.ended(job.prompt.request.tenant)
 

@@ -26,6 +26,7 @@ from mint_jax.rollout import request as requests_
 from mint_jax.rollout.active import ActiveRequest, ActiveRequests, Coscheduled, Residents
 from mint_jax.rollout.calls import DeviceCalls
 from mint_jax.rollout.device import STEPS
+from mint_jax.rollout.drafts import Drafts
 from mint_jax.rollout.programs import programs
 from mint_jax.rollout.request import Completion, Request
 from mint_jax.rollout.samples import longest_table, pages_needed
@@ -48,10 +49,13 @@ class Engine:
     Args:
         decode: converts token ids to text, for stop strings and ``Completion.text``; None without a
             tokenizer.
-        rows: decode program shapes; None uses ``ROWS`` below ``max_rows``, and ``max_rows``.
+        rows: decode program shapes; None uses ``ROWS`` below ``max_rows``, and ``max_rows``; with
+            ``speculative_tokens`` only this, so that drafts change no bit.
         keep_routes: record the experts that every token visits, for replay in training (R3).
         cache_bytes: size of the KV cache over all devices; None uses ``calls.CACHE_BYTES``.
         steps: maximum tokens per row and dispatch, 1 to STEPS.
+        speculative_tokens: maximum drafts of a sample that idle rows verify in one step (see
+            ``drafts``), less than STEPS; 0: none.
         reuse_decoded: also cache what decoding wrote, so that the next turn of a conversation is
             not prefilled again. Log-probabilities then depend on earlier requests, by at most 2e-5
             in float32 (``tests/rollout/decoded_test.py``): decoding and prefill round differently.
@@ -60,7 +64,8 @@ class Engine:
             policies over SmolLM2 the cache is 94 MB.
 
     Attributes:
-        counts: totals so far: tokens prefilled, reused and drawn, dispatches, preempted samples.
+        counts: totals so far: tokens prefilled, reused and drawn, dispatches, preempted samples;
+            drafts and those accepted, also by source.
         active: the requests in progress. ``active.compiled`` has the programs that are ready, while
             others compile in the background; None compiles each program at its first call.
     """
@@ -74,6 +79,7 @@ class Engine:
         keep_routes: bool = False,
         cache_bytes: int | None = None,
         steps: int = STEPS,
+        speculative_tokens: int = 0,
         reuse_decoded: bool = False,
         keep_cache: bool = True,
     ):
@@ -81,6 +87,15 @@ class Engine:
             raise UserError(f"keep_routes is True, but {base.name} has no experts: set it to False")
         if not 1 <= steps <= STEPS:
             raise UserError(f"steps is {steps}; expected 1 to {STEPS}")
+        if not 0 <= speculative_tokens < STEPS:
+            raise UserError(
+                f"speculative_tokens is {speculative_tokens}; expected 0 (none) to {STEPS - 1}"
+            )
+        if speculative_tokens and "states" in device.kinds(base.cfg):
+            raise UserError(
+                f"speculative_tokens is {speculative_tokens}, but {base.name} has layers with a"
+                " state, which cannot forget a wrong draft: set it to 0"
+            )
         if max_rows < 1 or (rows is not None and (not rows or min(rows) < 1)):
             raise UserError(
                 f"max_rows is {max_rows} and rows {rows}; expected row counts of at least 1"
@@ -88,7 +103,8 @@ class Engine:
         self.base, self.decode, self.keep_cache = base, decode, keep_cache
         self.parts = device.page_parts(base.cfg, base.mesh)
         even = math.lcm(self.parts, base.row_multiple)
-        wanted = rows if rows is not None else (*(r for r in ROWS if r < max_rows), max_rows)
+        smaller = () if speculative_tokens else (r for r in ROWS if r < max_rows)
+        wanted = rows if rows is not None else (*smaller, max_rows)
         # One row alone on a device would use another kind of matmul than rows on other devices. A
         # program with one row in all has no other rows to agree with.
         least = 2 * base.row_multiple if base.row_multiple > 1 else 1
@@ -97,7 +113,8 @@ class Engine:
         self.blocks = -(-wanted_blocks // even) * even
         sizes = [*self.rows, self.blocks, longest_table(base.cfg.context)]
         self.calls = DeviceCalls(base, keep_routes, self.rows[-1], self.blocks, cache_bytes, sizes)
-        how = decode, steps, keep_routes, reuse_decoded
+        drafts = Drafts(speculative_tokens) if speculative_tokens else None
+        how = decode, steps, keep_routes, reuse_decoded, drafts
         self.active = ActiveRequests(base, self.calls, self.rows, self.blocks, *how)
         self.counts = self.active.counts
         self._inbox: list[ActiveRequest] = []

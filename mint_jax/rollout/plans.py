@@ -15,7 +15,7 @@ from mint_jax.rollout.grammar import mask_of, words
 from mint_jax.rollout.pages import pages_for
 from mint_jax.rollout.request import MAX_BIASES, MAX_STOP_IDS, Request, seed_of
 from mint_jax.rollout.sample import Penalties, SamplingParams
-from mint_jax.rollout.samples import CachedPrompt, SampleState
+from mint_jax.rollout.samples import CachedPrompt, Row, SampleState
 
 NOWHERE = 2**30  # a page number that is out of range everywhere
 
@@ -102,7 +102,7 @@ def _states_of_blocks(todo: Sequence[Sequence[tuple[CachedPrompt, int]]], count:
 
 
 def rows_plan(
-    running: Sequence[tuple[SampleState, int]],
+    running: Sequence[Row],
     rows: int,
     parts: int,
     table: int,
@@ -110,41 +110,42 @@ def rows_plan(
     buckets: Iterable[int],
     kinds: Collection[str] = (),
 ) -> tuple[DecodePlan, list[int]]:
-    """Returns the plan of a decode dispatch of ``rows`` rows over all parts, and the row of each
-    sample. ``running`` has the samples, and the number of own tokens that each may reach; for
-    ``kinds`` see ``device.kinds``.
+    """Returns the plan of a decode dispatch of ``rows`` rows over all parts, and the place of each
+    of those that run; for ``kinds`` see ``device.kinds``.
     """
-    samples: list[SampleState | None] = [None] * rows
+    at: list[Row | None] = [None] * rows
     until, limit = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
     tables, near = np.zeros((2, rows, table), np.int32)
     used, places = [0] * parts, []
-    for sample, goal in running:
-        part = sample.prompt.part
+    for row in running:
+        sample, part = row.sample, row.sample.prompt.part
         r = part * (rows // parts) + used[part]
         used[part] += 1
         places.append(r)
-        samples[r], until[r], limit[r] = sample, goal, sample.limit
+        at[r], until[r], limit[r] = row, row.goal, sample.limit
         pages = sample.table()
         tables[r, : len(pages)] = pages
         of_near = sample.near_table()
         near[r, list(of_near)] = list(of_near.values())
 
-    def column(dtype: type, of: Any) -> Any:
-        return np.array([0 if s is None else of(s) for s in samples], dtype)
+    samples = [None if row is None else row.sample for row in at]
+
+    def column(dtype: type, of: Any, by: Sequence[Any] = samples) -> Any:
+        return np.array([0 if one is None else of(one) for one in by], dtype)
 
     prefix = column(np.int32, lambda s: s.prompt.length)
     allowed = np.zeros((rows, words(vocab)), np.uint32)
     for r, sample in enumerate(samples):
         if sample is not None and sample.matcher is not None:
             allowed[r] = mask_of(sample.matcher, vocab)
-    teams = _teams(samples, rows // parts, tables)
+    teams = _teams(at, rows // parts, tables)
     first = np.where(np.asarray(teams.place) >= 0, -(-prefix // RUN), 0).astype(np.int32)
     stop_ids = (() if s is None else s.prompt.request.stop_ids for s in samples)
     plan = DecodePlan(
-        token=column(np.int32, lambda s: s.tokens[-1] if s.tokens else s.prompt.request.prompt[-1]),
+        token=column(np.int32, lambda row: row.token, at),
         table=tables,
         prefix=prefix,
-        own=column(np.int32, lambda s: s.own),
+        own=column(np.int32, lambda row: row.own, at),
         first=first,
         until=until,
         limit=limit,
@@ -181,18 +182,20 @@ def _padded(lists: Iterable[Sequence[Any]], width: int, fill: Any, dtype: type) 
     return out
 
 
-def _teams(samples: Sequence[SampleState | None], per_part: int, tables: np.ndarray) -> Teams:
-    """Returns each part's teams; a row's place is its sample number modulo TEAM."""
-    Z = len(samples)
+def _teams(at: Sequence[Row | None], per_part: int, tables: np.ndarray) -> Teams:
+    """Returns each part's teams; a row's place is its sample number modulo TEAM. Rows that verify
+    further drafts are teams of their own.
+    """
+    Z = len(at)
     rows, table = np.full((Z, TEAM), -1, np.int32), np.zeros_like(tables)
     prefix, place = np.zeros(Z, np.int32), np.full(Z, -1, np.int32)
     for begin in range(0, Z, per_part):
-        number: dict[tuple[CachedPrompt, int], int] = {}
+        number: dict[tuple[CachedPrompt, int, int], int] = {}
         for r in range(begin, begin + per_part):
-            sample = samples[r]
-            if sample is None or sample.team is None:
+            if (row := at[r]) is None or (team := row.sample.team) is None:
                 continue
-            z = number.setdefault((sample.prompt, sample.team), len(number))
+            sample = row.sample
+            z = number.setdefault((sample.prompt, team, len(row.drafts)), len(number))
             w = sample.number % TEAM
             rows[begin + z, w], place[r] = r - begin, z * TEAM + w
             pages = [block.page for block in sample.prompt.blocks]

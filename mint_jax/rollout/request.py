@@ -62,6 +62,8 @@ class Request:
         version: unique number of weights without a digest. Prompts stay in the cache for later
             calls, as with ``revision``; with neither they are shared within one call only.
         tenant: owner of the request; prompts are shared and quotas counted per tenant.
+        drafts: completions that these samples may resemble, such as an earlier revision's, for an
+            engine with ``speculative_tokens``. They change the speed, never the tokens.
     """
 
     prompt: tuple[int, ...]
@@ -91,6 +93,7 @@ class Request:
     revision: str | None = None
     version: int | None = None
     tenant: str = "default"
+    drafts: tuple[tuple[int, ...], ...] = ()
 
     @property
     def first_scored(self) -> int | None:
@@ -190,6 +193,7 @@ def check(request: Request, base: Base, stacks: Stacks, can_decode: bool) -> Non
     for i in request.stop_ids:
         if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < 2**31:
             raise BadField("stop_ids", f"stop_ids has {i!r}; expected token ids, 0 to {vocab - 1}")
+    _check_drafts(request.drafts, vocab)
     check_resident(request.adapter, stacks)
     _check_stop(request.stop, base, can_decode)
     if (count := len(stopping_by_id(request, base).stop_ids)) > MAX_STOP_IDS:
@@ -215,6 +219,16 @@ def _check_biases(biases: tuple[tuple[int, float], ...], vocab: int) -> None:
         raise BadField(
             "logit_bias", f"logit_bias has {len(biases)} tokens; expected at most {MAX_BIASES}"
         )
+
+
+def _check_drafts(drafts: Any, vocab: int) -> None:
+    if isinstance(drafts, tuple) and all(isinstance(one, tuple) for one in drafts):
+        every = [token for one in drafts for token in one]
+        if all(type(token) is int and 0 <= token < vocab for token in every):
+            return
+    raise BadField(
+        "drafts", f"drafts is {drafts!r:.80}; expected tuples of token ids, 0 to {vocab - 1}"
+    )
 
 
 def _check_targets(request: Request, vocab: int) -> None:

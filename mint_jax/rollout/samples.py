@@ -1,7 +1,7 @@
 """Samples of requests and the prompts that they share, while they wait or run, and completions."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 from mint_jax.models.paged import EMPTY, PAGE, RUN, RUN_PAGES, TEAM
 from mint_jax.rollout.device import Drawn
@@ -124,6 +124,7 @@ class SampleState:
         swapped: handle of its pages' contents while they are on the host.
         finish: reason that it ended; None while it runs.
         matcher, stops: state of its grammar, and search for its stop strings.
+        reach: most drafts at once: twice as many as were accepted last, if all were.
     """
 
     prompt: CachedPrompt
@@ -143,6 +144,7 @@ class SampleState:
     routes: Any = None
     matcher: Any = None
     stops: Any = None
+    reach: int = 2
 
     @property
     def own(self) -> int:
@@ -215,6 +217,27 @@ class SampleState:
             reused=prompt.reused or 0,
             **prompt.scored(),
         )
+
+
+class Row(NamedTuple):
+    """A row of a decode dispatch: a sample, the number of own tokens that it may reach, and the
+    drafts that it and the rows before it verify, of which it reads the last.
+    """
+
+    sample: SampleState
+    goal: int
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def own(self) -> int:
+        return self.sample.own + len(self.drafts)
+
+    @property
+    def token(self) -> int:
+        """The token that it reads."""
+        sample = self.sample
+        drawn = [sample.prompt.request.prompt[-1], *sample.tokens[-1:], *self.drafts]
+        return drawn[-1]
 
 
 def longest_table(context: int) -> int:

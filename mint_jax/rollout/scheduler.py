@@ -13,7 +13,7 @@ from typing import Any
 
 from mint_jax.models.paged import PAGE
 from mint_jax.rollout.pages import PagePool, pages_for
-from mint_jax.rollout.samples import CachedPrompt, SampleState
+from mint_jax.rollout.samples import CachedPrompt, Row, SampleState
 
 # Blocks between two snapshots of a prompt's states; its last whole block has one too.
 SNAPSHOT = 16
@@ -284,9 +284,7 @@ class Scheduler:
             numbers = range(len(prompt.blocks))[: prompt.scored_from]
             self._write(prompt, numbers, out[prompt.part], count, False)
 
-    def to_decode(
-        self, steps: int, preempt: Callable[[SampleState], Any]
-    ) -> list[tuple[SampleState, int]]:
+    def to_decode(self, steps: int, preempt: Callable[[SampleState], Any]) -> list[Row]:
         """Returns the rows that decode next, and the number of own tokens that each may reach.
 
         A row without a page for its next token preempts the youngest, whose pages ``preempt``
@@ -316,8 +314,8 @@ class Scheduler:
                         break
             if sequence in self.running:
                 self._take_near(sequence)
-                out.append((sequence, goal))
-        return [(s, goal) for s, goal in out if s in self.running]
+                out.append(Row(sequence, goal))
+        return [row for row in out if row.sample in self.running]
 
     def finish(self, sequence: SampleState) -> None:
         """Ends a sequence in any state; its row and pages are free at once."""

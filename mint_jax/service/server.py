@@ -74,7 +74,7 @@ class Sizes:
         slots: number of policies in training by maximum rank.
         adapters: number of adapters to sample from by maximum rank.
         experts: form of all these adapters' factors of routed experts, see ``AdapterConfig``.
-        max_rows: rows decoded together.
+        max_rows, speculative_tokens: see ``Engine``.
         host_bytes: host memory for idle policies' states, and again for cached adapters.
         session_s: seconds without contact after which a session ends.
     """
@@ -84,6 +84,7 @@ class Sizes:
     experts: str = "each"
     shapes: Sequence[BlockShape] = ()
     max_rows: int = 32
+    speculative_tokens: int = 0
     cache_bytes: int | None = None
     reuse_decoded: bool = False
     host_bytes: int = 4 << 30
@@ -169,6 +170,7 @@ class Server:
                 sizes.max_rows,
                 keep_routes=base.cfg.routed,
                 cache_bytes=sizes.cache_bytes,
+                speculative_tokens=sizes.speculative_tokens,
                 reuse_decoded=sizes.reuse_decoded,
             )
             self.durable = Durable(

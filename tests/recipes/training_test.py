@@ -4,6 +4,7 @@ import json
 import sys
 import threading
 import types
+from collections import Counter
 
 import jax
 import numpy as np
@@ -14,6 +15,8 @@ from mint_jax.catalog.packed import unpack
 from mint_jax.envs.env import Example, ListEnvironment
 from mint_jax.errors import UserError
 from mint_jax.recipes import rollouts
+from mint_jax.rollout import engine
+from mint_jax.rollout.drafts import Drafts
 from tests.configs import run_config, tiny
 
 
@@ -158,3 +161,26 @@ def test_sft_and_dpo_move_their_metric(tmp_path):
         assert p["margin_after"] > 0.05
         assert p["preferred_after"] == 1.0
     assert (tmp_path / "dpo" / "margin.png").is_file()
+
+
+@pytest.mark.long
+def test_drafts_change_no_revision(tmp_path, monkeypatch):
+    """The last completions of a prompt are drafts for the next, in training and in evaluation."""
+    counts, drew = Counter[str](), Drafts.drew
+
+    def counted(self, sample, new):
+        counts.update(found := drew(self, sample, new))
+        return found
+
+    monkeypatch.setattr(Drafts, "drew", counted)
+    found = []
+    for drafts in (0, 3):
+        config = tiny("grpo", steps=2, max_rows=48, speculative_tokens=drafts)
+        for policy in config.policies.values():
+            policy.sampling.max_tokens = 12
+        # one program in both runs: others round differently
+        monkeypatch.setattr(engine, "ROWS", ())
+        result = run_config(config, tmp_path / str(drafts))
+        found.append([(p["revision"], p["reward_after"]) for p in result["policies"]])
+    assert found[0] == found[1]
+    assert 0 < counts["accepted_given"] < counts["drafted_given"]

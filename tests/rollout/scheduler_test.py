@@ -80,11 +80,13 @@ class Device:
         for part in range(len(schedule.pages)):
             here = (s for s in schedule.running if s.prompt.part == part)
             oldest = min(here, key=lambda s: s.order, default=None)
-            assert oldest is None or oldest in [s for s, _ in rows] or not oldest.prompt.ready
-        for sample, goal in rows:
+            assert (
+                oldest is None or oldest in [row.sample for row in rows] or not oldest.prompt.ready
+            )
+        for sample, goal, _ in rows:
             assert sample.own < goal <= min(sample.own + self.steps, sample.limit, sample.room)
             sample.tokens += [draw] * (goal - sample.own)
-        for sample, _ in rows:
+        for sample, *_ in rows:
             if sample.own == sample.limit or (draw + sample.order) % STOPS == 0:
                 self.finish(sample)
         check_schedule(schedule)
