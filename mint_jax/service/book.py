@@ -274,6 +274,17 @@ class Book:
         where = f"tenant = ? AND {_LIVE} AND (? IS NULL OR model = ?)"
         return self._page(Checkpoint, where, (tenant, self.clock(), model, model), limit, offset)
 
+    def stored(self, tenant: str, project: str | None = None) -> list[tuple[str | None, int, int]]:
+        """Returns projects of checkpoints, their number and bytes, each content once."""
+        query = """SELECT project, COUNT(*), (SELECT SUM(nbytes) FROM (
+                SELECT DISTINCT digest, nbytes FROM found AS f WHERE f.project IS found.project))
+            FROM found WHERE ?2 IS NULL OR project = ?2 GROUP BY project"""
+        found = """SELECT digest, nbytes, json_extract(sessions.details, '$.project_id') AS project
+            FROM checkpoints JOIN models ON model = models.id JOIN sessions ON session = sessions.id
+            WHERE checkpoints.tenant = ?1 AND (expires IS NULL OR expires > ?3)"""
+        rows = self.database.read(f"WITH found AS ({found}) {query}", tenant, project, self.clock())
+        return [tuple(row) for row in rows]
+
     def checkpoint_totals(self, tenant: str, session: str | None = None) -> tuple[int, int]:
         """Returns the number and the bytes, each content once, of checkpoints."""
         models = "SELECT id FROM models WHERE session = ?2"

@@ -8,10 +8,11 @@ dispatch sum to the measured seconds, padding included; idle seconds are not cha
 
 import dataclasses
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
-from mint_jax.service.server_db import ServerDatabase
+from mint_jax.service.server_db import Connection, ServerDatabase
 
 BASE = "base"  # the bare base, as a policy
 Kind = Literal["prefill", "decode", "train", "update", "load"]
@@ -53,13 +54,22 @@ class Cost:
 
 
 FIELDS = tuple(field.name for field in dataclasses.fields(Cost))
+TOKENS = FIELDS[len(KINDS) :]  # in the order of ``COUNTED``
+HOUR_S, KEPT_H = 3600, 60 * 24
 
 
 class Costs:
-    """Costs since the database was made, thread-safe; ``policy_of``: a digest's policy."""
+    """Costs since the database was made, thread-safe; ``policy_of``: a digest's policy; ``clock``
+    returns seconds since 1970.
+    """
 
-    def __init__(self, database: ServerDatabase, policy_of: Callable[[str], str] = str):
-        self._database, self._policy_of = database, policy_of
+    def __init__(
+        self,
+        database: ServerDatabase,
+        policy_of: Callable[[str], str] = str,
+        clock: Callable[[], float] = time.time,
+    ):
+        self._database, self._policy_of, self._clock = database, policy_of, clock
         self._lock = threading.Lock()  # of the two dicts
         self._writing = threading.Lock()
         self._new: dict[Payer, Cost] = {}  # not in the database yet
@@ -88,6 +98,14 @@ class Costs:
         sets = ", ".join(f"{name} = {name} + excluded.{name}" for name in FIELDS)
         query = f"INSERT INTO costs VALUES (?, ?{', ?' * len(FIELDS)})"
         query += f" ON CONFLICT DO UPDATE SET {sets}"
+        sets = ", ".join(f"{name} = {name} + excluded.{name}" for name in TOKENS)
+        hourly = f"INSERT INTO usage VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET {sets}"
+
+        def write(connection: Connection) -> None:
+            connection.executemany(query, rows)
+            connection.executemany(hourly, used)
+            connection.execute("DELETE FROM usage WHERE hour < ?", (hour - KEPT_H,))
+
         with self._writing:
             with self._lock:
                 new, self._new = self._new, {}
@@ -98,12 +116,28 @@ class Costs:
                     (tenant, self._policy_of(policy), *dataclasses.astuple(cost))
                     for (tenant, policy), cost in new.items()
                 ]
-                self._database.write(lambda c: c.executemany(query, rows)).result()
+                hour = int(self._clock() // HOUR_S)
+                used = [
+                    (tenant, hour, policy, *tokens)
+                    for tenant, policy, *costs in rows
+                    if any(tokens := costs[len(KINDS) :])
+                ]
+                self._database.write(write).result()
             except BaseException:
                 with self._lock:
                     for payer, cost in new.items():
                         _add(self._new.setdefault(payer, Cost()), vars(cost))
                 raise
+
+    def hourly(self, tenant: str, first: int, last: int) -> list[tuple[int, str, list[int]]]:
+        """Returns hours since 1970, policies and tokens by ``COUNTED``, from ``first`` and before
+        ``last``; what is not flushed yet counts for the hour of this call.
+        """
+        self.flush()
+        where = "tenant = ? AND hour >= ? AND hour < ? ORDER BY hour, policy"
+        query = f"SELECT hour, policy, {', '.join(TOKENS)} FROM usage WHERE {where}"
+        rows = self._database.read(query, tenant, first, last)
+        return [(hour, policy, tokens) for hour, policy, *tokens in rows]
 
     def _sums(self, by: str, rest: str, *values: Any) -> dict[str, Cost]:
         self.flush()

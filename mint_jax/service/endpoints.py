@@ -10,7 +10,7 @@ from mint_jax.service import openai_types as openai
 from mint_jax.service import tinker_types as tinker
 from mint_jax.service.custom_loss import CreateCustomLoss
 from mint_jax.service.responses import ResponseBody
-from mint_jax.service.validation import CostsQuery, ModelsQuery, PageQuery, RunsQuery
+from mint_jax.service.validation import CostsQuery, ModelsQuery, PageQuery, RunsQuery, UsageQuery
 
 JSON, STREAM, PROTOBUF = "application/json", "text/event-stream", "application/x-protobuf"
 TEXT = "text/plain"
@@ -126,6 +126,9 @@ def tinker_endpoints() -> Iterator[Endpoint]:
     run_checkpoints = "training_runs/{model}/checkpoints"
     yield get(run_checkpoints, read, "Lists a policy's checkpoints.", call="checkpoints_of")
     yield get("checkpoints", read, "Lists checkpoints.", query=PageQuery)
+    yield get("billing/usage/events", read, "Lists tokens by hour.", call="usage", query=UsageQuery)
+    current = "billing/usage/checkpoints/current"
+    yield get(current, read, "Counts checkpoints by project.", call="stored", query=RunsQuery)
     yield get("sessions", read, "Lists sessions.", query=PageQuery)
     yield get(session, read, "Returns one session.", call="session")
     yield get(f"{session}/trace_export", read, "Returns a link to a session's timeline.")

@@ -128,7 +128,7 @@ class PartsCollector(Collector):
             }
             name, labels = f"mint_device_{unit}", ["tenant", "kind"]
             yield _family(CounterMetricFamily, name, help, labels, spent)
-        yield adapters(server.residency, server.weights.names_of)
+        yield from adapters(server.residency, server.weights.names_of)
         yield from load(server.engine.state())
         skipped = dispatch.passed_over(collections.Counter(), dispatch.platform_here())
         labels = ["op", "implementation", "reason"]
@@ -143,8 +143,10 @@ def gap_quantiles(server: Server) -> dict[str, float]:
     return {str(q): gaps[math.ceil(q * len(gaps)) - 1] for q in QUANTILES if gaps}
 
 
-def adapters(residency: Residency, names_of: Callable[[str], Iterable[str]]) -> Metric:
-    """Returns ``vllm:lora_requests_info``, by which routers choose a server: loading is waiting."""
+def adapters(residency: Residency, names_of: Callable[[str], Iterable[str]]) -> Iterator[Metric]:
+    """Yields ``vllm:lora_requests_info``, by which routers choose a server (loading is waiting),
+    and the gauges of loaded adapters that vLLM's pull request 45411 proposes for it.
+    """
     state = residency.state()
     resident = state["resident"]
     waiting = sorted(set(residency.loads.digests()) - set(resident))
@@ -156,7 +158,13 @@ def adapters(residency: Residency, names_of: Callable[[str], Iterable[str]]) -> 
     ]
     slots = sum(bucket["slots"] for bucket in state["slots"].values())
     samples = {(*named, str(slots)): time.time()}
-    return _family(GaugeMetricFamily, "vllm:lora_requests_info", help, labels, samples)
+    yield _family(GaugeMetricFamily, "vllm:lora_requests_info", help, labels, samples)
+    own = {(name, "gpu", "false"): 1 for digest in resident for name in names_of(digest)}
+    labels, help = ["adapter_name", "level", "pinned"], "Adapters in slots."
+    yield _family(GaugeMetricFamily, "vllm:lora_adapter_loaded", help, labels, own)
+    for level, count in ("gpu", len(resident)), ("cpu", state["host"]["entries"]):
+        help, name = "Adapters that are loaded.", f"vllm:num_{level}_loaded_lora_adapters"
+        yield _family(GaugeMetricFamily, name, help, (), {(): count})
 
 
 def load(state: Mapping[str, Any]) -> Iterator[Metric]:

@@ -57,4 +57,9 @@ CREATE TABLE costs (
     prefill_tokens INTEGER NOT NULL, decode_tokens INTEGER NOT NULL,
     train_tokens INTEGER NOT NULL, PRIMARY KEY (tenant, policy)) STRICT;
 CREATE INDEX costs_of_policy ON costs (policy);
+-- tokens by hour since 1970, as Tinker's clients ask for them
+CREATE TABLE usage (
+    tenant TEXT NOT NULL, hour INTEGER NOT NULL, policy TEXT NOT NULL,
+    prefill_tokens INTEGER NOT NULL, decode_tokens INTEGER NOT NULL,
+    train_tokens INTEGER NOT NULL, PRIMARY KEY (hour, tenant, policy)) STRICT, WITHOUT ROWID;
 """

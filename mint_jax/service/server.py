@@ -154,7 +154,7 @@ class Server:
                 offer=lambda *new: self.residency.offer(*new),
                 need_room=self.tenancy.need_room,
             )
-            self.costs = Costs(self.database, self.checkpoints.policy_of)
+            self.costs = Costs(self.database, self.checkpoints.policy_of, self.book.clock)
             self.curves = Curves(self.database, self.book.clock)
             places = {"folder": peft_folder, "uris": adapter_uris}
             self.weights = Weights(

@@ -18,9 +18,20 @@ from mint_jax.errors import UserError
 from mint_jax.service import checkpoints, tokens
 from mint_jax.service import tinker_types as types
 from mint_jax.service.book import Checkpoint, Model, NotFound, Session, iso
+from mint_jax.service.costs import HOUR_S
 from mint_jax.service.server import Server
-from mint_jax.service.validation import PageQuery, RunsQuery, body_of, query_of, tenant_of, wrong
+from mint_jax.service.validation import (
+    PageQuery,
+    RunsQuery,
+    UsageQuery,
+    body_of,
+    query_of,
+    tenant_of,
+    wrong,
+)
 
+USAGE = "sampling_prefill", "sampling_sample", "training"  # in the order of ``costs.COUNTED``
+MAX_USAGE_H = 14 * 24
 TRACE = "trace.json"  # a link's file name; the trace is made when the link is followed
 
 
@@ -110,6 +121,44 @@ class Rest:
             "display_name": session.details.get("display_name"),
             "user_metadata": session.details.get("user_metadata"),
         }
+
+    async def usage(self, request: Request) -> Response:
+        """Answers with tokens by hour and policy; a session is known of training only."""
+        query, tenant = query_of(UsageQuery, request), tenant_of(request)
+        first, last = (t.timestamp() / HOUR_S for t in (query.starting_on, query.ending_before))
+        hours = last - first
+        if first % 1 or last % 1 or not 0 < hours <= MAX_USAGE_H:
+            raise UserError(
+                f"usage is from {query.starting_on} until {query.ending_before}; expected whole"
+                f" hours, at most {MAX_USAGE_H} of them"
+            )
+        found = await asyncio.to_thread(self.server.costs.hourly, tenant, int(first), int(last))
+        events, sessions = [], {}
+        for hour, policy, counts in found:
+            row = {"bucket_start": iso(hour * HOUR_S), "bucket_end": iso((hour + 1) * HOUR_S)}
+            row["base_model"] = self.server.name
+            for kind, count in zip(USAGE, counts, strict=True):
+                if not count:
+                    continue
+                info: dict[str, Any] = {"type": kind, "token_count": count}
+                own = {}
+                if kind == "training":
+                    session = self.book.session(tenant, policy.rpartition(":train:")[0])
+                    notes = session.details
+                    own = {"session_id": session.id, "project_id": notes.get("project_id")}
+                    sessions[session.id] = {"user_metadata": notes.get("user_metadata")}
+                elif kind == "sampling_prefill":
+                    info["cached"] = False
+                events.append(row | own | {"event_info": info})
+        return JSONResponse({"data": events, "sessions": sessions})
+
+    async def stored(self, request: Request) -> Response:
+        """Answers with the checkpoints of each project."""
+        names = "project_id", "checkpoint_count", "size_bytes", "size_gigabytes"
+        project = query_of(RunsQuery, request).project_id
+        found = await asyncio.to_thread(self.book.stored, tenant_of(request), project)
+        rows = [dict(zip(names, (*row, row[-1] / 1e9), strict=True)) for row in found]
+        return JSONResponse({"data": rows})
 
     async def project(self, request: Request) -> Response:
         """Moves a session, and with it its runs, into a project."""

@@ -72,6 +72,11 @@ class RunsQuery(PageQuery):
     project_id: str | None = None
 
 
+class UsageQuery(Body):
+    starting_on: pydantic.AwareDatetime
+    ending_before: pydantic.AwareDatetime
+
+
 class ModelsQuery(Body):
     limit: Limit = 100
     after: str | None = None

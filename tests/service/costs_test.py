@@ -2,23 +2,32 @@
 told to operators.
 """
 
+import asyncio
 import collections
+import datetime
 import functools
 import io
+import json
 import time
+import types as builtin
 
 import httpx
 import numpy as np
 import pytest
+import tinker
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
+from starlette.requests import Request
 from tinker import types
 
 from mint_jax import top
 from mint_jax.catalog.records.database import DatabaseFailed
+from mint_jax.errors import UserError
 from mint_jax.models.paged import PAGE
+from mint_jax.service.book import Book, Checkpoint
 from mint_jax.service.costs import BASE, KINDS, Cost, Costs, Payer
 from mint_jax.service.server_db import ServerDatabase
+from mint_jax.service.tinker_rest import Rest
 from pallas_kernels import dispatch
 from tests.service.sites import datum_of
 from tests.service.sites import site as site
@@ -59,6 +68,70 @@ def test_parts_sum_to_the_whole_by_policy_and_tenant(rng, database):
     assert order == sorted(order, key=lambda name: -seconds["policy", name])
     assert [*costs.listed("policy", limit=2), *costs.listed("policy", limit=2, offset=2)] == order
     assert costs.of(["p", "nobody's"]) == {"p": policies["p"], "nobody's": Cost()}
+
+
+def answer(handler, path_query):
+    scope = {"type": "http", "query_string": path_query.encode(), "state": {"tenant": "a"}}
+    return json.loads(asyncio.run(handler(Request(scope))).body)
+
+
+def test_usage_is_counted_by_hour_and_project(rng, database):
+    book, now = Book(database), [1_000_000 * 3600.0]
+    costs = Costs(database, clock=lambda: now[0])
+    rest = Rest(builtin.SimpleNamespace(book=book, costs=costs, name="base"))
+    paid, free = (
+        book.open_session("a", {"project_id": p, "user_metadata": {"n": "1"}}) for p in ("p", None)
+    )
+    models = [book.add_model(session, 0, "a", {}).id for session in (paid, free)]
+    counts = {}
+    for hour in range(3):
+        for kind in ("prefill", "decode", "train", "update", "prefill"):
+            for tenant, policy in (("a", models[0]), ("a", models[1]), ("a", BASE), ("b", "x")):
+                if kind != "train" or policy != BASE:
+                    tokens = int(rng.integers(1, 99))
+                    costs.charge(kind, 0.1, {Payer(tenant, policy): tokens})
+                    key = hour, policy, kind
+                    counts[key] = counts.get(key, 0) + tokens * (kind != "update" and tenant == "a")
+        costs.flush()
+        now[0] += 3600
+    span = "starting_on={}Z&ending_before={}Z"
+    begin = datetime.datetime.fromtimestamp(1_000_000 * 3600, datetime.UTC)
+    ends = [f"{(begin + datetime.timedelta(hours=h)):%Y-%m-%dT%H:%M:%S}" for h in (0, 2)]
+    found = tinker.types.BillingUsageResponse(**answer(rest.usage, span.format(*ends)))
+    kinds = {"sampling_prefill": "prefill", "sampling_sample": "decode", "training": "train"}
+    total = dict.fromkeys(kinds, 0)
+    for event in found.data:
+        total[event.event_info.type] += event.event_info.token_count
+        assert begin <= event.bucket_start < event.bucket_end
+        if event.event_info.type == "training":
+            assert (event.session_id, event.project_id) in ((paid, "p"), (free, None))
+            hour = round((event.bucket_start - begin).total_seconds() / 3600)
+            count = counts[hour, f"{event.session_id}:train:0", "train"]
+            assert event.event_info.token_count == count
+    expected = {
+        k: sum(n for key, n in counts.items() if key[0] < 2 and key[2] == v)
+        for k, v in kinds.items()
+    }
+    assert total == expected
+    assert found.sessions.keys() == {paid, free}
+    for wrong in (
+        (ends[0], ends[0]),
+        (ends[1], ends[0]),
+        (ends[0][:-2] + "01", ends[1]),
+        ("2000-01-01T00:00:00", ends[0]),
+    ):
+        with pytest.raises(UserError, match="whole hours, at most 336"):
+            answer(rest.usage, span.format(*wrong))
+
+    for i, (model, digest) in enumerate(((0, "d"), (0, "d"), (0, "e"), (1, "d"))):
+        row = Checkpoint(
+            models[model], "weights", f"n{i}", "a", digest, 100, f"r{i}", {}, 0.0, None, False
+        )
+        book.add_checkpoint(row)
+    stored = tinker.types.CurrentCheckpointStorageUsageResponse(**answer(rest.stored, ""))
+    rows = {(one.project_id, one.checkpoint_count, one.size_bytes) for one in stored.data}
+    assert rows == {("p", 3, 200), (None, 1, 100)}  # equal contents of a project count once
+    assert [one["project_id"] for one in answer(rest.stored, "project_id=p")["data"]] == ["p"]
 
 
 def test_a_database_that_cannot_be_written_loses_nothing(database, monkeypatch):

@@ -218,7 +218,12 @@ def test_pages_are_the_whole_list_in_any_size(world):
 
 def test_routers_read_which_adapters_are_where(world, weights):
     def labels():
-        return adapters(world.residency, weights.names_of).samples[0].labels
+        return next(adapters(world.residency, weights.names_of)).samples[0].labels
+
+    def loaded():
+        families = adapters(world.residency, weights.names_of)
+        samples = [sample for family in families for sample in family.samples][1:]
+        return [(one.labels.get("adapter_name"), one.value) for one in samples]
 
     expected = {"running_lora_adapters": "", "waiting_lora_adapters": "", "max_lora": "3"}
     assert labels() == expected
@@ -229,4 +234,5 @@ def test_routers_read_which_adapters_are_where(world, weights):
         world.residency.wait_ready([waiting])
         world.residency.commit_ready()
     assert labels() == expected | {"running_lora_adapters": "mine"}
+    assert loaded() == [("mine", 1), (None, 1), (None, 1)]
     waiting.result().release()
