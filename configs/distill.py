@@ -3,6 +3,7 @@ teacher says of each sampled token how likely it is. Teacher and student share t
 
 Command: python -m mint_jax.launch --config=configs/distill.py --workdir=runs/distill, after make
   quickstart
+Without sampling: --config=configs/distill.py:stored, from the teachers' last rollouts
 Hardware: two CPU cores; about three minutes.
 """
 
@@ -23,7 +24,19 @@ def _policy(env: str, teacher: str, rank: int, max_tokens: int) -> ConfigDict:
     )
 
 
-def get_config() -> ConfigDict:
+def _stored(teacher: str, rank: int) -> ConfigDict:
+    return ConfigDict(
+        {
+            "data": {"rollouts": (teacher,), "min_reward": 1.0},
+            "batch_size": 16,
+            "adapter": {"rank": rank, "alpha": 2.0 * rank},
+            "optimizer": {"learning_rate": 1e-3, "warmup_steps": 2, "max_grad_norm": 1.0},
+        }
+    )
+
+
+def get_config(source: str = "own") -> ConfigDict:
+    """``source``: ``own`` rollouts of the students, or those ``stored`` of their teachers."""
     config = ConfigDict()
     config.job = "grpo"
     config.base = "smollm2-135m-instruct"
@@ -41,4 +54,12 @@ def get_config() -> ConfigDict:
             "small_bracket": _policy("bracket_word", "bracket@latest", 4, 8),
         }
     )
+    if source == "stored":
+        config.job = "sft"
+        del config.schedule, config.eval
+        config.policies = ConfigDict(
+            {"stored_adder": _stored("adder", 2), "stored_bracket": _stored("bracket", 4)}
+        )
+    elif source != "own":
+        raise ValueError(f"distill source {source!r}; expected own or stored")
     return config

@@ -339,9 +339,17 @@ class GrpoSettings(TrainingSettings, SamplerSettings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataSettings(Open):
-    """Examples of SFT or DPO: a file, or an environment, whose options are further settings."""
+    """Examples of SFT or DPO: a file, or an environment, whose options are further settings. SFT
+    also takes rollouts that the catalog has stored.
+    """
 
     path: Place = setting("file that data.sources reads, .jsonl or .parquet for instance", "")
+    rollouts: tuple[str, ...] = setting(
+        "policies of the catalog whose stored rollouts are the examples, as NAME or NAME@8-12 "
+        "(steps)",
+        (),
+    )
+    min_reward: float | None = setting("leave out rollouts of a lower reward; unset: none", None)
     held_out: Natural | None = setting("first rows to measure on only; unset: a tenth", None)
     env: str = setting(f"without a path: {ENVIRONMENTS}", "")
     append_eos: bool = setting("end plain texts and their replies with the end token", True)
@@ -349,11 +357,14 @@ class DataSettings(Open):
     too_long: Annotated[str, ("refuse", "cut", "drop")] = setting("fate of longer rows", "refuse")
 
     def __post_init__(self):
-        if not self.path and not self.env:
+        if bool(self.path or self.env) == bool(self.rollouts):
             raise UserError(
-                "there is neither path nor env; expected path (a .jsonl or .parquet file) or env"
-                " (an environment's name)"
+                f"path is {self.path!r}, env {self.env!r} and rollouts {self.rollouts!r}; expected"
+                " one of path (a .jsonl or .parquet file), env (an environment's name) and rollouts"
+                " (names of policies in the catalog)"
             )
+        if self.min_reward is not None and not self.rollouts:
+            raise UserError(f"min_reward is {self.min_reward}, and only rollouts have rewards")
         if self.extra and not self.env:
             raise UserError(
                 f"{next(iter(self.extra))} is no setting of a file: drop it, or name an environment"
@@ -362,7 +373,7 @@ class DataSettings(Open):
     def preflight(self, where: str) -> None:
         if self.path:
             check_data(f"{where}.path", self.path)
-        else:
+        elif self.env:
             check_environment(where, self.env, self.extra)
 
 
@@ -391,12 +402,30 @@ class SftSettings(TrainingSettings):
 
     policies: dict[str, SftPolicy] = setting("policies by name")
 
+    def preflight(self) -> None:
+        super().preflight()
+        for name, policy in self.policies.items():
+            if policy.data.rollouts and not self.catalog:
+                raise UserError(
+                    f"policies.{name}.data.rollouts is {policy.data.rollouts!r}, but catalog is"
+                    " empty: set --config.catalog to the catalog that has the rollouts"
+                )
+            if policy.data.rollouts:
+                need_catalog(self.catalog)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DpoPolicy(SftPolicy):
     """A policy of DPO."""
 
     loss: LossConfig = setting("the loss of pairs", LossConfig(kind="dpo"))
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.data.rollouts:
+            raise UserError(
+                f"data.rollouts is {self.data.rollouts!r}, which are no pairs: choose job sft"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ from mint_jax.harness import settings
 from mint_jax.harness.options import TRACKERS, RecipeSettings, TrainingSettings
 
 # a resumed run may change these; the others must stay
+ROLLOUTS = "rollouts.json"  # a run's examples, from the catalog
 CHANGEABLE = (
     *("steps", "export_every", "checkpoint", "reward_workers", "reward_timeout"),
     *("keep_rollouts", "cache_gib", "kernels", "tensorboard", *TRACKERS),
@@ -104,7 +105,11 @@ def claim(config: TrainingSettings, workdir: Path) -> None:
                 f" {new.get(key)!r}: choose another --workdir, or remove that folder, or repeat its"
                 " config to resume it"
             )
-        for name in ("run.json", "trackers.json"):  # of a run that ended before its first step
+        for name in (
+            "run.json",
+            "trackers.json",
+            ROLLOUTS,
+        ):  # of a run that ended before its first step
             (workdir / name).unlink(missing_ok=True)
 
     multihost.agree("workdir", look)

@@ -1,7 +1,7 @@
 """Supervised fine-tuning of many policies at once: cross-entropy on the assistant's tokens.
 
 DPO shares the loop and the data. ``policies.<name>.data`` names a file with rows as ``data.chat``
-reads them, or an environment, whose prompts and answers are the rows.
+reads them, an environment, whose prompts and answers are the rows, or stored rollouts.
 """
 
 import dataclasses
@@ -24,12 +24,15 @@ from mint_jax.harness.options import DataSettings, DpoSettings, SftSettings
 from mint_jax.harness.start import PolicyData, say
 from mint_jax.harness.training import TrainingRun
 from mint_jax.models.base import Base
+from mint_jax.recipes import stored
 from mint_jax.rollout.score import Scorer
 from mint_jax.train.batch import Group, TrainSequence
 from mint_jax.train.trainer import Trainer
 
 Row = dict[str, Any]
-LocatedRow = tuple[str, Row]  # the row's place for errors, and the row
+# the row's place for errors, and the row; a stored rollout is a group already
+LocatedRow = tuple[str, Row | Group]
+Parts = tuple[Sequence[LocatedRow], Sequence[LocatedRow]]  # rows to train on, held-out rows
 Metrics = dict[str, dict[str, float]]  # by policy
 
 
@@ -51,9 +54,12 @@ def run(
 ) -> dict[str, Any]:
     """Trains, exports and measures every policy of the config; returns the result."""
     began, task = time.monotonic(), task or SFT
-    rows = {name: rows_of(policy.data, task) for name, policy in config.policies.items()}
+    read = [(name, p.data) for name, p in config.policies.items() if not p.data.rollouts]
+    rows = {name: rows_of(data, task) for name, data in read}
     with TrainingRun(config, folder) as run:
         base = start.open_base(config)
+        for name, found in stored.read(config, base, folder).items():
+            rows[name] = split(config.policies[name].data, found, "data.rollouts")
         data = data_of(config, base, task, rows)
         policies = [one.config for one in data.values()]
         trainer = Trainer(base, policies, config.max_tokens_per_pass, config.remat)
@@ -110,7 +116,7 @@ def train(
                 run.record(step, rows, f"step {step + 1}: {headline} {shown}", scores)
 
 
-def rows_of(data: DataSettings, task: Task) -> tuple[list[LocatedRow], list[LocatedRow]]:
+def rows_of(data: DataSettings, task: Task) -> Parts:
     """Returns training rows and held-out rows, which have all needed columns."""
     if not data.path:
         environment = env_lib.make(data.env, **data.extra)
@@ -120,9 +126,7 @@ def rows_of(data: DataSettings, task: Task) -> tuple[list[LocatedRow], list[Loca
         )
         return train, held_out
     rows = numbered_rows(data.path)
-    first = max(1, len(rows) // 10) if data.held_out is None else data.held_out
-    if first >= len(rows):
-        raise UserError(f"data.held_out is {first} but {data.path} has {len(rows)} rows: lower it")
+    parts = split(data, rows, data.path)
     unused = dict.fromkeys(
         column
         for where, row in rows
@@ -131,6 +135,14 @@ def rows_of(data: DataSettings, task: Task) -> tuple[list[LocatedRow], list[Loca
     )
     if unused:
         say(f"{data.path}: columns {', '.join(unused)} are not used")
+    return parts
+
+
+def split(data: DataSettings, rows: list[Any], where: str) -> Parts:
+    """Returns training rows, and the first rows as held-out ones."""
+    first = max(1, len(rows) // 10) if data.held_out is None else data.held_out
+    if first >= len(rows):
+        raise UserError(f"data.held_out is {first} but {where} has {len(rows)} rows: lower it")
     return rows[first:], rows[:first]
 
 
@@ -138,7 +150,7 @@ def data_of(
     config: SftSettings | DpoSettings,
     base: Base,
     task: Task,
-    rows: Mapping[str, tuple[list[LocatedRow], list[LocatedRow]]],
+    rows: Mapping[str, Parts],
 ) -> dict[str, PolicyData]:
     """Returns every policy's data, encoded, from the rows of ``rows_of``."""
     found = {}
@@ -160,7 +172,8 @@ def _encoded(
     limit = min(data.max_tokens or base.cfg.context, base.cfg.context)
     groups, cut = [], 0
     for where, row in rows:
-        group = task.to_group(base, row, where, data.append_eos)
+        is_group = isinstance(row, Group)
+        group = row if is_group else task.to_group(base, row, where, data.append_eos)
         longest = len(group.prefix) + max(len(s.tokens) for s in group.sequences)
         if longest <= limit:
             groups.append(group)

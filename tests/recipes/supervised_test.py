@@ -5,15 +5,21 @@ trainer.
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mint_jax import mesh
+from mint_jax.catalog.lifecycle import Catalog
+from mint_jax.catalog.packed import Schema
+from mint_jax.catalog.rollouts import Rollouts, pack_rollouts
 from mint_jax.errors import UserError
 from mint_jax.harness import start
 from mint_jax.harness.start import policy_seed
+from mint_jax.lora.tree import AdapterConfig
 from mint_jax.models import base as base_lib
-from mint_jax.recipes import dpo, sft
-from tests.configs import read
+from mint_jax.recipes import dpo, sft, stored
+from tests.configs import read, run_config
+from tests.groups import rows_of
 
 JOBS = {"sft": (sft, sft.SFT), "dpo": (dpo, dpo.DPO)}
 
@@ -93,6 +99,75 @@ def test_long_rows_are_cut_or_left_out_where_the_data_says_so(job, base, tmp_pat
     for short, one in zip(long.sequences, full.sequences, strict=True):
         kept = len(short.tokens)
         assert (short.tokens, short.weights) == (one.tokens[:kept], one.weights[:kept])
+
+
+@pytest.fixture
+def store(base, rng, tmp_path):
+    """Returns a function that stores rollouts of a policy, and returns them as they were drawn."""
+    with Catalog.open(tmp_path / "catalog") as catalog:
+        for name, own in (("teacher", base.fingerprint), ("other", "ab" * 32), ("new", "")):
+            schema = Schema(own or base.fingerprint, AdapterConfig(1, 2.0, ("q",)))
+            catalog.create_policy(name, schema)
+
+        def put(policy, step, rewards):
+            lengths = rng.integers(1, 7, np.shape(rewards))
+            tokens = [[rng.integers(3, 90, n).tolist() for n in row] for row in lengths]
+            prompts = [rng.integers(3, 90, 4).tolist() for _ in rewards]
+            drawn = [[[[x] * n for n in row] for row in lengths] for x in (-1.0, "cd" * 32)]
+            made = Rollouts(policy, step, prompts, tokens, *drawn, np.array(rewards))
+            about: Any = {"tokens": int(lengths.sum()), "mean_reward": 0.0}
+            catalog.rollout(policy, step, pack_rollouts(made), **about)
+            return [(p, t) for p, group in zip(prompts, tokens) for t in group]
+
+        yield put
+
+
+def stored_config(tmp_path, rollouts, **data):
+    config = {"job": "sft", "base": "tiny-random", "steps": 2, "catalog": str(tmp_path / "catalog")}
+    policy = {"data": {"rollouts": rollouts} | data, "adapter": {"rank": 2}, "batch_size": 5}
+    policy["optimizer"] = {"learning_rate": 0.01}
+    return read(config | {"policies": {"student": policy}})
+
+
+def test_stored_rollouts_are_examples_token_for_token(store, base, tmp_path):
+    first, later = store("teacher", 3, [[0.1, 0.9], [0.5, 0.9]]), store("teacher", 5, [[0.2, 0.3]])
+
+    def examples(folder, rollouts, **data):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        config = stored_config(tmp_path, rollouts, **data)
+        groups = [group for _, group in stored.read(config, base, tmp_path / folder)["student"]]
+        assert all(s.weights == [1.0] * len(s.tokens) for g in groups for s in g.sequences)
+        return [(g.prefix, s.tokens) for g in groups for s in g.sequences]
+
+    assert examples("a", ("teacher",)) == first + later
+    assert examples("b", ("teacher@4-5", "teacher@3")) == later + first
+    assert examples("c", ("teacher",), min_reward=0.5) == first[1:]
+    run_config(stored_config(tmp_path, ("teacher",)), tmp_path / "run")
+    before, after = (row["loss"] for row in rows_of(tmp_path / "run"))  # of the same five examples
+    assert after < before
+    store("teacher", 6, [[1.0]])
+    assert examples("run", ("teacher",)) == first + later, "a resumed run has what it began with"
+    assert examples("d", ("teacher@5",)) == later
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "data", "says"),
+    [
+        (("nobody",), {}, "nobody"),
+        (("teacher@latest",), {}, "has 'teacher@latest'; expected a policy, or its steps"),
+        (("other",), {}, "'other' is of base abababababab, this run's is .*choose the same base"),
+        (("new",), {}, "has 'new', of which the catalog has no rollouts.*rollouts list"),
+        (("teacher@4",), {}, "has 'teacher@4', of which the catalog has no rollouts"),
+        (("teacher",), {"min_reward": 2.0}, "none of 2 .* at least 2.0, the highest is 1.0: lower"),
+        (("teacher",), {"held_out": 2}, "held_out is 2 but data.rollouts has 2 rows"),
+        (("teacher",), {"env": "digit_sum"}, "expected one of path .*, env .* and rollouts"),
+        ((), {"env": "digit_sum", "min_reward": 1.0}, "only rollouts have rewards"),
+    ],
+)
+def test_bad_sources_of_rollouts_are_refused(rollouts, data, says, store, tmp_path):
+    store("teacher", 3, [[0.0, 1.0]])
+    with pytest.raises(UserError, match=says):
+        run_config(stored_config(tmp_path, rollouts, **data), tmp_path / "run")
 
 
 def test_a_policy_s_seed_is_of_its_name_and_the_run_s_seed_alone():
