@@ -2,8 +2,9 @@
 decoding.
 
 ``train``, ``decode``: seconds per matrix FLOP of the hybrid over those of the dense base.
-``flops``: of a training step as traced (``mint_jax.aot``), attention at full length included; of a
-decoding step those that its tokens need, for a traced step has room for longer rows.
+``flops``: of a training step as traced (``mint_jax.aot``), attention at full length included; of
+conditionals the cheapest branches, for these rows have no siblings. Of a decoding step those that
+its tokens need, for a traced step has room for longer rows.
 """
 
 from collections.abc import Callable
@@ -54,7 +55,7 @@ def _flops(config: Any, base: Base) -> dict[str, float]:
     train = TrainShape(1, config.rows, config.tokens + 1, config.tokens)
     [program] = (p for p in plan.training(train) if p.name == "train")
     return {
-        "train": traced_flops(program.trace(base.mesh).jaxpr.jaxpr),
+        "train": traced_flops(program.trace(base.mesh).jaxpr.jaxpr, branch=min),
         "decode": float(config.rows * _token_flops(base, config.tokens // 2)),
     }
 

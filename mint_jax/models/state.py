@@ -29,6 +29,7 @@ from mint_jax.models.config import ModelConfig, State
 from mint_jax.models.layers import AXES
 from mint_jax.models.paged import EMPTY, FOLLOW, StateSlots
 from mint_jax.params import ParamSpec
+from pallas_kernels import dispatch
 from pallas_kernels.state_step import state_step
 
 CHUNK = 64
@@ -78,7 +79,6 @@ class _Chunk(NamedTuple):
     """
 
     reads: jax.Array  # [B, N, C or 2C, K] decayed queries, and keys where the states correct
-    enters: jax.Array  # [B, 1, C, 2] True for the state that a token's lineage enters with
     v: jax.Array  # [B, N, C, V] values
     solve: jax.Array | None  # [B, N, C, C] from corrected values to those that are added
     attn: jax.Array  # [B, N, C, C] weights of the chunk's own values
@@ -101,8 +101,7 @@ def recurrence(
         decay: ``g [B, T, N]``, or ``[B, T, N, K]`` of channels; at most 0.
         corrects: values are corrected by the state, whose keys have norm 1; beta is 0 to 1 then.
     """
-    B, T, N, V = v_BTNV.shape
-    K, pad = q_BTNK.shape[-1], -T % CHUNK
+    (B, T, N, V), pad = v_BTNV.shape, -v_BTNV.shape[1] % CHUNK
 
     def chunks(x: jax.Array) -> jax.Array:
         # Padding continues the last segment and changes no result.
@@ -114,23 +113,130 @@ def recurrence(
         for x in (q_BTNK, k_BTNK, v_BTNV, decay, beta_BTN)
     )
     own, parent = chunks(of.own), chunks(of.parent)
-    parts = _prepare(*heads, own=own, parent=parent, corrects=corrects, continues=False)
-
-    def step(states: Any, part: _Chunk) -> tuple[Any, jax.Array]:  # of two states [B, N, K, V]
-        read: Any = 0.0
-        for j, state in enumerate(states):
-            found = (part.reads @ state).reshape(B, N, -1, CHUNK, V)
-            read = jnp.where(part.enters[:, :, None, :, j, None], found, read)
-        out, new = _chunk(part, read)
-        after = []
-        for i, k in enumerate(part.k):
-            kept = (part.keep[:, :, i, j, :, None] * state for j, state in enumerate(states))
-            after.append(sum(kept, start=k.mT @ new))
-        return tuple(after), out
-
-    empty = (jnp.zeros((B, N, K, V), jnp.float32),) * 2
-    _, out = jax.lax.scan(step, empty, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), parts))
+    parts, enters, ends = _prepare(*heads, own=own, parent=parent, corrects=corrects)
+    inputs = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (parts, enters))
+    out = _outputs(*inputs, *_uses(enters[..., 1].any(-1), ends))
     return out.transpose(1, 0, 3, 2, 4).reshape(B, T + pad, N, V)[:, :T]
+
+
+def _uses(reads: jax.Array, writes: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns whether a row reads the parent's state in a chunk, ``[Q]``, and whether one writes it
+    there that is read later. Arguments, of each row: ``[B, Q]``.
+    """
+    Q = reads.shape[1]
+
+    def upcoming(x: jax.Array) -> jax.Array:
+        at = jnp.where(x, jnp.arange(Q)[None], Q)
+        later = jnp.pad(at, ((0, 0), (0, 1)), constant_values=Q)[:, 1:]
+        return jax.lax.cummin(later, axis=1, reverse=True)
+
+    read = upcoming(reads)
+    used = writes & (read < Q) & (read <= upcoming(writes))
+    return reads.any(0), used.any(0)
+
+
+# Few chunks use the parent's state; the others need half of the products. The gradient is written
+# out because that of a conditional adds zeros to each of its operands.
+@jax.custom_vjp
+def _outputs(parts: _Chunk, enters: jax.Array, reads: jax.Array, writes: jax.Array) -> jax.Array:
+    """Returns the outputs of all chunks, ``[Q, B, N, C, V]``. ``enters``: see ``_entering``;
+    ``reads``, ``writes``: see ``_uses``.
+    """
+    return _forward(parts, enters, reads, writes)[0]
+
+
+def _forward(*inputs: Any) -> tuple[jax.Array, Any]:
+    parts: _Chunk = inputs[0]
+
+    def step(states: Any, inputs: Any) -> tuple[Any, Any]:
+        (first, second), (part, enters, reads, writes) = states, inputs
+        read = jnp.where(enters[:, None, None, :, 0, None], _read(part, first), 0.0)
+
+        def both(read: jax.Array, kept: jax.Array) -> tuple[jax.Array, jax.Array]:
+            of_second = enters[:, None, None, :, 1, None]
+            read = jnp.where(of_second, _read(part, second), read)
+            return read, kept + part.keep[:, :, 0, 1, :, None] * second
+
+        kept = part.keep[:, :, 0, 0, :, None] * first
+        read, kept = _where_used(reads, both, lambda *x: x, read, kept)
+        out, new = _chunk(part, read)
+
+        def written() -> Any:
+            kept = (part.keep[:, :, 1, j, :, None] * states[j] for j in range(2))
+            return sum(kept, start=part.k[1].mT @ new)
+
+        after = kept + part.k[0].mT @ new, _where_used(writes, written, lambda: second)
+        return after, (out, (states, read[:, :, -1], new))
+
+    B, N, _, V = parts.v.shape[1:]
+    empty = (jnp.zeros((B, N, parts.k[0].shape[-1], V), jnp.float32),) * 2
+    _, (out, kept) = jax.lax.scan(step, empty, inputs)
+    return out, (inputs, kept)
+
+
+def _backward(saved: Any, g: jax.Array) -> tuple[_Chunk, None, None, None]:
+    def step(after: Any, inputs: Any) -> tuple[Any, _Chunk]:
+        (part, enters, reads, writes), (states, read, new), g = inputs
+        last: jax.Array = after[1]
+        rate = [[part.keep[:, :, i, j, :, None] for j in range(2)] for i in range(2)]
+
+        def decay(d: jax.Array, state: jax.Array) -> jax.Array:
+            by_key = jnp.sum(d * state, axis=-1)
+            return by_key.reshape(*by_key.shape[:2], part.keep.shape[-1], -1).sum(-1)
+
+        def written(d_new: jax.Array, before: jax.Array) -> Any:
+            keep = [decay(last, state) for state in states]
+            first, second = before + rate[1][0] * last, rate[1][1] * last
+            return d_new + part.k[1] @ last, first, second, new @ last.mT, *keep
+
+        none = jnp.zeros_like(part.keep[:, :, 0, 0])
+        unwritten = last, jnp.zeros_like(part.k[1]), none, none
+        d_new, first = part.attn.mT @ g + part.k[0] @ after[0], rate[0][0] * after[0]
+        d_new, first, second, key, *keep = _where_used(
+            writes, written, lambda *x: (*x, *unwritten), d_new, first
+        )
+        solve, of_read = None, g[:, :, None]
+        if part.solve is not None:
+            solve = d_new @ (part.v - read).mT
+            d_new = part.solve.mT @ d_new
+            of_read = jnp.stack([g, -d_new], axis=2)
+
+        def of_state(j: int) -> jax.Array:
+            masked = jnp.where(enters[:, None, None, :, j, None], of_read, 0.0)
+            return masked.reshape(*part.reads.shape[:3], -1)
+
+        def both(d_reads: jax.Array, second: jax.Array) -> Any:
+            d_reads = d_reads + of_state(1) @ states[1].mT
+            second = second + part.reads.mT @ of_state(1) + rate[0][1] * after[0]
+            return d_reads, second, decay(after[0], states[1])
+
+        first = first + part.reads.mT @ of_state(0)
+        d_reads, second, of_second = _where_used(
+            reads, both, lambda *x: (*x, none), of_state(0) @ states[0].mT, second
+        )
+        keep = jnp.stack([decay(after[0], states[0]), of_second, *keep], axis=2)
+        keys = new @ after[0].mT, key
+        attn, keep = g @ new.mT, keep.reshape(part.keep.shape)
+        return (first, second), _Chunk(d_reads, d_new, solve, attn, keys, keep)
+
+    zeros = jax.tree.map(lambda x: jnp.zeros_like(x[0]), saved[1][0])
+    return jax.lax.scan(step, zeros, (*saved, g), reverse=True)[1], None, None, None
+
+
+_outputs.defvjp(_forward, _backward)
+
+
+def _where_used(used: jax.Array, run: Callable[..., Any], otherwise: Any, *args: Any) -> Any:
+    # On GPUs the host waits for the predicate, in each chunk.
+    if dispatch.platform_of_mesh() == "cuda":
+        return run(*args)
+    return jax.lax.cond(used, run, otherwise, *args)
+
+
+def _read(part: _Chunk, state: jax.Array) -> jax.Array:
+    """Returns what queries, and keys, read of a state, ``[B, N, 1 or 2, C, V]``."""
+    B, N, C, V = part.v.shape
+    return (part.reads @ state).reshape(B, N, -1, C, V)
 
 
 def _chunk(part: _Chunk, read: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -141,9 +247,10 @@ def _chunk(part: _Chunk, read: jax.Array) -> tuple[jax.Array, jax.Array]:
     return read[..., 0, :, :] + part.attn @ new, new
 
 
-def _prepare(q, k, v, g, beta, own, parent, corrects: bool, continues: bool) -> _Chunk:
-    """Returns the parts of all chunks, ``[B, Q, N, ...]``; ``continues``: the first chunk goes on
-    with the running state.
+def _prepare(q, k, v, g, beta, own, parent, corrects: bool, continues: bool = False):
+    """Returns the parts of all chunks, ``[B, Q, N, ...]``; the states with which the lineages of
+    their tokens enter, ``[B, Q, C, 2]``, see ``_entering``; and True for chunks with the last
+    parent's end, ``[B, Q]``. ``continues``: the first chunk goes on with the running state.
     """
     B, Q, N, C, K = q.shape
 
@@ -179,8 +286,10 @@ def _prepare(q, k, v, g, beta, own, parent, corrects: bool, continues: bool) -> 
     through = jnp.stack([enters[:, :, -1], jnp.any(on[:, :, 1, :, None] & enters, axis=2)], axis=2)
     keep = jnp.where(through[:, :, None, ..., None], jnp.exp(whole)[..., None, :], 0.0)
     stays = jnp.asarray([[0.0, 0.0], [0.0, 1.0]])[None, None, None, ..., None]
-    inside = jnp.any(on, axis=-1)[:, :, None, :, None, None]
-    keep = jnp.where(inside, keep, stays)  # stays: a parent before the chunk
+    inside = jnp.any(on, axis=-1)
+    keep = jnp.where(
+        inside[:, :, None, :, None, None], keep, stays
+    )  # stays: a parent before the chunk
 
     decay, solve = jnp.exp(log), None
     reads, v = [decay * q], v
@@ -192,7 +301,7 @@ def _prepare(q, k, v, g, beta, own, parent, corrects: bool, continues: bool) -> 
         v = v * beta[..., None]
     reads = jnp.concatenate(reads, axis=-2)
     keys = leaves[:, :, :, 0] * k, leaves[:, :, :, 1] * k
-    return _Chunk(reads, enters[:, :, None], v, solve, pairs[0], keys, keep)
+    return _Chunk(reads, v, solve, pairs[0], keys, keep), enters, inside[..., 1]
 
 
 def _ancestors(own: jax.Array, parent: jax.Array, strict: bool = False) -> jax.Array:
@@ -301,13 +410,28 @@ def short_convolution(x_BTW: jax.Array, w_MW: jax.Array, before_BTM: jax.Array) 
     """Returns a causal convolution of each channel along lineages, float32; the last tap is the
     token's own. ``before_BTM``: see ``previous``.
     """
+    T, taps = x_BTW.shape[1], range(1, before_BTM.shape[-1] + 1)
+
+    def convolved(x: jax.Array, w: jax.Array, tap: Callable[..., jax.Array]) -> jax.Array:
+        out = x * w[-1]
+        for m in taps:
+            i = before_BTM[..., m - 1, None]
+            out += jnp.where(i < 0, 0.0, tap(x, m, i)) * w[-1 - m]
+        return out
+
+    def gathered(x: jax.Array, m: int, i: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(x, jnp.maximum(i, 0), axis=1)
+
+    def shifted(x: jax.Array, m: int, i: jax.Array) -> jax.Array:
+        return jnp.pad(x, ((0, 0), (m, 0), (0, 0)))[:, :T]
+
+    # Without siblings ancestors are neighbours. A gather's gradient is a scatter, which takes two
+    # to four times as long.
     x, w = x_BTW.astype(jnp.float32), w_MW.astype(jnp.float32)[:, None, None]
-    out = x * w[-1]
-    for m in range(before_BTM.shape[-1]):
-        i = before_BTM[..., m, None]
-        tap = jnp.take_along_axis(x, jnp.maximum(i, 0), axis=1)
-        out += jnp.where(i < 0, 0.0, tap) * w[-2 - m]
-    return out
+    neighbours = jnp.arange(T)[None, :, None] - jnp.array(taps)[None, None]
+    near = jnp.all((before_BTM < 0) | (before_BTM == neighbours))
+    forms = (functools.partial(convolved, tap=tap) for tap in (shifted, gathered))
+    return jax.lax.cond(near, *forms, x, w)
 
 
 def taps_spec(d: State, L: int, dtype: Any) -> ParamSpec:
@@ -413,7 +537,7 @@ def _blocks(rows, slots: StateSlots, pool, layer, corrects: bool):
     B, T, N, V = rows[2].shape
     one = jnp.zeros((B, 1, T), jnp.int32)
     heads = (jnp.moveaxis(y.astype(jnp.float32), 2, 1)[:, None] for y in rows)
-    parts = _prepare(*heads, own=one, parent=one, corrects=corrects, continues=True)
+    parts, *_ = _prepare(*heads, own=one, parent=one, corrects=corrects, continues=True)
 
     def block(carry, inputs):
         state, pool = carry

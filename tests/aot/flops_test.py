@@ -33,6 +33,7 @@ def test_loops_and_branches():
     branch = lambda x, w: jax.lax.cond(x[0, 0] > 0, lambda: x @ w @ w, lambda: x @ w)  # noqa: E731
     loop = lambda x, w: jax.lax.while_loop(lambda x: x[0, 0] > 0, lambda x: x @ w, x)  # noqa: E731
     assert (count(branch, X, W), count(loop, X, W)) == (2 * ONE, ONE)
+    assert traced_flops(jax.make_jaxpr(branch)(X, W).jaxpr, branch=min) == ONE
 
 
 def test_gradients_of_frozen_weights_and_rematerialisation():

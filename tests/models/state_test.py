@@ -4,6 +4,7 @@ cache, and how a config is read.
 """
 
 import functools
+import itertools
 import json
 import shutil
 
@@ -104,13 +105,20 @@ def test_packed_rows_are_their_lineages_apart(rng, T, corrects, channels):
 
 
 @pytest.mark.parametrize(
-    ("corrects", "channels"),
-    [(True, False), (False, False), pytest.param(True, True, marks=pytest.mark.long)],
+    ("corrects", "channels", "siblings"),
+    [
+        *((True, False, True), (True, False, False), (False, False, False)),
+        pytest.param(True, True, False, marks=pytest.mark.long),
+        pytest.param(False, True, True, marks=pytest.mark.long),
+    ],
 )
-def test_gradients_are_those_of_the_recurrence(rng, corrects, channels):
+def test_gradients_are_those_of_the_recurrence(rng, corrects, channels, siblings):
     T = 130
     args, g = arguments(rng, T, channels), rng.normal(size=(B, T, N, V))
-    one = state.lineage(Segments(*(jnp.zeros((B, T), jnp.int32),) * 2))
+    # Segments [first, end) that follow the first one, or are the first
+    ends = [0, 20, 70, 100, T] if siblings else [0, T]
+    own = np.repeat(np.arange(len(ends) - 1), np.diff(ends))[None].repeat(B, axis=0)
+    one = state.lineage(Segments(jnp.asarray(own), jnp.zeros((B, T), jnp.int32)))
 
     def loss(*x):
         return jnp.sum(state.recurrence(*x, of=one, corrects=corrects) * g)
@@ -118,10 +126,32 @@ def test_gradients_are_those_of_the_recurrence(rng, corrects, channels):
     made = jax.jit(jax.grad(loss, argnums=range(5)))(*floats(args))
     leaves = [torch.tensor(x, requires_grad=True) for x in args]
     for b in range(B):
-        (exact(corrects, *(x[b] for x in leaves)) * torch.tensor(g[b])).sum().backward()
+        for first, end in itertools.pairwise(ends):
+            ids = [*range(ends[1] if first else 0), *range(first, end)]
+            out = exact(corrects, *(x[b, ids] for x in leaves))[first - end :]
+            (out * torch.tensor(g[b, first:end])).sum().backward()
     for ours, theirs in zip(made, leaves, strict=True):
         want = theirs.grad.numpy()
         np.testing.assert_allclose(ours, want, rtol=0, atol=1e-4 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("siblings", [True, False])
+def test_a_short_convolution_and_its_gradient_follow_lineages(rng, siblings):
+    T, W = 90, 3
+    own = np.repeat([0, 1, 2, 3] if siblings else [0, 1, 1, 1], [30, 20, 2, 38])[None]
+    before = state.previous(
+        state.lineage(Segments(jnp.asarray(own), jnp.zeros((1, T), jnp.int32))), TAPS
+    )
+    x, w, g = rng.normal(size=(1, T, W)), rng.normal(size=(TAPS, W)), rng.normal(size=(1, T, W))
+    made, pull = jax.vjp(lambda y: state.short_convolution(y, *floats([w]), before), *floats([x]))
+    want, gradient = x * w[-1], g * w[-1]
+    for t, m in itertools.product(range(T), range(1, TAPS)):
+        if (i := before[0, t, m - 1]) >= 0:
+            want[0, t] += x[0, i] * w[-1 - m]
+            gradient[0, i] += g[0, t] * w[-1 - m]
+    # float32 against float64
+    np.testing.assert_allclose(made, want, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(pull(*floats([g]))[0], gradient, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
