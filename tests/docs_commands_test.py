@@ -18,6 +18,7 @@ import torch
 
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import Schema, pack
+from mint_jax.envs import env as env_lib
 from mint_jax.lora import tree
 from mint_jax.lora.config import AdapterConfig
 from mint_jax.models import layout, outline
@@ -65,7 +66,7 @@ def bash(text: str, folder: Path, shell: str = "bash") -> str:
 
 
 @pytest.mark.long
-def test_an_own_task_from_nothing_to_an_adapter_that_peft_loads(tmp_path):
+def test_an_own_task_from_nothing_to_an_adapter_that_peft_loads(tmp_path, monkeypatch):
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     commands = 0
     for kind, text in blocks("docs/own_task.md"):
@@ -74,9 +75,23 @@ def test_an_own_task_from_nothing_to_an_adapter_that_peft_loads(tmp_path):
             continue
         for command in text.splitlines():
             tiny = " --config.base=tiny-random" if "mint_jax.launch" in command else ""
+            tiny += " --config.steps=2" * ("conversation" in command)
             bash(command + tiny, tmp_path)
             commands += 1
-    assert commands == 7
+    assert commands == 8
+    monkeypatch.syspath_prepend(tmp_path)
+    products = env_lib.make("products:make")
+    first = products.train[0]
+    assert products.reward(f"```python\nprint({first.answer})\n```", first) == 1.0
+    for name, turns, reward in (
+        ("guess:make", ["0", " 3"], 1.0),
+        ("calculator:make", ["```python\nprint(9 * 37)\n```", "it is 333"], 1.0),
+    ):
+        task = env_lib.make(name)
+        example = next(e for e in (*task.train, *task.held_out) if e.answer in ("3", "333"))
+        first = task.step(turns[:1], example)
+        assert example.answer in first.observation[0]["content"]
+        assert task.step(turns, example) == env_lib.StepResult(reward=reward, done=True)
     with Catalog.open(tmp_path / "runs/mine") as catalog:
         first, *later = catalog.revisions("parity")
         assert first.origin.startswith("import of")

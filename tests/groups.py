@@ -12,7 +12,7 @@ from mint_jax.train.losses import NO_LOSS
 # scored in process 0 only, and some take longer than others.
 ENVIRONMENT = """
 import os, random, time
-from mint_jax.envs.env import Example, ListEnvironment
+from mint_jax.envs.env import Example, ListConversation, ListEnvironment, StepResult
 
 
 def score(completion, example):
@@ -20,12 +20,18 @@ def score(completion, example):
     time.sleep(random.SystemRandom().random() / 50)
     return sum(map(ord, completion)) % 7 / 7
 
-def make(vary=False):
+def make(vary=False, turns=1):
     prompts = [
         " ".join(str(i * 7919)[:3]) + " x" * (i * 5 % 11 if vary else 0) for i in range(100, 130)
     ]
     examples = [Example(prompt, "") for prompt in prompts]
-    return ListEnvironment(examples[2:], examples[:2], score)
+    if turns == 1:
+        return ListEnvironment(examples[2:], examples[:2], score)
+
+    def answer(texts, example):  # conversations differ in length
+        return StepResult(" no:", score(texts[-1], example), len(texts) > len(texts[0]) % turns)
+
+    return ListConversation(examples[2:], examples[:2], answer)
 """
 
 

@@ -1,12 +1,12 @@
 """``mint.groups``: completions and rewards of Python callers as groups to train on."""
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from mint_jax.errors import UserError
+from mint_jax.recipes import dialogues
 from mint_jax.recipes.rollouts import Episode, of_completion, to_groups
 from mint_jax.rollout.request import Completion, Request
 from mint_jax.train.advantages import group_advantages
@@ -34,29 +34,17 @@ def of_turns(turns: Turns, where: str) -> Episode:
             f"{where} has turns of temperatures {sorted({r.temperature for r in requests})}: draw"
             " all turns at one temperature"
         )
-    episode = of_completion(requests[0].prompt, turns[0], requests[0].temperature)
+    prompt, dialogue = requests[0].prompt, dialogues.begun_by(turns[0])
     for k, (turn, request) in enumerate(zip(turns[1:], requests[1:]), 2):
-        so_far = [*episode.prompt, *episode.tokens]
+        so_far = [*prompt, *dialogue.tokens]
         if list(request.prompt[: len(so_far)]) != so_far:
             raise UserError(
                 f"{where}: the prompt of turn {k} does not begin with the tokens of the turns"
                 " before it: make it of token ids, [*turn.request.prompt, *turn.tokens,"
                 " *base.encode(reply)]"
             )
-        between = list(request.prompt[len(so_far) :])
-        routes = None
-        old, read, new = episode.routes, turn.prompt_routes, turn.routes
-        if old is not None and read is not None and new is not None:
-            between_routes = read[len(so_far) - 1 : len(request.prompt) - 1]
-            routes = np.concatenate([old, between_routes, new])
-        episode = dataclasses.replace(
-            episode,
-            tokens=[*episode.tokens, *between, *turn.tokens],
-            drawn=episode.drawn + [False] * len(between) + [True] * len(turn.tokens),
-            logprobs=[*episode.logprobs, *(0.0 for _ in between), *turn.drawn_logprobs],
-            routes=routes,
-        )
-    return episode
+        dialogue = dialogues.continued(dialogue, prompt, request.prompt[len(so_far) :], turn)
+    return of_completion(prompt, dialogue, requests[0].temperature)
 
 
 def _drawn(completion: Completion, where: str) -> Request:

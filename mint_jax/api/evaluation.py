@@ -39,8 +39,9 @@ class Evaluation:
 
 def task_of(task: Any, prompts: Any) -> tuple[Any, list[Example]]:
     """Returns the task's environment and its held-out examples, or these prompts."""
-    if isinstance(task, str):
-        task = env_lib.make(task)
+    name = task if isinstance(task, str) else type(task).__name__
+    task = env_lib.make(task) if isinstance(task, str) else task
+    env_lib.need_single_turn(name, task)
     if callable(task) and not hasattr(task, "reward"):
         if prompts is None:
             raise UserError("prompts are missing: a reward function is evaluated on prompts=[...]")

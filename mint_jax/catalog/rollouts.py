@@ -37,8 +37,9 @@ class Rollouts:
         prompts: token ids of each prompt.
         tokens, logprobs: ``[Q][G]`` lists of sampled tokens, and their log-probabilities under the
             revision that drew them.
-        revisions: ``[Q][G]`` lists of digests, one per token.
-        rewards: ``[Q, G]``.
+        revisions: ``[Q][G]`` lists of digests, one per token; empty for tokens of an environment,
+            which nobody drew.
+        rewards: ``[Q, G]``; NaN where the environment gave none.
     """
 
     policy: str

@@ -1,7 +1,8 @@
-"""Protocol of tasks: prompts with answers, and a reward for a completion's text.
+"""Protocols of tasks: prompts with a reward for a completion's text, or with an environment that
+answers each turn of a conversation.
 
-Rewards run on the host, in threads, while the devices work for other policies. They must be pure
-functions.
+Rewards and steps run on the host, in threads or worker processes, while the devices work for other
+policies. They must be pure functions.
 """
 
 import dataclasses
@@ -42,12 +43,40 @@ class Environment(Protocol):
         ...
 
 
+@dataclasses.dataclass(frozen=True)
+class StepResult:
+    """An environment's answer to one turn of a conversation.
+
+    Attributes:
+        observation: read by the policy before its next turn: messages for the chat template, or
+            text after a prompt of text. Empty: the policy goes on where it stopped.
+        reward: a finite number; the reward of a conversation is the sum over its turns.
+        done: the conversation has ended, and nobody reads the observation.
+    """
+
+    observation: Sequence[Message] | str = ()
+    reward: float = 0.0
+    done: bool = False
+
+
+class Conversation(Protocol):
+    """A task of several turns."""
+
+    train: Sequence[Example]
+    held_out: Sequence[Example]
+
+    def step(self, completions: Sequence[str], example: Example) -> StepResult:
+        """Answers the last of the policy's turns; ``completions`` has the text of all of them."""
+        ...
+
+
 # config name -> "module:factory"; imported when used, since some need an extra
 REGISTRY: dict[str, Any] = {
     "digit_sum": "mint_jax.envs.small:digit_sum",
     "larger_of_two": "mint_jax.envs.small:larger_of_two",
     "copy_word": "mint_jax.envs.small:copy_word",
     "bracket_word": "mint_jax.envs.small:bracket_word",
+    "higher_lower": "mint_jax.envs.games:higher_lower",
     "jsonl": "mint_jax.envs.questions:questions",
     "reasoning_gym": "mint_jax.envs.gym:reasoning_gym_task",
 }
@@ -102,8 +131,10 @@ def check_options(name: str, **options: Any) -> Any:
     return factory
 
 
-def make(name: str, **options: Any) -> Environment:
-    """Builds environment ``name``, or the user's ``module:factory``. Raises ``UserError``."""
+def make(name: str, **options: Any) -> Any:
+    """Builds the ``Environment`` or ``Conversation`` of a name, or of the user's
+    ``module:factory``. Raises ``UserError``.
+    """
     factory = check_options(name, **options)
     try:
         environment = factory(**options)
@@ -152,12 +183,19 @@ def _check(name: str, environment: Any) -> None:
     if inspect.iscoroutine(environment):
         environment.close()
         raise UserError(f"{name} is made by an async function: use a plain function")
-    for part in ("train", "held_out", "reward"):
+    answers = "step" if is_conversation(environment) else "reward"
+    for part in ("train", "held_out", answers):
         if not hasattr(environment, part):
             raise UserError(
                 f"{name} is {_shown(environment)}, which has no {part}; expected an environment:"
-                " an object with train, held_out and reward, such as envs.env.ListEnvironment"
+                " an object with train, held_out and reward, such as envs.env.ListEnvironment, or"
+                " with step in place of reward, such as envs.env.ListConversation"
             )
+    if answers == "step" and hasattr(environment, "reward"):
+        raise UserError(
+            f"{name} is {_shown(environment)}, which has both reward and step: keep reward for one"
+            " turn, or step for a conversation, whose results carry the rewards"
+        )
 
     def need(is_right: bool, part: str, value: Any, expected: str) -> None:
         if not is_right:
@@ -174,12 +212,26 @@ def _check(name: str, environment: Any) -> None:
             )
         is_example = isinstance(examples[0], Example)
         need(is_example, f"{split}[0]", examples[0], "an envs.env.Example")
-    reward = environment.reward
-    need(callable(reward), "reward", reward, "a function of (completion, example)")
-    if inspect.iscoroutinefunction(reward):
+    call, takes = getattr(environment, answers), {"step": "completions", "reward": "completion"}
+    need(callable(call), answers, call, f"a function of ({takes[answers]}, example)")
+    if inspect.iscoroutinefunction(call):
         raise UserError(
-            f"reward of {name} is async; rewards run in threads, several at once: use a plain"
+            f"{answers} of {name} is async; rewards run in threads, several at once: use a plain"
             " function"
+        )
+
+
+def is_conversation(environment: Any) -> bool:
+    """Returns True for an environment of several turns."""
+    return hasattr(environment, "step")
+
+
+def need_single_turn(name: str, environment: Any) -> None:
+    """Raises ``UserError`` for a conversation, where only completions of a prompt are scored."""
+    if is_conversation(environment):
+        raise UserError(
+            f"environment {name!r} is a conversation, and only completions of one turn are scored"
+            " here: use job grpo, whose held-out evaluation plays conversations"
         )
 
 
@@ -197,3 +249,15 @@ class ListEnvironment:
 
     def reward(self, completion: str, example: Example) -> float:
         return self.score(completion, example)
+
+
+@dataclasses.dataclass(frozen=True)
+class ListConversation:
+    """Conversation made of two lists and a function of (completions, example)."""
+
+    train: Sequence[Example]
+    held_out: Sequence[Example]
+    answer: Callable[[Sequence[str], Example], StepResult]
+
+    def step(self, completions: Sequence[str], example: Example) -> StepResult:
+        return self.answer(completions, example)

@@ -1,5 +1,5 @@
-"""Evaluation of reward functions: checks their results, explains their errors and reports slow
-ones.
+"""Evaluation of reward and step functions: checks their results, explains their errors and reports
+slow ones.
 
 Python cannot end a thread from outside. Rewards therefore run in daemon threads, each call
 registers itself, and the waiting thread reports slow calls and raises after a timeout.
@@ -11,11 +11,14 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, TextIO, TypeVar
 
-from mint_jax.envs.env import Environment, Example
+import numpy as np
+
+from mint_jax.envs.env import Conversation, Environment, Example, StepResult
+from mint_jax.envs.processes import GaveUp, Raised
 from mint_jax.errors import UserError, own_traceback
 
 T = TypeVar("T")
@@ -36,36 +39,104 @@ class _Call:
         prompt = last.get("content", "") if isinstance(last, dict) else self.prompt
         return f"policy {self.who!r}, completion {self.completion!r:.200} of prompt {prompt!r:.200}"
 
+    def wrong(
+        self,
+        what: str,
+        problem: str,
+        expected: str = "",
+        remedy: str = "fix it and resume",
+        frames: str = "",
+    ) -> UserError:
+        """Returns the error of a user's function ``what``."""
+        if expected:
+            problem = f"{problem}; expected {expected}"
+        text = f"the {what} function {problem}; {self}: {remedy}"
+        return UserError(f"{text}\n{frames}" if frames else text)
+
 
 _running: dict[int, _Call] = {}  # by thread
 
 
 def score(who: str, env: Environment, completion: str, example: Example) -> float:
-    """Returns the reward of a sample of the policy ``who``. Raises ``UserError``: no number."""
-    thread = threading.get_ident()
-    call = _running[thread] = _Call(who, completion, example.messages, time.monotonic())
-
-    def wrong(problem: str, remedy: str = "fix it and resume") -> UserError:
-        return UserError(f"the reward function {problem}; {call}: {remedy}")
-
+    """Returns the reward of a sample of the policy ``who``, NaN if a worker process gave it up.
+    Raises ``UserError``: no number.
+    """
+    call = _Call(who, completion, example.messages, time.monotonic())
     try:
-        value: Any = env.reward(completion, example)
+        found = _result(call, "reward", env.reward, completion, example)
+    except GaveUp as error:
+        _report(call, "reward", error)
+        return math.nan
+    return _number(found, call)
+
+
+def step(who: str, env: Conversation, completions: Sequence[str], example: Example) -> StepResult:
+    """Returns an environment's answer to the last turn of the policy ``who``. Raises ``UserError``:
+    it is no ``StepResult`` with a finite reward and messages or text. If a worker process gave it
+    up, the conversation ends with the reward NaN.
+    """
+    call = _Call(who, completions[-1], example.messages, time.monotonic())
+    try:
+        found = _result(call, "step", env.step, completions, example)
+    except GaveUp as error:
+        _report(call, "step", error)
+        return StepResult(reward=math.nan, done=True)
+    if not isinstance(found, StepResult):
+        expected = "envs.env.StepResult(observation, reward, done)"
+        raise call.wrong("step", f"returned {found!r:.80} ({type(found).__name__})", expected)
+    reads, is_text = found.observation, isinstance(example.messages, str)
+    if not found.done and reads and isinstance(reads, str) != is_text:
+        expected = "text, as the prompt is" if is_text else "messages, as the prompt has"
+        raise call.wrong("step", f"returned the observation {reads!r:.80}", expected)
+    if not isinstance(found.done, bool):
+        raise call.wrong("step", f"returned done={found.done!r:.80}", "True or False")
+    return dataclasses.replace(found, reward=_number(found.reward, call, "step"))
+
+
+def _result(call: _Call, what: str, function: Callable[..., Any], *given: Any) -> Any:
+    """Returns what a user's function returns, registered while it runs."""
+    thread = threading.get_ident()
+    _running[thread] = call
+    try:
+        value: Any = function(*given)
+    except GaveUp:
+        raise
+    except Raised as error:
+        raise call.wrong(what, f"raised {error}", frames=error.frames) from None
     except Exception as error:
         reason, frames = f"raised {type(error).__name__}: {error}", own_traceback(error)
-        raise wrong(reason, f"fix it and resume\n{frames}") from None
+        raise call.wrong(what, reason, frames=frames) from None
     finally:
         _running.pop(thread, None)
     if inspect.iscoroutine(value):
         value.close()
-        raise wrong("is async", "rewards run in threads, use a plain function")
+        raise call.wrong(what, "is async", remedy="rewards run in threads, use a plain function")
+    return value
+
+
+def _report(call: _Call, what: str, error: GaveUp) -> None:
+    text = f"a {what} was given up, {error}: {call}; its row trains nothing"
+    print(text, file=sys.stderr, flush=True)
+
+
+def _number(value: Any, call: _Call, what: str = "reward") -> float:
     kind = type(value).__name__
     is_number = hasattr(value, "__float__") and not getattr(value, "ndim", 0)
     if not is_number or isinstance(value, str) or kind == "bool":
         expected = "a number, such as float(...) of it"
-        raise wrong(f"returned {value!r:.80} ({kind}); expected {expected}")
+        raise call.wrong(what, f"returned {value!r:.80} ({kind})", expected)
     if not math.isfinite(value := float(value)):
-        raise wrong(f"returned {value}; expected a finite number")
+        raise call.wrong(what, f"returned {value}", "a finite number")
     return value
+
+
+def check_any(who: str, rewards: np.ndarray) -> None:
+    """Raises ``UserError`` if worker processes gave up every reward of the policy ``who``."""
+    if np.isnan(rewards).all():
+        raise UserError(
+            f"policy {who!r}: all {rewards.size} rewards of a step were given up; expected one at"
+            " least: fix the reward function, or raise reward_timeout, and resume"
+        )
 
 
 def check_timeout(timeout_s: float) -> None:

@@ -215,6 +215,7 @@ class GrpoSampling:
     prompts: Count = setting("prompts of a step", 8)
     group_size: Count = setting("rollouts of a prompt", 8)
     max_tokens: Count = setting("largest number of new tokens", 16)
+    max_turns: Count = setting("largest number of turns of a conversation", 8)
     temperature: float = setting("above 0, of the distribution that is sampled", 1.0)
     stop: tuple[str, ...] = setting("strings that end a completion", ())
     baseline: str = setting("group_mean (GRPO), leave_one_out (RLOO) or none", "group_mean")
@@ -319,6 +320,9 @@ class GrpoSettings(TrainingSettings, SamplerSettings):
     )
     reward_workers: Count = setting("threads that compute rewards", 4)
     reward_timeout: Amount = setting(REWARD_TIMEOUT, scoring.TIMEOUT_S)
+    reward_processes: Natural = setting(
+        "processes that compute rewards; one that takes too long or dies costs its row; 0: none", 0
+    )
     max_rows: Count = setting("rows sampled together", 256)
     keep_rollouts: Natural = setting("last steps whose rollouts the catalog keeps; 0: none", 8)
     eval: HeldOutSettings = setting("evaluation before and after training", HeldOutSettings())
@@ -334,6 +338,16 @@ class GrpoSettings(TrainingSettings, SamplerSettings):
                     f"max_staleness is {self.max_staleness}, but policies.{name}.loss.kind is"
                     f" {policy.loss.kind!r}, which does not correct for rollouts of older weights:"
                     " choose importance_sampling or ppo, say, or max_staleness 0"
+                )
+
+    def preflight(self) -> None:
+        super().preflight()
+        for name, policy in self.policies.items():
+            if self.reward_processes and callable(env_lib.REGISTRY.get(policy.env.name)):
+                raise UserError(
+                    f"policies.{name}.env is {policy.env.name!r}, a function of this process, and"
+                    f" reward_processes is {self.reward_processes}: name it module:factory, which"
+                    " other processes can import, or set reward_processes to 0"
                 )
 
 

@@ -238,7 +238,7 @@ class TrainingRun:
             data = pack_rollouts(made)
             if (full, recorded, digest_of(data)) not in self._recorded:
                 tokens = sum(len(row) for group in made.tokens for row in group)
-                about: Any = {"tokens": tokens, "mean_reward": float(np.mean(made.rewards))}
+                about: Any = {"tokens": tokens, "mean_reward": float(np.nanmean(made.rewards))}
                 session = writer.sessions[full]
                 writer.catalog.rollout(full, recorded, data, session=session, **about)
             if step >= keep:

@@ -23,6 +23,7 @@ from mint_jax.harness.options import TRACKERS, RecipeSettings, TrainingSettings
 ROLLOUTS = "rollouts.json"  # a run's examples, from the catalog
 CHANGEABLE = (
     *("steps", "export_every", "checkpoint", "reward_workers", "reward_timeout"),
+    "reward_processes",
     *("keep_rollouts", "cache_gib", "kernels", "tensorboard", *TRACKERS),
 )
 

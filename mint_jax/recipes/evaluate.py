@@ -17,6 +17,7 @@ import numpy as np
 
 from mint_jax import multihost
 from mint_jax.catalog.packed import digest_of
+from mint_jax.envs import env as env_lib
 from mint_jax.envs import scoring
 from mint_jax.errors import UserError
 from mint_jax.harness import report, start, workdir
@@ -40,6 +41,7 @@ def run(config: EvaluateSettings, folder: Path) -> dict[str, Any]:
     """
     workdir.save_config(config, folder)
     environment, n = config.env.make(), config.samples
+    env_lib.need_single_turn(config.env.name, environment)
     examples = environment.held_out[: config.examples]
     base = start.open_base(config)
     tokenizer = base.need_tokenizer()

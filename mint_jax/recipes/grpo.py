@@ -8,7 +8,6 @@ the adapter from their gradients. ``train.phases`` interleaves these phases over
 Axes: Q prompts, G completions of a prompt.
 """
 
-import dataclasses
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,28 +19,23 @@ from mint_jax import host, multihost
 from mint_jax.data.buckets import ShapeBook
 from mint_jax.envs import scoring
 from mint_jax.harness import report, start
-from mint_jax.harness.options import GrpoSampling, GrpoSettings
+from mint_jax.harness.options import GrpoSettings
 from mint_jax.harness.start import say
 from mint_jax.harness.training import TrainingRun
 from mint_jax.models.base import Base
-from mint_jax.recipes import in_flight
+from mint_jax.recipes import in_flight, turns
 from mint_jax.recipes.rollouts import (
-    Episode,
     PolicySampler,
     Rollout,
     as_record,
     members_of,
     missing_prompts,
-    of_completion,
+    rollout_groups,
     rollout_metrics,
-    shaped_advantages,
-    to_groups,
     trained,
     trainer_base,
 )
-from mint_jax.rollout.request import Completion
 from mint_jax.train import phases as phases_lib
-from mint_jax.train.batch import Group
 from mint_jax.train.trainer import Trainer
 
 
@@ -137,6 +131,8 @@ class ConcurrentGrpo(PolicySampler):
         trainer = Trainer(trainer_base(base, config), policies, *how)
         super().__init__(config, base, members, trainer)
         self.watch = scoring.Watch(config.reward_timeout)
+        if self.score_in_processes():  # which have the timeout
+            self.watch.timeout_s = 0.0
         self._books: dict[tuple[str, ...], ShapeBook] = {}
 
     def book(self, names: Sequence[str]) -> ShapeBook:
@@ -151,17 +147,26 @@ class ConcurrentGrpo(PolicySampler):
         """
         if not multihost.is_main():
             return rollout, np.zeros((0, 0))
+        if self.members[name].converses:
+            return turns.answer(self, name, rollout)
         env, known = self.members[name].env, len(rollout.rewards)
         pairs = zip(rollout.examples[known:], rollout.completions[known:])
-        rows = [[scoring.score(name, env, c.text or "", e) for c in group] for e, group in pairs]
+        rows = self.each(
+            lambda row: scoring.score(name, env, row[1].text or "", row[0]),
+            [[(example, c) for c in group] for example, group in pairs],
+        )
         return rollout, np.array(rollout.rewards + rows, np.float64)
 
     def further(
         self, scored: dict[str, tuple[Rollout, np.ndarray]], step: int
     ) -> dict[str, Rollout]:
-        """Samples prompts in place of those from which a policy would learn nothing, if it
-        resamples. Returns the rollouts with them, of all these policies, or none if none lack any.
+        """Samples the next turn of open conversations, else prompts in place of those from which a
+        policy would learn nothing, if it resamples. Returns the rollouts of all these policies, or
+        none if nothing is to be drawn.
         """
+        if drawn := turns.next_turns(self, scored):
+            known = {} if len(drawn) == len(scored) else self._shared(scored)
+            return {n: drawn.get(n) or r.extended(None, known[n]) for n, (r, _) in scored.items()}
         if not any(self.members[name].sampling.resample for name in scored):
             return {}
         known, spans = self._shared(scored), dict[str, range]()
@@ -181,7 +186,13 @@ class ConcurrentGrpo(PolicySampler):
 
     def _shared(self, scored: dict[str, tuple[Rollout, np.ndarray]]) -> dict[str, Any]:
         """Returns the rewards, which the first process has, by policy."""
-        return multihost.agree("rewards", lambda: {n: r.tolist() for n, (_, r) in scored.items()})
+
+        def rewards() -> dict[str, Any]:
+            for name, (_, rewards_QG) in scored.items():
+                scoring.check_any(name, rewards_QG)
+            return {name: rewards_QG.tolist() for name, (_, rewards_QG) in scored.items()}
+
+        return multihost.agree("rewards", rewards)
 
     def update(self, scored: dict[str, tuple[Rollout, np.ndarray]]) -> dict[str, dict[str, float]]:
         """Updates these policies from their scored rollouts; returns metrics by policy."""
@@ -201,35 +212,20 @@ class ConcurrentGrpo(PolicySampler):
 
     def evaluate(self, names: Sequence[str] | None = None) -> dict[str, float]:
         """Returns the mean held-out rewards of policies as they are."""
-        drawn = self.held_out(list(names or self.members))
+        scored = self._scored(self.held_out(list(names or self.members)))
+        while drawn := turns.next_turns(self, scored):
+            scored |= self._scored(drawn)
+        return {name: float(np.nanmean(rewards)) for name, rewards in self._shared(scored).items()}
 
-        def judge() -> dict[str, float]:
-            out = {}
-            for name, groups in drawn.items():
-                env = self.members[name].env
-                pairs = [(c, e) for group, e in zip(groups, env.held_out) for c in group]
-                rewards = [scoring.score(name, env, c.text or "", e) for c, e in pairs]
-                out[name] = float(np.mean(rewards))
-            return out
+    def _scored(self, rollouts: dict[str, Rollout]) -> dict[str, tuple[Rollout, np.ndarray]]:
+        """Returns rollouts with their rewards, as ``reward`` does, under the watch."""
+        scored = {name: (rollout, np.zeros((0, 0))) for name, rollout in rollouts.items()}
 
-        return multihost.agree("held-out rewards", lambda: self.watch.over(judge))
+        def judge() -> None:
+            scored.update({name: self.reward(name, rollout) for name, rollout in rollouts.items()})
 
-
-def rollout_groups(sampling: GrpoSampling, rollout: Rollout, rewards_QG: np.ndarray) -> list[Group]:
-    """Returns scored rollouts as groups to train on, with advantages."""
-    without: Any = {} if sampling.replay else {"routes": None, "prompt_routes": None}
-
-    def episode(prompt: list[int], c: Completion) -> Episode:
-        masked = {}
-        if sampling.mask_truncated and c.finish == "length":  # DAPO, section 3.4
-            masked["drawn"] = [False] * len(c.tokens)
-        made = of_completion(prompt, c, sampling.temperature)
-        return dataclasses.replace(made, **without, **masked)
-
-    pairs = zip(rollout.prompts, rollout.completions)
-    made = [[episode(prompt, c) for c in group] for prompt, group in pairs]
-    advantages_QG = sampling.reward_weight * shaped_advantages(sampling, rollout, rewards_QG)
-    return to_groups(made, advantages_QG, sampling.normalisation, sampling.max_tokens)
+        multihost.agree("held-out rewards", lambda: self.watch.over(judge))
+        return scored
 
 
 def result_row(

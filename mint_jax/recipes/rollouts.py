@@ -16,7 +16,9 @@ import numpy as np
 
 from mint_jax import metrics, multihost
 from mint_jax.catalog import rollouts as catalog_rollouts
-from mint_jax.envs.env import Environment, Example
+from mint_jax.envs import env as env_lib
+from mint_jax.envs import processes
+from mint_jax.envs.env import Example
 from mint_jax.errors import UserError
 from mint_jax.harness import start
 from mint_jax.harness.adapters import AdapterSource, JobCatalog
@@ -27,6 +29,8 @@ from mint_jax.lora.tree import Slot, Stacks
 from mint_jax.models import base as base_lib
 from mint_jax.models import moe
 from mint_jax.models.base import Base
+from mint_jax.recipes import dialogues
+from mint_jax.recipes.dialogues import Dialogue
 from mint_jax.residency.pool import Pool
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Completion, Request
@@ -39,8 +43,14 @@ from mint_jax.train.trainer import Trainer
 class Member(PolicyData):
     """A policy with its environment; ``train`` and ``held_out`` are token ids of prompts."""
 
-    env: Environment
+    env: Any
     sampling: GrpoSampling
+    variables: Mapping[str, Any]
+
+    @property
+    def converses(self) -> bool:
+        """True if its environment answers each turn."""
+        return env_lib.is_conversation(self.env)
 
 
 @dataclasses.dataclass
@@ -50,6 +60,9 @@ class Rollout:
     Attributes:
         drawn_by: the policy as it drew each prompt's completions, or a fixed revision's digest.
         rewards: of the first prompts, which are scored already.
+        seeds: of each prompt.
+        replies: the environment's answers to open conversations, in the first process; see
+            ``dialogues.answered``.
     """
 
     examples: list[Example]
@@ -57,13 +70,26 @@ class Rollout:
     completions: list[list[Completion]]
     drawn_by: list[Snapshot | str]
     rewards: list[list[float]] = dataclasses.field(default_factory=list)
+    seeds: list[int] = dataclasses.field(default_factory=list)
+    replies: list[list[Any]] = dataclasses.field(default_factory=list)
+
+    @property
+    def conversations(self) -> list[list[Dialogue]]:
+        """The completions, if they are conversations."""
+        groups = ([c for c in group if isinstance(c, Dialogue)] for group in self.completions)
+        return [group for group in groups if group]
+
+    @property
+    def is_open(self) -> bool:
+        """True while conversations go on."""
+        return any(d.is_open for group in self.conversations for d in group)
 
     def extended(self, more: "Rollout | None", rewards: list[list[float]]) -> "Rollout":
         """Returns the rollout with further prompts, and the rewards of those so far."""
         more = Rollout([], [], [], []) if more is None else more
-        columns = "examples", "prompts", "completions", "drawn_by"
+        columns = "examples", "prompts", "completions", "drawn_by", "seeds"
         joined: Any = {name: getattr(self, name) + getattr(more, name) for name in columns}
-        return dataclasses.replace(self, **joined, rewards=rewards)
+        return dataclasses.replace(self, **joined, rewards=rewards, replies=[])
 
 
 def members_of(config: GrpoSettings, base: Base) -> dict[str, Member]:
@@ -87,10 +113,29 @@ def members_of(config: GrpoSettings, base: Base) -> dict[str, Member]:
                 " or drop long prompts"
             )
         own = start.policy_config(name, policy, config.seed)
-        members[name] = Member(own, train, held_out, sampling.prompts, env, sampling)
+        made = Member(own, train, held_out, sampling.prompts, env, sampling, variables)
+        if made.converses:
+            _check_conversation(name, base, made, config.max_staleness)
+        members[name] = made
     prompts = [[m.train, m.held_out] for m in members.values()]
     multihost.require_same("the prompts", lambda: prompts)
     return members
+
+
+def _check_conversation(name: str, base: Base, member: Member, stale: int) -> None:
+    """Raises ``UserError`` if a policy's settings or its base do not allow further turns."""
+    if member.sampling.overlong_tokens:
+        raise UserError(
+            f"policy {name!r}: overlong_tokens is {member.sampling.overlong_tokens}, which measures"
+            " one completion, and its environment is a conversation: set it to 0"
+        )
+    if stale:
+        raise UserError(
+            f"policy {name!r}: max_staleness is {stale}, and its environment is a conversation,"
+            " whose turns are drawn by one revision: set max_staleness to 0"
+        )
+    for split in (member.env.train, member.env.held_out):
+        dialogues.check_continues(base.need_tokenizer(), split[0], member.variables)
 
 
 class PolicySampler:
@@ -98,6 +143,7 @@ class PolicySampler:
 
     Attributes:
         tokens: number of tokens sampled in this process.
+        fixed: digest and slot of policies that sample from another adapter than their own.
     """
 
     def __init__(
@@ -110,15 +156,35 @@ class PolicySampler:
             tokenizer.decode,
             **config.sampler,
             keep_routes=base.cfg.routed and any(s.replay for s in samplings),
+            # a kept cache is as large as other policies made it, and its size decides last bits
             keep_cache=False,
         )
         self.stop_ids, self.tokens = tokenizer.eos_ids, 0
         # Last completions of a policy's prompt: drafts for the next ones. Held-out prompts have the
         # same seeds at each evaluation, so a small update changes few of their tokens.
         self._last = dict[tuple[str, tuple[int, ...]], tuple[tuple[int, ...], ...]]()
-        # digest and slot of policies that sample from another adapter, and its stacks
-        self._fixed, self._stacks = dict[str, tuple[str, Slot]](), Stacks()
+        self._workers: processes.WorkerPool | None = None
+        self.fixed, self._stacks = dict[str, tuple[str, Slot]](), Stacks()
         self._snapshot: Callable[[str], Snapshot | str] = lambda name: ""
+
+    def score_in_processes(self) -> bool:
+        """Moves the environments to worker processes, if the config asks for them, until
+        ``sampling_from`` ends.
+        """
+        config = self.config
+        if not config.reward_processes or not multihost.is_main():
+            return False
+        self._workers = processes.WorkerPool(config.reward_processes, config.reward_timeout)
+        for name, member in self.members.items():
+            made_by = config.policies[name].env.name, config.policies[name].env.extra
+            member.env = processes.remote(member.env, self._workers, *made_by)
+        return True
+
+    def each(self, score: Callable[[Any], Any], rows: list[list[Any]]) -> list[list[Any]]:
+        """Returns ``score(row)`` of the rows of each prompt; all worker processes are used."""
+        mapped = map if self._workers is None else self._workers.threads.imap
+        found = iter(mapped(score, [row for group in rows for row in group]))
+        return [[next(found) for _ in group] for group in rows]
 
     @contextlib.contextmanager
     def sampling_from(
@@ -133,12 +199,14 @@ class PolicySampler:
         names, source = list(fixed.values()), AdapterSource(self.base, catalog)
         pool = Pool(self.base, source, names, max(1, len(names)), start.say)
         with pool, pool.hold(names) as resident:
-            self._fixed = {n: (pool.digests[t], resident.slots[t]) for n, t in fixed.items()}
+            self.fixed = {n: (pool.digests[t], resident.slots[t]) for n, t in fixed.items()}
             self._stacks, self._snapshot = resident.stacks, snapshot
             try:
                 yield
             finally:
-                self._fixed, self._stacks = {}, {}
+                self.fixed, self._stacks = {}, {}
+                if self._workers is not None:
+                    self._workers.close()
 
     def rollout(
         self, names: Sequence[str], step: int, spans: Mapping[str, range] = MappingProxyType({})
@@ -156,12 +224,15 @@ class PolicySampler:
                 (name, self.members[name].train[i], self.members[name].sampling.group_size, seed)
                 for name in names
                 for i, seed in order[name]
-                if (name in self._fixed) == is_fixed
+                if (name in self.fixed) == is_fixed
             ]
-            for name, completions in self._sample(rows, is_fixed).items():
-                drawn_by = self._fixed[name][0] if is_fixed else self._snapshot(name)
+            for name, completions in self.sample(rows, is_fixed).items():
+                drawn_by = self.fixed[name][0] if is_fixed else self._snapshot(name)
                 chosen = [i for i, _ in order[name]]
-                out[name] = self._rollout(name, chosen, completions, [drawn_by] * len(chosen))
+                out[name] = self._rollout(
+                    name, chosen, self._opened(name, completions), [drawn_by] * len(chosen)
+                )
+                out[name].seeds = [seed for _, seed in order[name]]
                 self.tokens += sum(len(c.tokens) for group in completions for c in group)
         return {name: out[name] for name in names}
 
@@ -177,6 +248,12 @@ class PolicySampler:
         examples = [member.env.train[i] for i in chosen]
         return Rollout(examples, [member.train[i] for i in chosen], *drawn)
 
+    def _opened(self, name: str, completions: list[list[Completion]]) -> list[list[Completion]]:
+        """Returns first turns as conversations, if the policy's environment answers them."""
+        if not self.members[name].converses:
+            return completions
+        return [[dialogues.begun_by(c) for c in group] for group in completions]
+
     def _draw(self, name: str, step: int, span: range | None) -> list[tuple[int, int]]:
         """Returns the index and the seed of each prompt of a step."""
         member = self.members[name]
@@ -188,7 +265,7 @@ class PolicySampler:
         seeds = np.random.SeedSequence([member.config.seed, step]).generate_state(span.stop)
         return [(chosen[i], int(seeds[i])) for i in span]
 
-    def held_out(self, names: Sequence[str]) -> dict[str, list[list[Completion]]]:
+    def held_out(self, names: Sequence[str]) -> dict[str, Rollout]:
         """Samples the held-out prompts with the policies as they are, with seeds of their own."""
         n = self.config.eval.samples
         rows = [(a, p, n, i * n) for a in names for i, p in enumerate(self.members[a].held_out)]
@@ -198,9 +275,15 @@ class PolicySampler:
             ended.extend(some)
             progress.update(len(ended), "prompts")
 
-        return self._sample(rows, False, finished)
+        drawn, out = self.sample(rows, False, finished), {}
+        for name in names:
+            member, made = self.members[name], self._opened(name, drawn[name])
+            examples = list(member.env.held_out[: len(member.held_out)])
+            seeds = [i * n for i in range(len(examples))]
+            out[name] = Rollout(examples, member.held_out, made, [], seeds=seeds)
+        return out
 
-    def _sample(
+    def sample(
         self, rows: Sequence[tuple[str, list[int], int, int]], is_fixed: bool, *finished: Any
     ) -> dict[str, list[list[Completion]]]:
         """Samples rows of policy, prompt, number of completions and seed, in one engine call."""
@@ -209,7 +292,7 @@ class PolicySampler:
             weights: dict[str, Any] = {"version": self.trainer.versions[name]}
             slot = self.trainer.slots[name]
             if is_fixed:
-                digest, slot = self._fixed[name]
+                digest, slot = self.fixed[name]
                 weights = {"revision": digest}
             drawing = self.members[name].sampling.drawing
             how: Any = {"n": n, "seed": seed, "stop_ids": self.stop_ids, **drawing, **weights}
@@ -220,7 +303,7 @@ class PolicySampler:
             rows, self.engine.generate(requests, stacks, *finished)
         ):
             out[name].append(some)
-            if self.config.speculative_tokens:
+            if self.config.speculative_tokens and not self.members[name].converses:
                 self._last[name, tuple(prompt)] = tuple(tuple(c.tokens) for c in some)
         return out
 
@@ -257,9 +340,19 @@ def overlong_penalty(sampling: GrpoSampling, rollout: Rollout) -> np.ndarray:
 def shaped_advantages(
     sampling: GrpoSampling, rollout: Rollout, rewards_QG: np.ndarray
 ) -> np.ndarray:
-    """Returns the advantages of rewards with their penalty, ``[Q, G]``."""
+    """Returns the advantages of rewards with their penalty, ``[Q, G]``. Rows without a reward (NaN)
+    have 0, and the others of their prompt are compared without them.
+    """
     shaped_QG = rewards_QG + overlong_penalty(sampling, rollout)
-    return advantages.group_advantages(shaped_QG, sampling.baseline, sampling.divide_by_std)
+    how = sampling.baseline, sampling.divide_by_std
+    if not np.isnan(shaped_QG).any():
+        return advantages.group_advantages(shaped_QG, *how)
+    out_QG = np.zeros(shaped_QG.shape, np.float32)
+    for q, row in enumerate(shaped_QG):
+        scored = ~np.isnan(row)
+        if scored.sum() > (sampling.baseline != "none"):  # one alone has nothing to compare with
+            out_QG[q, scored] = advantages.group_advantages(row[None, scored], *how)[0]
+    return out_QG
 
 
 def trained(
@@ -296,16 +389,21 @@ def rollout_metrics(
 ) -> dict[str, float]:
     """Returns metrics of scored rollouts; ``reward_std`` is within a prompt."""
     drawn = [c for group in rollout.completions for c in group]
-    lengths = [len(c.tokens) for c in drawn]
+    lengths = [sum(dialogues.drawn_mask(c)) for c in drawn]
     advantage = shaped_advantages(sampling, rollout, rewards_QG)
-    own = {}
+    own, given_up_QG = {}, np.isnan(rewards_QG)
+    if given_up_QG.any():
+        own["given_up"] = float(given_up_QG.mean())
+    by_prompt = [row[~np.isnan(row)] for row in rewards_QG]
     if sampling.overlong_tokens:
         own["overlong_penalty"] = float(overlong_penalty(sampling, rollout).mean())
     if sampling.resample:
         own["prompts"] = len(rollout.prompts)
+    if turns := [len(d.texts) for group in rollout.conversations for d in group]:
+        own["turns"] = float(np.mean(turns))
     return own | {
-        "reward": float(rewards_QG.mean()),
-        "reward_std": float(rewards_QG.std(axis=1).mean()),
+        "reward": float(np.concatenate(by_prompt).mean()),
+        "reward_std": float(np.mean([row.std() for row in by_prompt if len(row)])),
         "completion_tokens": float(np.mean(lengths)),
         "shortest": min(lengths),
         "longest": max(lengths),
@@ -320,7 +418,10 @@ def as_record(rollout: Rollout, rewards_QG: np.ndarray) -> catalog_rollouts.Roll
     tokens = [[c.tokens for c in group] for group in rollout.completions]
     logprobs = [[c.logprobs for c in group] for group in rollout.completions]
     digests = [one if isinstance(one, str) else one.digest for one in rollout.drawn_by]
-    drawn_by = [[[digest] * len(row) for row in group] for digest, group in zip(digests, tokens)]
+    drawn_by = [
+        [[digest if drawn else "" for drawn in dialogues.drawn_mask(c)] for c in group]
+        for digest, group in zip(digests, rollout.completions)
+    ]
     made = tokens, logprobs, drawn_by, rewards_QG
     return catalog_rollouts.Rollouts("", 0, rollout.prompts, *made)
 
@@ -345,8 +446,8 @@ class Episode:
 
 
 def of_completion(prompt: Sequence[int], completion: Completion, temperature: float) -> Episode:
-    """Returns an episode of one turn."""
-    c, drawn = completion, [True] * len(completion.tokens)
+    """Returns the episode of a completion or a conversation."""
+    c, drawn = completion, dialogues.drawn_mask(completion)
     routes = c.routes, c.prompt_routes
     return Episode(list(prompt), c.tokens, drawn, c.drawn_logprobs, temperature, *routes)
 
@@ -374,3 +475,21 @@ def to_groups(
         shared: Any = {"routes": first.prompt_routes, "temperature": first.temperature}
         out.append(Group(first.prompt, sequences, **shared))
     return out
+
+
+def rollout_groups(sampling: GrpoSampling, rollout: Rollout, rewards_QG: np.ndarray) -> list[Group]:
+    """Returns scored rollouts as groups to train on, with advantages."""
+    without: Any = {} if sampling.replay else {"routes": None, "prompt_routes": None}
+
+    def episode(prompt: list[int], c: Completion, reward: float) -> Episode:
+        masked = {}
+        is_cut = sampling.mask_truncated and c.finish == "length"  # DAPO, section 3.4
+        if is_cut or np.isnan(reward):
+            masked["drawn"] = [False] * len(c.tokens)
+        made = of_completion(prompt, c, sampling.temperature)
+        return dataclasses.replace(made, **without, **masked)
+
+    rows = zip(rollout.prompts, rollout.completions, rewards_QG, strict=True)
+    made = [[episode(p, c, r) for c, r in zip(group, row)] for p, group, row in rows]
+    advantages_QG = sampling.reward_weight * shaped_advantages(sampling, rollout, rewards_QG)
+    return to_groups(made, advantages_QG, sampling.normalisation, sampling.max_tokens)

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mint_jax import multihost
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import Schema
@@ -21,7 +23,7 @@ from mint_jax.harness.workdir import ROLLOUTS
 from mint_jax.models.base import Base
 from mint_jax.train.batch import Group, TrainSequence
 
-Sample = list[Any]  # its place for errors, prompt, tokens, reward
+Sample = list[Any]  # its place for errors, prompt, tokens, their weights, reward
 
 
 def read(
@@ -45,8 +47,8 @@ def read(
     multihost.agree("stored rollouts", copy)
     return {
         name: [
-            (where, Group(prompt, [TrainSequence(tokens, [1.0] * len(tokens))]))
-            for where, prompt, tokens, _ in samples
+            (where, Group(prompt, [TrainSequence(tokens, weights)]))
+            for where, prompt, tokens, weights, _ in samples
         ]
         for name, samples in json.loads(file.read_text()).items()
     }
@@ -90,5 +92,9 @@ def _samples(catalog: Catalog, text: str, base: Base) -> Iterator[Sample]:
         batch = unpack_rollouts(catalog.load_payload(record.digest))
         for q, prompt in enumerate(batch.prompts):
             for g, tokens in enumerate(batch.tokens[q]):
+                if np.isnan(reward := batch.rewards[q, g]):  # the environment gave none
+                    continue
                 where = f"{policy} step {record.step}, prompt {q + 1}, sample {g + 1}"
-                yield [where, prompt, tokens, float(batch.rewards[q, g])]
+                # tokens of an environment have no revision
+                weights = [float(digest != "") for digest in batch.revisions[q][g]]
+                yield [where, prompt, tokens, weights, float(reward)]

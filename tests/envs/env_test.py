@@ -48,6 +48,13 @@ class Bare:
         return 1.0
 
 
+class Plays:
+    train = held_out = [env_lib.Example("q", "a")]
+
+    def step(self, completions, example):
+        return env_lib.StepResult(reward=1.0, done=True)
+
+
 async def reward(completion, example):
     return 1.0
 
@@ -62,6 +69,7 @@ async def reward(completion, example):
         ),
         ({"reward": 3}, r"reward of .* is 3 \(int\); expected a function of"),
         ({"reward": staticmethod(reward)}, "reward of .* is async; .*use a plain function"),
+        ({"step": Plays.step}, "has both reward and step: keep reward for one turn"),
     ],
 )
 def test_objects_beside_the_protocol_are_refused(monkeypatch, changes, message):
@@ -70,3 +78,18 @@ def test_objects_beside_the_protocol_are_refused(monkeypatch, changes, message):
     module.make = type("Own", (Bare,), changes)
     with pytest.raises(UserError, match=message):
         env_lib.make("own_made_for_test:make")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, "'talk' is a conversation, .* one turn .*: use job grpo"),
+        ({"step": 3}, r"step of .* is 3 \(int\); expected a function of \(completions, example\)"),
+        ({"step": staticmethod(reward)}, "step of .* is async; .*use a plain function"),
+        ({"held_out": []}, "has no held_out examples"),
+    ],
+)
+def test_conversations_are_checked(monkeypatch, changes, message):
+    monkeypatch.setitem(env_lib.REGISTRY, "talk", type("Own", (Plays,), changes))
+    with pytest.raises(UserError, match=message):
+        env_lib.need_single_turn("talk", env_lib.make("talk"))

@@ -141,7 +141,9 @@ def assert_same_run(one: Path, other: Path) -> None:
     assert measured(one) == measured(other)
 
 
-def train(steps: int, workdir: Path, vary=False, schedule="batched", stale=0) -> dict[str, str]:
+def train(
+    steps: int, workdir: Path, vary=False, schedule="batched", stale=0, turns=1
+) -> dict[str, str]:
     """Runs the job of configs/tiny/grpo.py; returns the last revision of every policy."""
     changes = {"steps": steps, "export_every": 1, "tensorboard": False, "schedule": schedule}
     config = tiny("grpo", **changes)
@@ -150,7 +152,7 @@ def train(steps: int, workdir: Path, vary=False, schedule="batched", stale=0) ->
             config.max_staleness, config.checkpoint.every = stale, 1
         config.policies.reinforce.loss.kind = "importance_sampling"
     for policy in config.policies.values():
-        policy.env = {"name": "varied:make", "vary": vary}
+        policy.env = {"name": "varied:make", "vary": vary, "turns": turns}
         policy.optimizer.learning_rate = 1e-2
         policy.sampling.update({"max_tokens": 12, "stop": ("e", "a") if vary else ()})
         policy.sampling.update({"mask_truncated": vary, "resample": 2 * vary})
@@ -158,12 +160,17 @@ def train(steps: int, workdir: Path, vary=False, schedule="batched", stale=0) ->
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("vary", [False, True], ids=["equal lengths", "varied lengths"])
-def test_grpo_stopped_and_resumed_is_grpo_uninterrupted(one_device, tmp_path, monkeypatch, vary):
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"vary": True}, {"turns": 3}],
+    ids=["equal lengths", "varied lengths", "conversations"],
+)
+def test_grpo_stopped_and_resumed_is_grpo_uninterrupted(one_device, tmp_path, monkeypatch, how):
     write_environment(tmp_path, monkeypatch)
-    whole = train(4, tmp_path / "whole", vary)
-    half = train(2, tmp_path / "parts", vary)
-    assert train(4, tmp_path / "parts", vary) == whole
+    whole = train(4, tmp_path / "whole", **how)
+    half = train(2, tmp_path / "parts", **how)
+    assert train(4, tmp_path / "parts", **how) == whole
+    assert all(row.get("turns", 2) > 1 for row in measured(tmp_path / "whole"))
     assert_same_run(tmp_path / "parts", tmp_path / "whole")
     digests = exported(tmp_path / "whole")
     assert len(kept(tmp_path / "whole")) == 4 * len(whole)
@@ -196,27 +203,28 @@ def count_of(workdir: Path) -> int:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("steps", "kills", "schedule", "stale", "number"),
+    ("steps", "kills", "schedule", "stale", "turns", "number"),
     [
-        (4, 1, "batched", 0, signal.SIGKILL),
-        (4, 1, "batched", 1, signal.SIGKILL),
-        pytest.param(9, 2, "overlapped", 2, signal.SIGTERM, marks=pytest.mark.slow),
-        pytest.param(24, 4, "overlapped", 0, signal.SIGKILL, marks=pytest.mark.slow),
+        (4, 1, "batched", 0, 1, signal.SIGKILL),
+        (4, 1, "overlapped", 0, 3, signal.SIGKILL),
+        (4, 1, "batched", 1, 1, signal.SIGKILL),
+        pytest.param(9, 2, "overlapped", 2, 1, signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param(24, 4, "overlapped", 0, 1, signal.SIGKILL, marks=pytest.mark.slow),
     ],
 )
 def test_grpo_killed_and_run_again_is_grpo_uninterrupted(
-    steps, kills, schedule, stale, number, one_device, tmp_path, rng, monkeypatch
+    steps, kills, schedule, stale, turns, number, one_device, tmp_path, rng, monkeypatch
 ):
     """Each kill falls at a random moment, later than the one before. Tokens know the revision that
     drew them, ``stale`` updates before.
     """
     write_environment(tmp_path, monkeypatch)
-    how = {"schedule": schedule, "stale": stale}
+    how = {"schedule": schedule, "stale": stale, "turns": turns}
     whole = train(steps, tmp_path / "whole", **how)
     drawers, digests = drawn_by(tmp_path / "whole"), exported(tmp_path / "whole")
     for (name, step), drawer in drawers.items():
         if step > stale:
-            assert drawer == {digests[name, step - stale]}
+            assert drawer - {""} == {digests[name, step - stale]}
     rows = rows_of(tmp_path / "whole")
     assert all(row.get("stalest", 0) == min(row["step"], stale) for row in rows)
     killed, last = tmp_path / "killed", 3 * (steps - 1)  # rows of three policies

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mint_jax.data.order import epoch_indices, further_indices
-from mint_jax.envs.env import Example, ListEnvironment
+from mint_jax.envs.env import Example, ListConversation, ListEnvironment, StepResult
 from mint_jax.errors import UserError
 from mint_jax.harness import start
 from mint_jax.harness.options import GrpoSampling
@@ -34,13 +34,19 @@ def own_rewards(monkeypatch):
     def encode(base, prompt, variables):
         return np.random.default_rng(int(prompt)).integers(3, 200, int(prompt)).tolist()
 
-    def make(policy):
+    def make(policy, converses):
         wanted = LENGTHS[policy]
         order = epoch_indices(len(wanted), len(wanted), start.policy_seed(0, policy), 0)
         placed = dict(zip(order, wanted))
         examples = [Example(str(placed[i]), "") for i in range(len(wanted))]
         held_out = [Example("9", "")]
-        return ListEnvironment(examples, held_out, lambda text, example: float(len(text) % 7))
+        if policy != "b" or not converses:
+            return ListEnvironment(examples, held_out, lambda text, example: float(len(text) % 7))
+        return ListConversation(
+            examples,
+            held_out,
+            lambda texts, _: StepResult(" or", len(texts[-1]) % 7, len(texts) == 3),
+        )
 
     monkeypatch.setattr(start, "encode", encode)
     module = types.ModuleType("own_rewards")
@@ -48,7 +54,7 @@ def own_rewards(monkeypatch):
     monkeypatch.setitem(sys.modules, "own_rewards", module)
 
 
-def revisions(folder, max_tokens: dict[str, int], stale: int) -> dict[str, str]:
+def revisions(folder, max_tokens: dict[str, int], stale=0, converses=False) -> dict[str, str]:
     """Returns the final revision of each policy after two steps one by one."""
     config = tiny("grpo", tensorboard=False, export_every=1, schedule="sequential", steps=2)
     usual = config.policies.ppo.to_dict()
@@ -56,7 +62,7 @@ def revisions(folder, max_tokens: dict[str, int], stale: int) -> dict[str, str]:
         config.max_staleness = stale
         config.policies = {
             name: usual
-            | {"env": {"name": "own_rewards:make", "policy": name}}
+            | {"env": {"name": "own_rewards:make", "policy": name, "converses": converses}}
             | {"sampling": {"prompts": 1, "group_size": 2, "max_tokens": most}}
             for name, most in max_tokens.items()
         }
@@ -98,6 +104,24 @@ def test_completions_that_were_cut_off_train_nothing_and_long_ones_earn_less(rng
         GrpoSampling(max_tokens=4, overlong_tokens=5)
 
 
+@pytest.mark.parametrize("baseline", ["group_mean", "leave_one_out", "none"])
+def test_rows_without_a_reward_train_nothing_and_others_are_compared_without_them(rng, baseline):
+    options = {"baseline": baseline, "normalisation": "sum"}
+    sampling, rollout, rewards = sampled(rng, [[2, 3, 4], [2, 3, 4], [5, 5, 5]], options)
+    rewards[0, 1], rewards[1, 1:] = np.nan, np.nan
+    groups = rollout_groups(sampling, rollout, rewards)
+    weights = [[one.weights[0] for one in group.sequences] for group in groups]
+    assert weights == [[1, 0, 1], [1, 0, 0], [1, 1, 1]]
+    rest = group_advantages(rewards[:1, [0, 2]], baseline)[0]
+    alone = rewards[1, 0] if baseline == "none" else 0.0
+    found = [[one.advantages[0] for one in group.sequences] for group in groups]
+    np.testing.assert_allclose(found[0], [rest[0], 0, rest[1]], rtol=1e-6)
+    np.testing.assert_allclose(found[1], [alone, 0, 0], rtol=1e-6)
+    row = rollout_metrics(sampling, rollout, rewards)
+    assert row["given_up"] == 3 / 9
+    np.testing.assert_allclose(row["reward"], rewards[~np.isnan(rewards)].mean(), rtol=1e-12)
+
+
 def test_prompts_of_equal_rewards_give_way_to_others(rng):
     sampling, rollout, rewards = sampled(rng, [[3, 3]] * 4, {"prompts": 3, "resample": 2})
     rewards[1] = -0.1
@@ -137,9 +161,9 @@ def test_rollouts_in_flight_come_back_from_a_checkpoint_as_they_were(rng):
 
 @pytest.mark.long
 @pytest.mark.users  # the last bits of a rollout
-@pytest.mark.parametrize("stale", [0, 1])
-def test_other_policies_change_nothing_of_a_policys_run(stale, tmp_path):
-    alone = revisions(tmp_path / "alone", {"b": 8}, stale)
-    among = revisions(tmp_path / "among", {"a": 9, "b": 8, "z": 8}, stale)
+@pytest.mark.parametrize("how", [{}, {"stale": 1}, {"converses": True}], ids=str)
+def test_other_policies_change_nothing_of_a_policys_run(how, tmp_path):
+    alone = revisions(tmp_path / "alone", {"b": 8}, **how)
+    among = revisions(tmp_path / "among", {"a": 9, "b": 8, "z": 8}, **how)
     assert among["b"] == alone["b"]
     assert len(set(among.values())) == 3

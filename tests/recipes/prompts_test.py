@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from mint_jax.data.tokenizer import Tokenizer
-from mint_jax.envs.env import Example, ListEnvironment
+from mint_jax.envs.env import REGISTRY, Example, ListConversation, ListEnvironment, StepResult
 from mint_jax.errors import UserError
 from mint_jax.recipes import rollouts
 from tests.configs import read, tiny
@@ -28,14 +28,20 @@ def texts():
     return ListEnvironment([Example("two", "4")], [Example("two", "4")], lambda *_: 0.0)
 
 
-def members(tmp_path, factory, **env):
+def talks():
+    return ListConversation([Example(CHAT, "4")], [Example(CHAT, "4")], lambda *_: StepResult())
+
+
+def members(tmp_path, factory, sampling=None, settings=None, **env):
     save(tmp_path, byte_level(), chat_template=TEMPLATE)
     tokenizer, cfg = Tokenizer(tmp_path), types.SimpleNamespace(context=512)
     base = types.SimpleNamespace(need_tokenizer=lambda: tokenizer, cfg=cfg)
     config = tiny("grpo")
     policy = config.policies.ppo.to_dict()
     policy["env"] = {"name": f"tests.recipes.prompts_test:{factory}"} | env
+    policy["sampling"].update(sampling or {})
     with config.unlocked():
+        config.update(settings or {})
         config.policies = {"one": policy}
     return rollouts.members_of(read(config), base)  # type: ignore[arg-type]
 
@@ -60,3 +66,28 @@ def test_variables_of_the_config_reach_the_chat_template(tmp_path, variables):
 def test_variables_without_a_place_are_refused(tmp_path, factory, variables, message):
     with pytest.raises(UserError, match=message):
         members(tmp_path, factory, chat_template_kwargs=variables)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sampling": {"overlong_tokens": 2}}, "'one': overlong_tokens is 2, .*set it to 0"),
+        ({"settings": {"max_staleness": 1}}, "'one': max_staleness is 1, .*set max_staleness to 0"),
+        ({"sampling": {"max_turns": 0}}, "max_turns is 0; expected"),
+        ({"sampling": {"max_tokens": 511}}, "exceed the context of 512"),
+    ],
+)
+def test_settings_that_conversations_cannot_have_are_refused(tmp_path, changes, message):
+    assert members(tmp_path, "talks")["one"].converses
+    with pytest.raises(UserError, match=message):
+        members(tmp_path, "talks", **changes)
+
+
+def test_worker_processes_need_an_environment_by_name(monkeypatch):
+    monkeypatch.setitem(REGISTRY, "registered", talks)
+    config = tiny("grpo")
+    config.policies.ppo.env.name = "registered"
+    with config.unlocked():
+        config.reward_processes = 2
+    with pytest.raises(UserError, match=r"'registered', a function of this .*: name it module:fac"):
+        read(config).preflight()

@@ -109,11 +109,13 @@ def store(base, rng, tmp_path):
             schema = Schema(own or base.fingerprint, AdapterConfig(1, 2.0, ("q",)))
             catalog.create_policy(name, schema)
 
-        def put(policy, step, rewards):
+        def put(policy, step, rewards, nobody=0):
             lengths = rng.integers(1, 7, np.shape(rewards))
             tokens = [[rng.integers(3, 90, n).tolist() for n in row] for row in lengths]
             prompts = [rng.integers(3, 90, 4).tolist() for _ in rewards]
             drawn = [[[[x] * n for n in row] for row in lengths] for x in (-1.0, "cd" * 32)]
+            for row in (row for group in drawn[1] for row in group):
+                row[:nobody] = [""] * min(nobody, len(row))
             made = Rollouts(policy, step, prompts, tokens, *drawn, np.array(rewards))
             about: Any = {"tokens": int(lengths.sum()), "mean_reward": 0.0}
             catalog.rollout(policy, step, pack_rollouts(made), **about)
@@ -148,6 +150,14 @@ def test_stored_rollouts_are_examples_token_for_token(store, base, tmp_path):
     store("teacher", 6, [[1.0]])
     assert examples("run", ("teacher",)) == first + later, "a resumed run has what it began with"
     assert examples("d", ("teacher@5",)) == later
+
+
+def test_an_environment_s_tokens_and_rows_without_a_reward_are_not_learned(store, base, tmp_path):
+    drawn = store("teacher", 3, [[0.1, float("nan")]], nobody=1)
+    [(_, group)] = stored.read(stored_config(tmp_path, ("teacher",)), base, tmp_path)["student"]
+    [one] = group.sequences
+    assert (group.prefix, one.tokens) == drawn[0]
+    assert one.weights == [0.0] + [1.0] * (len(one.tokens) - 1)
 
 
 @pytest.mark.parametrize(

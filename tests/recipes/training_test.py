@@ -12,6 +12,7 @@ import pytest
 
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import unpack
+from mint_jax.catalog.rollouts import unpack_rollouts
 from mint_jax.envs.env import Example, ListEnvironment
 from mint_jax.errors import UserError
 from mint_jax.recipes import rollouts
@@ -117,6 +118,40 @@ def test_a_reward_that_hangs_ends_the_run_at_its_timeout(where, own_env, tmp_pat
             run_config(config, tmp_path)
     finally:
         release.set()
+
+
+HANGS = """
+import re
+from mint_jax.envs.env import Example, ListEnvironment
+
+def make():
+    examples = [Example(f"{i} is", "") for i in range(4)]
+
+    def reward(text, example):  # some hang, with the lock of the interpreter
+        hangs = sum(map(ord, text)) % 3 == 0
+        return float(bool(re.match("(a+)+b", "a" * 60))) if hangs else len(text) / 8
+
+    return ListEnvironment(examples, examples[:2], reward)
+"""
+
+
+@pytest.mark.long
+def test_a_reward_that_hangs_costs_its_row_where_processes_compute_it(tmp_path, monkeypatch):
+    (tmp_path / "own_hanging.py").write_text(HANGS)
+    monkeypatch.syspath_prepend(tmp_path)
+    config = only(tiny("grpo", reward_timeout=0.5, steps=2), "ppo")
+    with config.unlocked():
+        config.reward_processes = 2
+    config.policies.ppo.env.name = "own_hanging:make"
+    config.policies.ppo.sampling.update({"prompts": 4, "group_size": 4})
+    result = run_config(config, tmp_path / "run")
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert any(row.get("given_up", 0) > 0 for row in rows)
+    assert all(0 <= row["reward"] < 8 for row in rows)
+    with Catalog.open(tmp_path / "run" / "catalog") as catalog:
+        assert catalog.resolve("ppo").digest == result["policies"][0]["revision"]
+        kept = unpack_rollouts(catalog.load_payload(catalog.rollouts("ppo", 1)[0].digest))
+    assert np.isnan(kept.rewards).mean() == rows[-1].get("given_up", 0)
 
 
 @pytest.mark.parametrize(

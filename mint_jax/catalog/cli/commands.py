@@ -233,7 +233,7 @@ def _rollouts(args: Args, catalog: Catalog) -> Result:
             "tokens": tokens,
             "logprobs": batch.logprobs[q][g],
             "revisions": batch.revisions[q][g],
-            "reward": float(batch.rewards[q, g]),
+            "reward": float(r) if (r := batch.rewards[q, g]) == r else None,
         }
         for q, prompt in enumerate(batch.prompts)
         for g, tokens in enumerate(batch.tokens[q])
