@@ -95,7 +95,7 @@ def test_the_mean_gradient_is_that_of_the_expected_reward(temperature, baseline,
         baseline="none",
         normalisation="sum",
     )
-    groups = rollout_groups(sampling, Rollout([], [PROMPT], [made]), weighted[None])
+    groups = rollout_groups(sampling, Rollout([], [PROMPT], [made], []), weighted[None])
     for kind in ("ppo", "reinforce", "importance_sampling", "cispo", "gspo"):
         trainer = Trainer(base, [PolicyConfig("p", ADAPTER, loss=LossConfig(kind))])
         trainer.load_adapter("p", adapter)
@@ -123,6 +123,6 @@ def test_the_trainer_sees_what_the_engine_drew(temperature, case, rng):
     )
     (made,) = Engine(base).generate([request], trainer.stacks)
     sampling = GrpoSampling(group_size=8, max_tokens=6, temperature=temperature)
-    groups = rollout_groups(sampling, Rollout([], [PROMPT], [made]), rng.normal(size=(1, 8)))
+    groups = rollout_groups(sampling, Rollout([], [PROMPT], [made], []), rng.normal(size=(1, 8)))
     # float32, prefill and decode against one pass
     assert trainer.update({"p": groups})["p"]["max_gap"] < 1e-4
