@@ -53,11 +53,12 @@ def looser(cfg, factor: float = 20.0) -> float:
     reads a small output, whose rounding the norm after it enlarges, in torch as here. So do norms
     after layers: if weights change in their last place, torch's logits change by up to 1.6e-5 of
     the largest (Gemma 4 with shared keys; our difference with adapters was 3.6e-5), those of a
-    Llama by 1.3e-6.
+    Llama by 1.3e-6. Mamba's states are normalised too: one logit of 1,746 of Nemotron-H differed
+    from torch's by 5.1e-6 of the largest.
     """
     if cfg.delta is not None or cfg.shared_keys is not None:
         return factor
-    return 5.0 if cfg.post_norms else 1.0
+    return 5.0 if cfg.post_norms or cfg.state is not None else 1.0
 
 
 def assert_same_logits(ours, theirs, bare, factor=1.0):

@@ -81,7 +81,9 @@ def _compile_step(
     slots = {bucket: np.full(shape.blocks, trainer.capacity[bucket], np.int32)}
     with jax.set_mesh(trainer.base.mesh):
         if backward:
+            # a default that is left out would be another program than ``Trainer`` calls
             static: dict[str, Any] = {"cfg": cfg, "remat": trainer.remat, "custom": ()}
+            static["entropy_gradient"] = False
             args = params, {bucket: stack}, batch, coefs, slots
             step_lib.forward_backward.lower(*args, **static).compile()
         else:
