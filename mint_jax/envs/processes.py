@@ -44,7 +44,7 @@ class WorkerPool:
     """Up to ``count`` worker processes, started when needed; calls wait for a free one.
 
     Attributes:
-        timeout_s: limit of one call; 0 is none.
+        timeout_s: time limit of one call; 0 sets no limit.
     """
 
     def __init__(self, count: int, timeout_s: float):

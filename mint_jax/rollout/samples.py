@@ -124,7 +124,7 @@ class SampleState:
         swapped: handle of its pages' contents while they are on the host.
         finish: reason that it ended; None while it runs.
         matcher, stops: state of its grammar, and search for its stop strings.
-        reach: most drafts at once: twice as many as were accepted last, if all were.
+        reach: most drafts at once: as many as were accepted last, twice as many if all were.
     """
 
     prompt: CachedPrompt

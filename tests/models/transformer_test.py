@@ -222,7 +222,7 @@ def test_a_packed_row_equals_its_rows_apart(name, hf_dirs, tiny_base, rng):
     lengths = (P, *rollouts, other, padding)
 
     def alone(pieces):
-        """What each piece is a row of: the rollouts behind their prompt."""
+        """Returns rows of each piece: the rollouts after their prompt."""
         return [np.concatenate([*pieces[: 0 < i < 4], pieces[i]]) for i in range(5)]
 
     pieces = _drawn(

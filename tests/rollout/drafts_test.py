@@ -9,6 +9,7 @@ import pytest
 
 from mint_jax.errors import UserError
 from mint_jax.lora import tree as lora_tree
+from mint_jax.models import base as base_lib
 from mint_jax.models import transformer
 from mint_jax.rollout import device
 from mint_jax.rollout.drafts import Draft, Drafts
@@ -16,6 +17,7 @@ from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Completion, Request
 from mint_jax.rollout.samples import CachedPrompt, SampleState
 from tests import oracles
+from tests.laws.shardings_equal_test import save_checkpoint
 from tests.rollout.families_test import CONFIGS, FAST, PAGES
 from tests.rollout.invariants import check_schedule
 from tests.rollout.score_test import random_adapters
@@ -109,6 +111,26 @@ def test_right_drafts_save_dispatches(rng, tiny_base):
     full = Engine(base, rows=(4,), speculative_tokens=7)
     full.generate(given)
     assert not full.counts["drafted_tokens"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["dense", "latent"])
+def test_drafts_change_no_bit_over_a_mesh(rng, tmp_path, mesh8, family):
+    """Rows and pages are divided among the devices; a draft stays with its sample's."""
+    save_checkpoint(family, tmp_path)
+    base = base_lib.load(str(tmp_path), mesh8)
+    requests = [
+        Request(tuple(rng.integers(3, 96, n).tolist()), n=n % 3 + 1, max_tokens=NEW, seed=n)
+        for n in (4, 35, 9, 40)
+    ]
+    plain, drafting = (Engine(base, rows=(64,), speculative_tokens=k) for k in (0, 3))
+    wanted = plain.generate(requests)
+    given = [
+        dataclasses.replace(r, drafts=spoiled(rng, found)) for r, found in zip(requests, wanted)
+    ]
+    same(drafting.generate(given), wanted)
+    assert 0 < drafting.counts["accepted_tokens"] < drafting.counts["drafted_tokens"]
+    assert drafting.parts > 1
 
 
 def sample_of(prompt: tuple[int, ...], tenant: str = "a", version: str = "v", **how) -> SampleState:
