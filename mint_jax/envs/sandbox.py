@@ -43,7 +43,7 @@ except Exception as error:
 
 @dataclasses.dataclass(frozen=True)
 class SnippetLimits:
-    """SnippetLimits of a snippet: seconds by the clock, MiB of address space, bytes of output."""
+    """Limits of a snippet: seconds by the clock, MiB of address space, bytes of output."""
 
     timeout_s: float = 5.0
     memory_mib: int = 512
