@@ -76,6 +76,7 @@ REGISTRY: dict[str, Any] = {
     "larger_of_two": "mint_jax.envs.small:larger_of_two",
     "copy_word": "mint_jax.envs.small:copy_word",
     "bracket_word": "mint_jax.envs.small:bracket_word",
+    "json_fields": "mint_jax.envs.small:json_fields",
     "higher_lower": "mint_jax.envs.games:higher_lower",
     "jsonl": "mint_jax.envs.questions:questions",
     "reasoning_gym": "mint_jax.envs.gym:reasoning_gym_task",

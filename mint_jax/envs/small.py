@@ -1,8 +1,9 @@
-"""Tasks of one digit or one word, with completions of a line. A model of 135M parameters solves
-them half of the time or less, so learning starts at once.
+"""Tasks of one digit, one word or one sentence, with completions of a line. A model of 135M
+parameters solves them half of the time or less, so learning starts at once.
 """
 
 import itertools
+import json
 import random
 import re
 from collections.abc import Callable
@@ -18,6 +19,19 @@ knight letter monkey number office planet quiver rocket summer turtle valley win
 marble noodle parrot puzzle school shadow spider sugar table thunder tiger tomato travel velvet village whistle wizard
 """  # noqa: E501
 _WORDS = _TEXT.split()
+_SCHEMA = {"name": str, "age": int, "city": str}
+_SENTENCES = (
+    "{name} is {age} and lives in {city}.",
+    "In {city} you will find {name}, aged {age}.",
+    "{age} years ago {name} was born in {city}.",
+)
+_NAMES, _CITIES = (
+    text.split()
+    for text in (
+        "Ada Boris Chloe Diego Emma Farid Grace Hugo Ines Jonas Kira Liam Mona Nils Olga Paul",
+        "Athens Berlin Cairo Delhi Geneva Lagos Lima London Madrid Oslo Paris Rome Seoul",
+    )
+)
 
 
 def digit_sum(seed: int = 0) -> ListEnvironment:
@@ -48,6 +62,17 @@ def bracket_word(seed: int = 0) -> ListEnvironment:
     """Builds the task to write a word in brackets, after two examples."""
     asked = [f"cat -> [cat]\nfish -> [fish]\n{word} ->" for word in _WORDS]
     return _split([Example(*pair) for pair in zip(asked, _WORDS)], _brackets, seed)
+
+
+def json_fields(seed: int = 0) -> ListEnvironment:
+    """Builds the task to write the person of a sentence as JSON: a name, an age and a city."""
+    draw, examples = random.Random(seed), []
+    for name, city in itertools.product(_NAMES, _CITIES):
+        person = {"name": name, "age": draw.randint(18, 80), "city": city}
+        sentence = draw.choice(_SENTENCES).format(**person)
+        ask = f'Write JSON with the keys "name", "age" (a number) and "city".\n{sentence}'
+        examples.append(Example(({"role": "user", "content": ask},), json.dumps(person)))
+    return _split(examples, _fields, seed)
 
 
 def _split(
@@ -84,3 +109,22 @@ def _brackets(completion: str, example: Example) -> float:
     if text == f"[{answer}]":
         return 1.0
     return 0.1 * (answer in text) + 0.1 * text.startswith("[") + 0.1 * text.endswith("]")
+
+
+def _fields(completion: str, example: Example) -> float:
+    """Returns 0.2 for a JSON object, up to 0.7 for its fields of the schema, by the share that is
+    right, and 0.1 if nothing else is written.
+    """
+    if (found := re.search(r"\{[^{}]*\}", completion)) is None:
+        return 0.0
+    try:
+        person = json.loads(found[0])
+    except ValueError:
+        return 0.0
+    answer = json.loads(example.answer)
+    right = sum(
+        type(person.get(key)) is kind and person[key] == answer[key]
+        for key, kind in _SCHEMA.items()
+    )
+    share = right / max(len(_SCHEMA), len(person))
+    return (2 + 7 * share + (completion.strip() == found[0])) / 10
