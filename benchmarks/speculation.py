@@ -62,8 +62,9 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
                 for i in range(max(1, rows // n))
             ]
             if task == "again":
-                before = [
-                    dataclasses.replace(r, version=r.version + config.adapters) for r in requests
+                before = [  # other weights, other prompts in the cache
+                    dataclasses.replace(r, version=config.adapters + i)
+                    for i, r in enumerate(requests)
                 ]
                 found = sides["plain"].generate(before, earlier)
                 drafts = (tuple(c.tokens) for [c] in found)
