@@ -8,7 +8,7 @@ Hardware: two CPU cores. docs/recipes.md evaluates the revision of each stage.
 
 from ml_collections import ConfigDict
 
-STEPS = {"sft": 4, "dpo": 6, "grpo": 10, "distill": 10}
+STEPS = {"sft": 4, "dpo": 4, "grpo": 6, "distill": 8}
 
 
 def get_config(stage: str = "sft") -> ConfigDict:
@@ -23,7 +23,7 @@ def get_config(stage: str = "sft") -> ConfigDict:
     if stage in ("sft", "dpo"):  # the environment's answers, or pairs of them
         policy |= {"data": {"env": "json_fields"}, "batch_size": 8}
     else:
-        sampling = {"prompts": 4, "group_size": 8, "max_tokens": 32}
+        sampling = {"prompts": 4, "group_size": 4, "max_tokens": 24}
         policy |= {"env": {"name": "json_fields"}, "loss": {"kind": "ppo"}, "sampling": sampling}
     if stage == "distill":  # no rewards: the teacher's log-probabilities alone
         policy["loss"] |= {"kl_kind": "k1", "kl": 1.0, "reference": "extractor@latest"}
