@@ -1,11 +1,14 @@
 """Decoding with drafts that idle rows verify against decoding token by token, with mixed adapters.
 
-Tasks: ``copy`` repeats a text of the prompt, from which drafts come; ``again`` draws prompts with
-the seeds of before an update, and the completions of before it are drafts, as in evaluations of a
-policy in training. The update moves each adapter by ``config.moved`` of its size.
+Tasks: ``copy`` repeats a text of the prompt, from which drafts come; ``group`` draws four samples
+of that prompt for each adapter, as a GRPO group, so that drafts also come from samples; ``again``
+draws prompts with the seeds of before an update, and the completions of before it are drafts, as in
+evaluations of a policy in training. The update moves each adapter by ``config.moved`` of its size.
 
 ``speedup``: seconds token by token over seconds with drafts, both with the same program.
-``accepted``: share of the drafts that were drawn. ``differing``: tokens that differ.
+``accepted``: share of the drafts that were drawn, in all and by source (see ``rollout.drafts``),
+with each source's share of all drafts. ``differing``: tokens that differ. The picture shows the
+speedup over the rows that decode, in a program of ``config.max_rows`` rows.
 """
 
 import dataclasses
@@ -19,6 +22,9 @@ from mint_jax.harness import start
 from mint_jax.lora.tree import AdapterConfig, Slot
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Completion, Request
+
+GROUP = 4  # samples of a prompt
+SOURCES = ("siblings", "family", "given", "prompt")
 
 
 def run(config: Any, workdir: Path) -> dict[str, Any]:
@@ -37,33 +43,60 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
         **{name: config[name] for name in ("tokens", "drafts", "adapters", "rank", "max_rows")},
     }
     messages = {"copy": config.copy + config.text, "again": config.again}
-    for task, message in messages.items():
-        prompt = tuple(start.encode(base, ({"role": "user", "content": message},), {}))
-        for temperature in config.temperatures:
-            for rows in config.rows:
-                requests = [
-                    Request(
-                        prompt,
-                        Slot(stack.rank, i % config.adapters),
-                        max_tokens=config.tokens,
-                        temperature=temperature,
-                        seed=i,
-                        version=i % config.adapters,
-                    )
-                    for i in range(rows)
-                ]
-                if task == "again":
-                    found = sides["plain"].generate(requests, earlier)
-                    drafts = (tuple(c.tokens) for [c] in found)
-                    requests = [
-                        dataclasses.replace(r, drafts=(one,)) for r, one in zip(requests, drafts)
-                    ]
-                stacks = {stack.rank: stack}
-                name = f"{task}, temperature {temperature:g}, {rows} rows"
-                report[f"{task}_{temperature:g}_{rows}".replace(".", "_")] = _case(
-                    config, name, sides, lambda side, r=requests, s=stacks: side.generate(r, s)
+    messages["group"] = messages["copy"]
+    speedups: dict[str, dict[int, Any]] = {}
+    for task, temperature, counts in config.cases:
+        prompt = tuple(start.encode(base, ({"role": "user", "content": messages[task]},), {}))
+        n = GROUP if task == "group" else 1
+        for rows in counts:
+            requests = [
+                Request(
+                    prompt,
+                    Slot(stack.rank, i % config.adapters),
+                    max_tokens=config.tokens,
+                    temperature=temperature,
+                    seed=i * n,
+                    version=i % config.adapters,
+                    n=n,
                 )
+                for i in range(max(1, rows // n))
+            ]
+            if task == "again":
+                found = sides["plain"].generate(requests, earlier)
+                drafts = (tuple(c.tokens) for [c] in found)
+                requests = [
+                    dataclasses.replace(r, drafts=(one,)) for r, one in zip(requests, drafts)
+                ]
+            stacks, label = {stack.rank: stack}, f"{task}, temperature {temperature:g}"
+            case = _case(
+                *(config, f"{label}, {rows} rows", sides),
+                lambda side, r=requests, s=stacks: side.generate(r, s),
+            )
+            report[f"{task}_{temperature:g}_{rows}".replace(".", "_")] = case
+            speedups.setdefault(label, {})[rows] = case["speedup"]
+    _draw(speedups, config.max_rows, workdir / "speculation.png")
     return report
+
+
+def _draw(speedups: dict[str, dict[int, Any]], most: int, file: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, ax = plt.subplots(figsize=(5.5, 3.4))
+    for label, found in speedups.items():
+        rows, values = list(found), [one["median"] for one in found.values()]
+        ends = zip(*(one["interval"] for one in found.values()))
+        error = [[abs(v - e) for v, e in zip(values, end)] for end in ends]
+        ax.errorbar(rows, values, error, marker="o", capsize=3, label=label)
+    ax.axhline(1.0, color="0.5", lw=0.8)
+    ax.set(xlabel=f"rows that decode, of a program of {most}", ylabel="times as fast with drafts")
+    ax.legend(fontsize=7)
+    ax.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(file, dpi=110)
+    plt.close(figure)
 
 
 def _case(config: Any, name: str, sides: dict[str, Engine], generate: Any) -> dict[str, Any]:
@@ -79,10 +112,23 @@ def _case(config: Any, name: str, sides: dict[str, Engine], generate: Any) -> di
     pairs = [
         (a.tokens, b.tokens) for x, y in zip(*drawn.values()) for a, b in zip(x, y, strict=True)
     ]
-    count = {key: drafts[key] - before[key] for key in ("accepted_tokens", "drafted_tokens")}
+    count = {key: drafts[key] - before[key] for key in drafts}
+    drafted = {source: count.get(f"drafted_{source}", 0) for source in SOURCES}
     return {
         "speedup": timing.ratio(seconds, "plain", "drafts"),
-        "accepted": round(count["accepted_tokens"] / max(1, count["drafted_tokens"]), 3),
+        "accepted": _share(count["accepted_tokens"], count["drafted_tokens"]),
+        "sources": {
+            source: {
+                "drafts": _share(number, count["drafted_tokens"]),
+                "accepted": _share(count.get(f"accepted_{source}", 0), number),
+            }
+            for source, number in drafted.items()
+            if number
+        },
         "differing": sum(a != b for x, y in pairs for a, b in zip(x, y)),
         "drawn_tokens": sum(len(x) for x, _ in pairs),
     }
+
+
+def _share(part: int, whole: int) -> float:
+    return round(part / max(1, whole), 3)

@@ -1,6 +1,7 @@
 """Drafts that idle rows verify (speculative decoding) against decoding token by token.
 
 Command: python -m benchmarks --config=configs/bench/speculation.py --workdir=runs/bench/speculation
+Default size: about ten minutes on two CPU cores.
 Short: --config=configs/bench/speculation.py:ci
 """
 
@@ -28,8 +29,11 @@ def get_config(size: str = "default") -> ConfigDict:
     config.scale = 0.1  # of an adapter's delta, over its rank
     config.moved = 0.02
     config.tokens = 100
-    config.rows = (1, 8)
-    config.temperatures = (0.0, 1.0)
+    config.cases = (  # task, temperature, numbers of rows
+        ("again", 1.0, (1, 4, 8, 16, 24)),
+        ("copy", 0.0, (8,)),
+        ("group", 1.0, (8, 16)),
+    )
     config.copy = "Repeat this text word by word, and nothing else:\n\n"
     config.text = TEXT
     config.again = "Write a short story about a dog who learns to sail."
@@ -37,7 +41,7 @@ def get_config(size: str = "default") -> ConfigDict:
         config.base = "tiny-random"
         config.n = 2
         config.max_rows = 8
-        config.rows = (2,)
+        config.cases = (("again", 1.0, (2,)), ("copy", 0.0, (2,)), ("group", 1.0, (4,)))
         config.tokens = 16
     elif size != "default":
         raise ValueError(f"speculation size {size!r}; expected default or ci")
