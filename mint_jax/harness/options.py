@@ -520,7 +520,7 @@ class ServeSettings(SamplerSettings):
     tokenizer: Place = setting("hub name or folder for Tinker clients; empty: the base's name", "")
     peft_folder: Place = setting("folder that /v1/load_lora_adapter may read; empty: none", "")
     adapter_uris: tuple[str, ...] = setting(
-        "places of adapters that a request's model may name, as file:/folder or hf:org", ()
+        "places of adapters that a request's model may name: file:/folder, s3://bucket, hf:org", ()
     )
     api_keys: Place = setting("folder of mint_jax.service.keys; empty: no keys, loopback only", "")
     hosts: tuple[str, ...] = setting("further Host headers that a server without keys takes", ())
@@ -559,8 +559,12 @@ class ServeSettings(SamplerSettings):
                     " a position, as in (4, 1, 1024)"
                 )
         for uri in self.adapter_uris:
-            if not uri.startswith(("file:/", "hf:")) or not uri.rstrip("/").partition(":")[2]:
-                raise UserError(f"adapter_uris has {uri!r}; expected file:/FOLDER or hf:ORG")
+            kinds = ("file:/", "s3://", "gs://", "hf:")
+            if not uri.startswith(kinds) or not uri.rstrip("/").partition(":")[2]:
+                raise UserError(
+                    f"adapter_uris has {uri!r}; expected file:/FOLDER, s3://BUCKET, gs://BUCKET or"
+                    " hf:ORG"
+                )
         if not self.ranks:
             raise UserError("ranks is empty; expected the ranks that policies may have: (8, 32)")
 

@@ -1,8 +1,8 @@
 """One server: a resident base, its loop, and all that outlives the process, below one folder:
 
 ``server.db`` (requests, sessions, models, rows of checkpoints), ``training/`` (states of policies),
-``checkpoints/``, ``catalog/`` (revisions, unless a catalog elsewhere is named), and ``spilled/``
-(states of idle policies, not needed after a restart).
+``checkpoints/``, ``catalog/`` (revisions, unless a catalog elsewhere is named), and, not needed
+after a restart, ``spilled/`` (states of idle policies) and ``fetched/`` (adapters of a bucket).
 """
 
 import asyncio
@@ -39,6 +39,7 @@ from mint_jax.rollout.programs import programs as sampling_programs
 from mint_jax.rollout.request import Request
 from mint_jax.rollout.stream import Stream
 from mint_jax.service import checkpoints
+from mint_jax.service.adapter_uris import AdapterUris
 from mint_jax.service.answers import Answers
 from mint_jax.service.book import Book
 from mint_jax.service.checkpoints import Checkpoints
@@ -109,7 +110,7 @@ class Server:
         name: the base's name for clients, in addition to its own.
         tokenizer: name on the hub, or folder, from which clients load the tokenizer.
         peft_folder: PEFT adapters below it may be loaded by path; None: none may.
-        adapter_uris: see ``Weights``.
+        adapter_uris: see ``AdapterUris``.
     """
 
     def __init__(
@@ -156,9 +157,13 @@ class Server:
             )
             self.costs = Costs(self.database, self.checkpoints.policy_of, self.book.clock)
             self.curves = Curves(self.database, self.book.clock)
-            places = {"folder": peft_folder, "uris": adapter_uris}
             self.weights = Weights(
-                base, self.catalog, self.checkpoints.digest, also=(self.name,), **places
+                base,
+                self.catalog,
+                self.checkpoints.digest,
+                also=(self.name,),
+                folder=peft_folder,
+                uris=AdapterUris(adapter_uris, folder / "fetched"),
             )
             self.residency = self._residency(
                 AdapterConfig(1, targets=tuple(targets), experts=sizes.experts).names

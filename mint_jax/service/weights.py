@@ -3,8 +3,7 @@
     the base's name                        the bare base
     tinker://.../sampler_weights/...       resolved by the ``sampler`` function
     a name given by ``load``               its revision at that time, until ``unload``
-    base|file:/folder, base|hf:org/name    a PEFT adapter, read again when its files change; with
-                                           ``#sha256=`` only if its weights have that hash
+    base|URI                               a PEFT adapter, see ``AdapterUris``
     policy, policy@serving, policy@12      resolved by the catalog now; also a digest
 
 A request resolves its name once and keeps the digest, so a promotion affects later requests only.
@@ -12,7 +11,6 @@ Unknown, retired and other tenants' names all raise the same ``NotFound``.
 """
 
 import dataclasses
-import hashlib
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -22,19 +20,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mint_jax.catalog.cli.peft_files import packed_object
-from mint_jax.catalog.cli.sources import CONFIG, WEIGHTS, Source
+from mint_jax.catalog.cli.sources import Source
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import as_bytes, digest_of
 from mint_jax.catalog.records.names import clean, full_name
 from mint_jax.errors import UserError
 from mint_jax.lora.peft import is_peft
-from mint_jax.models.base import Base, download
+from mint_jax.models.base import Base
 from mint_jax.models.outline import Outline
 from mint_jax.service import book
+from mint_jax.service.adapter_uris import MAX_BYTES, AdapterUris
 from mint_jax.service.checkpoints import SCHEME, found_or_none
-
-MAX_BYTES = 4 << 30  # of a PEFT folder's weights
-MAX_LOCATED = 1024  # adapters whose URI is remembered
 
 
 class NotFound(book.NotFound):
@@ -76,14 +72,6 @@ class LoadedName(NamedTuple):
     data: np.ndarray | None = None
 
 
-class Located(NamedTuple):
-    """The adapter of a URI: its files, their state when they were read, and their revision."""
-
-    source: Source
-    stamp: tuple[Any, ...]
-    digest: str
-
-
 class Weights:
     """The names of one server; may be called from any thread. Methods read databases and files.
 
@@ -92,7 +80,7 @@ class Weights:
         sampler: returns the digest of a tenant's ``tinker://`` path; raises a ``UserError`` for an
             unknown path.
         folder: root of the PEFT folders that ``load`` may read; None: it reads none.
-        uris: beginnings of URIs that requests may name: ``file:/folder``, ``hf:org``.
+        uris: adapters that requests may name by URI; None: none.
     """
 
     def __init__(
@@ -103,12 +91,12 @@ class Weights:
         *,
         also: Sequence[str] = (),
         folder: Path | None = None,
-        uris: Sequence[str] = (),
+        uris: AdapterUris | None = None,
     ):
         self.base, self.names = base, tuple(dict.fromkeys((base.name, *also)))
         self._catalog, self._sampler = catalog, sampler
         self._folder = None if folder is None else Path(os.path.realpath(folder))
-        self._uris, self._located = tuple(uri.rstrip("/") for uri in uris), dict[str, Located]()
+        self._uris = uris or AdapterUris()
         self._began = time.time()
         # by tenant and name; each access is atomic
         self._loaded: dict[tuple[str, str], LoadedName] = {}
@@ -118,55 +106,14 @@ class Weights:
         if name in self.names:
             return Model(name)
         if "|" in name:
-            return Model(name, self._locate(name).digest)
+            base, _, uri = name.partition("|")
+            if base not in self.names:
+                raise UserError(
+                    f"model {name[:200]!r} is of another base; this is {self.base.name}"
+                )
+            return Model(name, self._uris.digest(uri, self._packed))
         loaded = self._loaded.get((tenant, name))
         return loaded.model if loaded is not None else self._stored(name, tenant)
-
-    def _locate(self, name: str) -> Located:
-        """Returns the adapter of ``base|URI``. Raises ``UserError``: it is another base's, outside
-        the server's places, no adapter, or not that of its hash.
-        """
-        base, _, uri = name.partition("|")
-        if base not in self.names:
-            raise UserError(f"model {name[:200]!r} is of another base; this is {self.base.name}")
-        place, _, claim = uri.partition("#")
-        found = self._located.get(uri)
-        try:
-            source = self._source_of(place) if found is None else found.source
-            if found is None or found.stamp != _stamp(source):
-                stamp = _stamp(source)
-                _check_hash(source, claim)
-                found = Located(source, stamp, digest_of(self._packed(source)))
-                if stamp != _stamp(source):
-                    raise UserError(f"{place!r} changed while it was read: retry")
-                self._located[uri] = found
-                while len(self._located) > MAX_LOCATED:
-                    self._located.pop(next(iter(self._located)), None)
-        except OSError as error:
-            raise UserError(
-                f"{place[:200]!r} cannot be read ({error.strerror or error}): check the folder"
-            ) from None
-        return found
-
-    def _source_of(self, place: str) -> Source:
-        """Returns the files of a URI without its hash. Raises ``UserError``."""
-        root = next((u for u in self._uris if place == u or place.startswith(u + "/")), None)
-        if root is None or "\0" in place:
-            raise UserError(
-                f"{place[:200]!r} is outside this server's places for adapters, which its setting"
-                f" adapter_uris names: {', '.join(self._uris) or 'none'}"
-            )
-        if place.startswith("hf:"):
-            what = f"{place[:200]!r} is not cached"
-            folder = download(place.removeprefix("hf:"), what, [CONFIG, WEIGHTS])
-            inside = folder.parents[1]  # its files are links to the cache's blobs
-        else:
-            folder, inside = (
-                Path(os.path.realpath(u.removeprefix("file:"))) for u in (place, root)
-            )
-        if not folder.is_relative_to(inside) or not is_peft(folder):
-            raise UserError(f"{place[:200]!r} is not a PEFT adapter: give a folder with {CONFIG}")
-        return Source(folder, True, inside)
 
     def _stored(self, name: str, tenant: str) -> Model:
         """Returns ``resolve`` of a path or of the catalog's names."""
@@ -209,8 +156,8 @@ class Weights:
         """Returns the packed bytes of a revision, for residency."""
         if (data := self._data_of(digest)) is not None:
             return data
-        for one in self._located.copy().values():
-            if one.digest == digest and digest_of(packed := self._packed(one.source)) == digest:
+        for source in self._uris.sources(digest):
+            if digest_of(packed := self._packed(source)) == digest:
                 return as_bytes(packed)
         return self._catalog.load(digest)
 
@@ -281,19 +228,3 @@ class Weights:
     def _packed(self, source: Source) -> bytes:
         base = Outline(self.base.name, self.base.cfg, self.base.fingerprint)
         return packed_object(source, base, "keep", False, MAX_BYTES)
-
-
-def _stamp(source: Source) -> tuple[Any, ...]:
-    """Returns what changes with an adapter's files."""
-    states = [source.file(name, MAX_BYTES).stat() for name in (CONFIG, WEIGHTS)]
-    return tuple((one.st_ino, one.st_size, one.st_mtime_ns) for one in states)
-
-
-def _check_hash(source: Source, claim: str) -> None:
-    """Raises ``UserError`` for weights of another hash than a URI claims."""
-    if not claim:
-        return
-    with open(source.file(WEIGHTS, MAX_BYTES), "rb") as file:
-        found = "sha256=" + hashlib.file_digest(file, "sha256").hexdigest()
-    if claim != found:
-        raise UserError(f"the URI says {claim[:80]!r}, and {WEIGHTS} has {found}")

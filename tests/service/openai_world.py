@@ -33,6 +33,7 @@ from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Completion, Request
 from mint_jax.rollout.stream import Piece, Stream
 from mint_jax.service import endpoints
+from mint_jax.service.adapter_uris import AdapterUris
 from mint_jax.service.errors import HANDLERS
 from mint_jax.service.openai import OpenAI
 from mint_jax.service.openai_answers import Answer
@@ -98,8 +99,8 @@ def opened(mesh: Any, folder: Path) -> Iterator[World]:
         def sampler(tenant: str, path: str) -> str:
             return catalog.resolve(f"{tenant}/{path.rsplit('/', 1)[1]}", tenant).digest
 
-        places = {"folder": folder / "peft", "uris": (f"file:{folder}/peft",)}
-        weights = Weights(base, catalog, sampler, also=("Base/Name",), **places)
+        uris, also = AdapterUris((f"file:{folder}/peft",)), ("Base/Name",)
+        weights = Weights(base, catalog, sampler, also=also, folder=folder / "peft", uris=uris)
         specs = transformer.abstract(base.cfg)
         slots = DeviceSlots(specs, {2: 3}, ("q", "v"))
         admission = Admission(base.fingerprint, specs, {b: slots.targets(b) for b in slots.stacks})

@@ -6,16 +6,20 @@ import hashlib
 import os
 import shutil
 
-import huggingface_hub
 import numpy as np
 import pytest
+from huggingface_hub import constants
 
+from mint_jax.catalog.cli.sources import WEIGHTS
 from mint_jax.catalog.packed import Schema, digest_of, pack, unpack
+from mint_jax.catalog.storage.payloads import bucket_at
 from mint_jax.errors import UserError
 from mint_jax.lora.peft import write_peft
 from mint_jax.models.outline import peft_tables
+from mint_jax.service.adapter_uris import AdapterUris
 from mint_jax.service.monitoring import adapters
 from mint_jax.service.weights import Model, NotFound, Taken, Weights
+from tests.catalog import buckets
 from tests.service.openai_world import CONFIG, export, opened, random_adapter
 
 
@@ -119,8 +123,8 @@ def test_nothing_beside_the_folder_is_read(rng, world, weights, tmp_path):
 
 def hub_of(folder, monkeypatch):
     """Returns the snapshot's folder of ``org/name`` in a hub's cache, without a network."""
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(folder))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     cached = folder / "models--org--name"
     (cached / "refs").mkdir(parents=True)
     (cached / "refs" / "main").write_text("a" * 40)
@@ -128,8 +132,8 @@ def hub_of(folder, monkeypatch):
 
 
 def test_a_uri_names_an_adapter_of_the_server_s_places(rng, world, tmp_path, monkeypatch):
-    places = f"file:{tmp_path}/adapters", "hf:org"
-    weights = Weights(world.base, world.catalog, no_path, uris=places)
+    uris = AdapterUris((f"file:{tmp_path}/adapters", "hf:org"))
+    weights = Weights(world.base, world.catalog, no_path, uris=uris)
     ours = tmp_path / "adapters" / "one"
     for path, uri in ((ours, f"file:{ours}"), (hub_of(tmp_path, monkeypatch), "hf:org/name")):
         for _ in range(2):  # another adapter in the same folder is another revision
@@ -147,6 +151,43 @@ def test_a_uri_names_an_adapter_of_the_server_s_places(rng, world, tmp_path, mon
         weights.resolve(f"tiny-random|file:{ours}#sha256={digest}", "anyone")
 
 
+def test_a_uri_names_an_adapter_of_a_bucket(rng, world, tmp_path, monkeypatch):
+    with buckets.s3_server() as server:
+        for name, value in buckets.environment(server.url).items():
+            monkeypatch.setenv(name, value)
+        place = f"s3://{buckets.BUCKET}/team"
+        store = bucket_at(place, 30.0)
+        uris = AdapterUris((place,), tmp_path / "fetched")
+        weights = Weights(world.base, world.catalog, no_path, uris=uris)
+        digests, uri = [], f"tiny-random|{place}/one"
+        for _ in range(2):  # another adapter at the same place is another revision
+            adapter = peft_folder(world, rng, tmp_path / "one")
+            for path in (tmp_path / "one").iterdir():
+                store.start(f"one/{path.name}", path.read_bytes()).result()
+            shutil.rmtree(tmp_path / "one")
+            digests.append(weights.resolve(uri, "anyone").digest)
+            _, schema = unpack(weights.fetch(digests[-1]))
+            assert digest_of(pack(adapter, schema)) == digests[-1]
+        assert digests[0] != digests[1]
+        assert weights.resolve(uri, "b").digest == digests[1]
+        for bad, words in (
+            (f"{place}/two", "not a PEFT adapter"),
+            (f"{place}/../team/one", "without"),
+            (f"{place}2/one", "outside this server's places"),
+            (f"{place}/one#sha256={'0' * 64}", "sha256"),
+        ):
+            with pytest.raises(UserError, match=words):
+                weights.resolve(f"tiny-random|{bad}", "anyone")
+        copy = next(iter(uris.sources(digests[1])))
+        weights_hash = hashlib.sha256(copy.file(WEIGHTS, 1 << 20).read_bytes()).hexdigest()
+        hashed = f"{uri}#sha256={weights_hash}"
+        assert weights.resolve(hashed, "anyone").digest == digests[1]
+    # the bucket is gone: a hash names what was read, a name without one asks again
+    assert weights.resolve(hashed, "anyone").digest == digests[1]
+    with pytest.raises(UserError, match="check the network"):
+        weights.resolve(uri, "anyone")
+
+
 def test_a_bad_uri_is_refused(rng, world, tmp_path, monkeypatch):
     root = tmp_path / "adapters"
     for path in (tmp_path / "outside", tmp_path / "adapters2", root / "one", root / "other"):
@@ -158,7 +199,8 @@ def test_a_bad_uri_is_refused(rng, world, tmp_path, monkeypatch):
     os.symlink(root / "one" / "adapter_model.safetensors", root / "files" / "x")
     config = root / "other" / "adapter_config.json"
     config.write_text(config.read_text().replace('"q_proj"', '"c_attn"'))
-    weights = Weights(world.base, world.catalog, no_path, uris=(f"file:{root}/", "hf:org"))
+    uris = AdapterUris((f"file:{root}/", "hf:org"))
+    weights = Weights(world.base, world.catalog, no_path, uris=uris)
     outside, none = "outside this server's places", "not a PEFT adapter"
     bad = {
         f"file:{tmp_path}/outside": outside,

@@ -119,6 +119,18 @@ class Bucket:
             )
         return np.frombuffer(found.value, np.uint8)
 
+    def changed(self, key: str, generation: bytes | None) -> tuple[bytes | None, bytes | None]:
+        """Returns an object's bytes and generation; bytes None if that is still ``generation``;
+        twice None if it is missing.
+        """
+        unless: Any = {} if generation is None else {"if_not_equal": generation}
+        found = self.wait(self._store.read(key, **unless), f"read {key} of")
+        if found.state == "missing":
+            return None, None
+        if found.state == "unspecified":  # the condition does not hold
+            return None, generation
+        return bytes(found.value), found.stamp.generation
+
     def list(self, prefix: str) -> Iterator[str]:
         after = prefix[:-1] + chr(ord(prefix[-1]) + 1) if prefix else ""
         keys = self.wait(self._store.list(ts.KvStore.KeyRange(prefix, after)), "list")

@@ -165,6 +165,14 @@ def _open_storage(url: str, timeout: float) -> "Folder | Bucket":
         if parts.netloc not in ("", "localhost") or not parts.path:
             raise UserError(f"{url} is not the URL of a folder here; write file:///absolute/path")
         return Folder(Path(unquote(parts.path)))
+    return bucket_at(url, timeout)
+
+
+def bucket_at(url: str, timeout: float) -> "Bucket":
+    """Opens a bucket at ``s3://bucket/path``, ``gs://bucket/path``, or ``memory://name``. Raises
+    ``UserError`` for other URLs.
+    """
+    parts = urlsplit(url)
     if parts.scheme not in ("s3", "gs", "memory") or not parts.netloc:
         raise UserError(
             f"{url} is not a place for payloads; write a folder's path, s3://bucket/path,"
