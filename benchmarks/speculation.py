@@ -62,7 +62,10 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
                 for i in range(max(1, rows // n))
             ]
             if task == "again":
-                found = sides["plain"].generate(requests, earlier)
+                before = [
+                    dataclasses.replace(r, version=r.version + config.adapters) for r in requests
+                ]
+                found = sides["plain"].generate(before, earlier)
                 drafts = (tuple(c.tokens) for [c] in found)
                 requests = [
                     dataclasses.replace(r, drafts=(one,)) for r, one in zip(requests, drafts)
