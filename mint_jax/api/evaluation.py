@@ -22,6 +22,7 @@ class Evaluation:
     """Rewards of completions of held-out prompts, one list for each prompt.
 
     Attributes:
+        rewards: NaN where one was given up.
         mean: mean over prompts of each prompt's mean reward.
         standard_error: of ``mean``, from the spread between prompts; NaN for one prompt.
     """
@@ -75,10 +76,12 @@ def evaluate(
     if not held_out:
         raise UserError("the task has no held-out prompts: give prompts=[...]")
     completions = sample([one.messages for one in held_out])
-    rewards = [
-        [scoring.score(who, env, c.text or "", example) for c in some]
-        for some, example in zip(completions, held_out)
-    ]
-    means = np.array([np.mean(row) for row in rewards], np.float64)
+    rewards = scoring.each(
+        lambda row: scoring.score(who, env, row[0].text or "", row[1]),
+        [[(c, example) for c in some] for some, example in zip(completions, held_out)],
+        env,
+    )
+    scoring.check_any(who, np.array(rewards))
+    means = np.array([np.nanmean(row) for row in rewards if not np.isnan(row).all()], np.float64)
     error = float(means.std(ddof=1) / math.sqrt(len(means))) if len(means) > 1 else math.nan
     return Evaluation(float(means.mean()), error, rewards, completions)

@@ -32,8 +32,14 @@ class Example:
     data: Any = None
 
 
+class Unscored(Exception):
+    """Raised by a reward or step that found no result: its row is given up, and trains nothing."""
+
+
 class Environment(Protocol):
-    """A task with verifiable rewards."""
+    """A task with verifiable rewards. ``concurrency``, if an environment has it, is the number of
+    calls that may run at once for one policy; 1 otherwise.
+    """
 
     train: Sequence[Example]
     held_out: Sequence[Example]
@@ -79,6 +85,7 @@ REGISTRY: dict[str, Any] = {
     "json_fields": "mint_jax.envs.small:json_fields",
     "higher_lower": "mint_jax.envs.games:higher_lower",
     "jsonl": "mint_jax.envs.questions:questions",
+    "judge": "mint_jax.envs.judge:judged",
     "reasoning_gym": "mint_jax.envs.gym:reasoning_gym_task",
 }
 NEEDS = {"reasoning_gym": "reasoning_gym"}  # name -> package of the ``data`` extra
@@ -215,6 +222,9 @@ def _check(name: str, environment: Any) -> None:
         need(is_example, f"{split}[0]", examples[0], "an envs.env.Example")
     call, takes = getattr(environment, answers), {"step": "completions", "reward": "completion"}
     need(callable(call), answers, call, f"a function of ({takes[answers]}, example)")
+    count = getattr(environment, "concurrency", 1)
+    is_count = isinstance(count, int) and count >= 1
+    need(is_count, "concurrency", count, "the number of calls at once, at least 1")
     if inspect.iscoroutinefunction(call):
         raise UserError(
             f"{answers} of {name} is async; rewards run in threads, several at once: use a plain"
@@ -247,6 +257,7 @@ class ListEnvironment:
     train: Sequence[Example]
     held_out: Sequence[Example]
     score: Any
+    concurrency: int = 1
 
     def reward(self, completion: str, example: Example) -> float:
         return self.score(completion, example)
@@ -259,6 +270,7 @@ class ListConversation:
     train: Sequence[Example]
     held_out: Sequence[Example]
     answer: Callable[[Sequence[str], Example], StepResult]
+    concurrency: int = 1
 
     def step(self, completions: Sequence[str], example: Example) -> StepResult:
         return self.answer(completions, example)

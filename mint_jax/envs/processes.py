@@ -17,18 +17,17 @@ import sys
 import threading
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from multiprocessing.pool import ThreadPool
 from typing import Any
 
 from mint_jax.envs import env as env_lib
-from mint_jax.envs.env import Example, StepResult
+from mint_jax.envs.env import Example, StepResult, Unscored
 from mint_jax.errors import UserError, own_traceback
 
 ENDED = "the run ended before its rewards did: resume it"
 SPARE_S = 5.0  # after its timeout a worker ends by itself, if this process is gone
 
 
-class GaveUp(Exception):
+class GaveUp(Unscored):
     """A worker took too long or died."""
 
 
@@ -49,7 +48,6 @@ class WorkerPool:
 
     def __init__(self, count: int, timeout_s: float):
         self.count, self.timeout_s = count, timeout_s
-        self.threads = ThreadPool(count)  # of daemons, each waits for a worker
         self._idle: queue.LifoQueue[_Worker | None] = queue.LifoQueue()
         for _ in range(count):
             self._idle.put(None)
@@ -61,7 +59,8 @@ class WorkerPool:
 
         Raises:
             GaveUp: the call took too long, or its process died.
-            Raised: the method raised an error.
+            Unscored: the method raised it.
+            Raised: the method raised another error.
         """
         worker = self._idle.get()
         try:
@@ -127,6 +126,8 @@ class _Worker:
             raise GaveUp("its process died") from None
         if kind == "raised":
             raise Raised(*value)
+        if kind == "unscored":
+            raise Unscored(value)
         if kind == "mistake":
             raise UserError(value)
         return value
@@ -144,6 +145,10 @@ class _Remote:
     held_out: Any
     pool: WorkerPool
     made_by: tuple[str, dict[str, Any]]
+
+    @property
+    def concurrency(self) -> int:
+        return self.pool.count
 
 
 class RemoteEnvironment(_Remote):
@@ -180,12 +185,16 @@ def _work(pipe: Connection) -> None:
                 [environment] = [one for by, one in made if by == made_by]
                 if timeout_s:
                     signal.setitimer(signal.ITIMER_REAL, timeout_s + SPARE_S)
-                answer = "value", getattr(environment, what)(*given)
-                signal.setitimer(signal.ITIMER_REAL, 0)
+                try:
+                    answer = "value", getattr(environment, what)(*given)
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
         except EOFError:
             return
         except UserError as error:
             answer = "mistake", str(error)
+        except Unscored as error:
+            answer = "unscored", str(error)
         except Exception as error:
             answer = "raised", (f"{type(error).__name__}: {error}", own_traceback(error))
         try:

@@ -1,6 +1,7 @@
 """Questions with answers from a data file, in the form of GSM8K."""
 
 import re
+from collections.abc import Callable
 
 from mint_jax.data.sources import numbered_rows
 from mint_jax.envs.env import Example, ListEnvironment
@@ -28,11 +29,33 @@ def questions(
         UserError: a file or a column is missing.
     """
 
+    def final(text: str) -> str:
+        text = text.rsplit("####", 1)[-1].strip()  # GSM8K's mark
+        return re.sub(r"(?<=\d),(?=\d)", "", text)
+
+    return ListEnvironment(*split(path, held_out, instruction, question, answer, final), _score)
+
+
+def split(
+    path: str,
+    held_out: int | str,
+    instruction: str,
+    question: str,
+    answer: str,
+    final: Callable[[str], str],
+) -> tuple[list[Example], list[Example]]:
+    """Returns the train and the held-out examples of a file, as ``questions`` does.
+
+    Args:
+        answer: column of the answer; empty: the answer is empty.
+        final: function of a row's answer.
+    """
+
     def examples(path: str) -> list[Example]:
         return [example(row, where) for where, row in numbered_rows(path)]
 
     def example(row: dict, where: str) -> Example:
-        for column in (question, answer):
+        for column in filter(None, (question, answer)):
             if row.get(column) is None:
                 raise UserError(
                     f"{where} has no column {column!r}; it has {', '.join(row)}: set env.question"
@@ -41,13 +64,12 @@ def questions(
         messages = row[question]
         if not isinstance(messages, list):
             messages = [{"role": "user", "content": f"{messages}\n{instruction}".strip()}]
-        final = str(row[answer]).rsplit("####", 1)[-1].strip()  # GSM8K's mark
-        return Example(tuple(messages), re.sub(r"(?<=\d),(?=\d)", "", final))
+        return Example(tuple(messages), final(str(row.get(answer, ""))))
 
     rows = examples(path)
     if isinstance(held_out, str):
-        return ListEnvironment(rows, examples(held_out), _score)
-    return ListEnvironment(rows[held_out:], rows[:held_out], _score)
+        return rows, examples(held_out)
+    return rows[held_out:], rows[:held_out]
 
 
 def _score(completion: str, example: Example) -> float:

@@ -5,6 +5,7 @@ Python cannot end a thread from outside. Rewards therefore run in daemon threads
 registers itself, and the waiting thread reports slow calls and raises after a timeout.
 """
 
+import contextlib
 import dataclasses
 import inspect
 import math
@@ -13,15 +14,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from multiprocessing.pool import ThreadPool
 from typing import Any, TextIO, TypeVar
 
 import numpy as np
 
-from mint_jax.envs.env import Conversation, Environment, Example, StepResult
-from mint_jax.envs.processes import GaveUp, Raised
+from mint_jax.envs.env import Conversation, Environment, Example, StepResult, Unscored
+from mint_jax.envs.processes import Raised
 from mint_jax.errors import UserError, own_traceback
 
 T = TypeVar("T")
+Row = TypeVar("Row")
 TIMEOUT_S = 600.0  # for one completion's reward
 SHOWN_S = 10.0  # first report of a wait; later ones after each doubling
 LOOK_S = 1.0
@@ -58,13 +61,13 @@ _running: dict[int, _Call] = {}  # by thread
 
 
 def score(who: str, env: Environment, completion: str, example: Example) -> float:
-    """Returns the reward of a sample of the policy ``who``, NaN if a worker process gave it up.
+    """Returns the reward of a sample of the policy ``who``, NaN if it was given up.
     Raises ``UserError``: no number.
     """
     call = _Call(who, completion, example.messages, time.monotonic())
     try:
         found = _result(call, "reward", env.reward, completion, example)
-    except GaveUp as error:
+    except Unscored as error:
         _report(call, "reward", error)
         return math.nan
     return _number(found, call)
@@ -72,13 +75,13 @@ def score(who: str, env: Environment, completion: str, example: Example) -> floa
 
 def step(who: str, env: Conversation, completions: Sequence[str], example: Example) -> StepResult:
     """Returns an environment's answer to the last turn of the policy ``who``. Raises ``UserError``:
-    it is no ``StepResult`` with a finite reward and messages or text. If a worker process gave it
-    up, the conversation ends with the reward NaN.
+    it is no ``StepResult`` with a finite reward and messages or text. If it was given up, the
+    conversation ends with the reward NaN.
     """
     call = _Call(who, completions[-1], example.messages, time.monotonic())
     try:
         found = _result(call, "step", env.step, completions, example)
-    except GaveUp as error:
+    except Unscored as error:
         _report(call, "step", error)
         return StepResult(reward=math.nan, done=True)
     if not isinstance(found, StepResult):
@@ -93,13 +96,26 @@ def step(who: str, env: Conversation, completions: Sequence[str], example: Examp
     return dataclasses.replace(found, reward=_number(found.reward, call, "step"))
 
 
+def each(
+    score: Callable[[Row], T], groups: Sequence[Sequence[Row]], env: Environment | Conversation
+) -> list[list[T]]:
+    """Returns ``score(row)`` of the rows of each group, ``env.concurrency`` at once."""
+    rows = [row for group in groups for row in group]
+    with contextlib.ExitStack() as stack:
+        mapped: Any = map
+        if (count := min(getattr(env, "concurrency", 1), len(rows))) > 1:
+            mapped = stack.enter_context(ThreadPool(count)).imap  # threads are daemons
+        found = iter(mapped(score, rows))
+        return [[next(found) for _ in group] for group in groups]
+
+
 def _result(call: _Call, what: str, function: Callable[..., Any], *given: Any) -> Any:
     """Returns what a user's function returns, registered while it runs."""
     thread = threading.get_ident()
     _running[thread] = call
     try:
         value: Any = function(*given)
-    except GaveUp:
+    except Unscored:
         raise
     except Raised as error:
         raise call.wrong(what, f"raised {error}", frames=error.frames) from None
@@ -114,7 +130,7 @@ def _result(call: _Call, what: str, function: Callable[..., Any], *given: Any) -
     return value
 
 
-def _report(call: _Call, what: str, error: GaveUp) -> None:
+def _report(call: _Call, what: str, error: Unscored) -> None:
     text = f"a {what} was given up, {error}: {call}; its row trains nothing"
     print(text, file=sys.stderr, flush=True)
 
@@ -131,11 +147,11 @@ def _number(value: Any, call: _Call, what: str = "reward") -> float:
 
 
 def check_any(who: str, rewards: np.ndarray) -> None:
-    """Raises ``UserError`` if worker processes gave up every reward of the policy ``who``."""
+    """Raises ``UserError`` if every reward of the policy ``who`` was given up."""
     if np.isnan(rewards).all():
         raise UserError(
-            f"policy {who!r}: all {rewards.size} rewards of a step were given up; expected one at"
-            " least: fix the reward function, or raise reward_timeout, and resume"
+            f"policy {who!r}: all {rewards.size} rewards were given up, for the reasons above;"
+            " expected one at least: fix the reward function, or raise reward_timeout, and resume"
         )
 
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import numpy as np
 
 from mint_jax.envs import env as env_lib
-from mint_jax.envs import scoring
+from mint_jax.envs import judge, scoring
 from mint_jax.errors import UserError
 from mint_jax.fields import Amount, Count, Natural, Open, Place, setting
 from mint_jax.lora.config import FORMS, INITS, AdapterConfig
@@ -188,6 +188,8 @@ class EnvSettings(Open):
 
     def preflight(self, where: str) -> None:
         check_environment(where, self.name, self.extra)
+        if self.name == "judge":
+            judge.check(self.extra)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -635,7 +637,7 @@ def need_catalog(place: str) -> None:
 def check_environment(where: str, name: str, options: dict[str, Any]) -> None:
     """Checks that an environment can be imported, takes these options, and has its data file."""
     env_lib.check_options(name, **options)
-    if name == "jsonl":
+    if name in ("jsonl", "judge"):
         check_data(f"{where}.path", options["path"])
 
 

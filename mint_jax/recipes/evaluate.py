@@ -80,23 +80,28 @@ def run(config: EvaluateSettings, folder: Path) -> dict[str, Any]:
         paired = [example for example in examples for _ in range(n)]
 
         def judge() -> dict[str, list[float]]:
-            return {
-                label: [
-                    scoring.score(label, environment, completion.text or "", example)
-                    for completion, example in zip(drawn[text], paired, strict=True)
-                ]
+            rows = {
+                label: [(label, *row) for row in zip(drawn[text], paired, strict=True)]
                 for label, text in config.adapters.items()
             }
+            found = scoring.each(
+                lambda row: scoring.score(row[0], environment, row[1].text or "", row[2]),
+                list(rows.values()),
+                environment,
+            )
+            return dict(zip(rows, found))
 
         watch = scoring.Watch(config.reward_timeout)
         rewards = multihost.agree("rewards", lambda: watch.over(judge))
+        for label, row in rewards.items():
+            scoring.check_any(label, np.array(row))
         rows = []
         for label, text in config.adapters.items():
             row = {"name": label, "adapter": text, "revision": pool.digests.get(text)}
             row |= _statistics(rewards[label]) | agreements[text]._asdict()
             rows.append(row | {"sampling": samplings[text], "samples": n})
             if catalog is not None and text in source.revisions:
-                revision, score = str(source.revisions[text]), float(np.mean(rewards[label]))
+                revision, score = str(source.revisions[text]), float(np.nanmean(rewards[label]))
                 _record(catalog, revision, score, about, rows[-1])
     if multihost.is_main():
         columns = ("name", "reward", "standard_error")
@@ -111,10 +116,11 @@ def _digest(value: Any) -> str:
 
 
 def _statistics(rewards: Sequence[float]) -> dict[str, Any]:
-    n = len(rewards)
-    error = float(np.std(rewards, ddof=1) / n**0.5) if n > 1 else 0.0
-    mean = float(np.mean(rewards))
-    return {"reward": round(mean, 4), "standard_error": round(error, 4), "rows": n}
+    scored = [reward for reward in rewards if not math.isnan(reward)]
+    n = len(scored)
+    error = float(np.std(scored, ddof=1) / n**0.5) if n > 1 else 0.0
+    out = {"reward": round(float(np.mean(scored)), 4), "standard_error": round(error, 4), "rows": n}
+    return out | ({"given_up": len(rewards) - n} if n < len(rewards) else {})
 
 
 def _record(

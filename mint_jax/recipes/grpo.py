@@ -151,9 +151,10 @@ class ConcurrentGrpo(PolicySampler):
             return turns.answer(self, name, rollout)
         env, known = self.members[name].env, len(rollout.rewards)
         pairs = zip(rollout.examples[known:], rollout.completions[known:])
-        rows = self.each(
+        rows = scoring.each(
             lambda row: scoring.score(name, env, row[1].text or "", row[0]),
             [[(example, c) for c in group] for example, group in pairs],
+            env,
         )
         return rollout, np.array(rollout.rewards + rows, np.float64)
 

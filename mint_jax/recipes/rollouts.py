@@ -180,12 +180,6 @@ class PolicySampler:
             member.env = processes.remote(member.env, self._workers, *made_by)
         return True
 
-    def each(self, score: Callable[[Any], Any], rows: list[list[Any]]) -> list[list[Any]]:
-        """Returns ``score(row)`` of the rows of each prompt; all worker processes are used."""
-        mapped = map if self._workers is None else self._workers.threads.imap
-        found = iter(mapped(score, [row for group in rows for row in group]))
-        return [[next(found) for _ in group] for group in rows]
-
     @contextlib.contextmanager
     def sampling_from(
         self,

@@ -32,7 +32,8 @@ def answer(sampler: PolicySampler, name: str, rollout: Rollout) -> tuple[Rollout
         return [found.reward, None if found.done else dialogues.reply_tokens(tokenizer, *reads)]
 
     pairs = list(zip(rollout.examples, rollout.conversations, strict=True))
-    replies = sampler.each(of, [[(example, d) for d in group] for example, group in pairs])
+    rows = [[(example, d) for d in group] for example, group in pairs]
+    replies = scoring.each(of, rows, member.env)
     rewards = [
         [d.reward + (reply[0] if reply else 0.0) for d, reply in zip(group, answers)]
         for (_, group), answers in zip(pairs, replies)

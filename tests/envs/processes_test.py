@@ -11,9 +11,13 @@ from mint_jax.errors import UserError
 
 OWN = """
 import ctypes, os, re, time
-from mint_jax.envs.env import Example, ListConversation, ListEnvironment, StepResult
+from mint_jax.envs.env import Example, ListConversation, ListEnvironment, StepResult, Unscored
+
+def unscored():
+    raise Unscored("no score")
 
 HOW = {
+    "gives up": unscored,
     "value": lambda: 0.25,
     "prints": lambda: print("noise") or 0.5,
     "hangs": lambda: float(bool(re.match(r"(a+)+b", "a" * 60))),
@@ -72,16 +76,21 @@ def test_values_and_errors_are_those_of_threads(own):
     assert found == env_lib.StepResult("a,b", 0.25)
 
 
-@pytest.mark.parametrize("how", ["hangs", "sleeps", "exits", "crashes"])
+@pytest.mark.parametrize("how", ["hangs", "sleeps", "exits", "crashes", "gives up"])
 def test_a_reward_that_does_not_return_costs_its_row_only(own, how, capfd):
     env, examples = own("make")
     began = time.monotonic()
     rows = ["value", how, "value", "value"]
-    scores = own.pool.threads.map(lambda row: scoring.score("ada", env, "hm", examples[row]), rows)
+    [scores] = scoring.each(lambda how: scoring.score("ada", env, "hm", examples[how]), [rows], env)
     assert time.monotonic() - began < 30
     assert math.isnan(scores[1])
     assert [scores[0], *scores[2:]] == [0.25] * 3
-    reason = "took more than 1 s" if how in ("hangs", "sleeps") else "its process died"
+    reasons = {
+        "hangs": "took more than 1 s",
+        "sleeps": "took more than 1 s",
+        "gives up": "no score",
+    }
+    reason = reasons.get(how, "its process died")
     said = capfd.readouterr().err
     assert f"{reason}: policy 'ada', completion 'hm' of prompt 'p'; its row trains nothing" in said
     play, examples = own("play")

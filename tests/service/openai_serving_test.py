@@ -13,6 +13,7 @@ import pytest
 
 from mint_jax import __version__
 from mint_jax.catalog.packed import Schema
+from mint_jax.envs.judge import Judge
 from mint_jax.errors import UserError
 from mint_jax.lora.peft import write_peft
 from mint_jax.lora.tree import AdapterConfig
@@ -184,6 +185,12 @@ def test_answers_follow_schemas_regexes_and_choices(client):
         extra = {"structured_outputs": outputs}
         answer = client.completions.create(model="chat", prompt=TEXT, extra_body=extra)
         assert answer.choices[0].text.strip('"') in ("yes", "no")
+
+
+def test_a_served_base_judges_answers(world):
+    body = {"structured_outputs": {"regex": "Score: [3-5]"}}
+    judge = Judge(f"{world.url}/v1", "chat", key_variable="", body=body)
+    assert judge.score("2 + 2?", "4", "four") in (3.0, 4.0, 5.0)
 
 
 def test_a_promotion_moves_later_requests_only(world, client):
