@@ -242,7 +242,7 @@ def need_single_turn(name: str, environment: Any) -> None:
     if is_conversation(environment):
         raise UserError(
             f"environment {name!r} is a conversation, and only completions of one turn are scored"
-            " here: use job grpo, whose held-out evaluation plays conversations"
+            " here: use the jobs evaluate or grpo, which play conversations"
         )
 
 

@@ -40,7 +40,8 @@ class _Call:
     def __str__(self) -> str:
         last = self.prompt[-1] if self.prompt and not isinstance(self.prompt, str) else None
         prompt = last.get("content", "") if isinstance(last, dict) else self.prompt
-        return f"policy {self.who!r}, completion {self.completion!r:.200} of prompt {prompt!r:.200}"
+        who = f"policy {self.who!r}" if self.who else "the base"
+        return f"{who}, completion {self.completion!r:.200} of prompt {prompt!r:.200}"
 
     def wrong(
         self,

@@ -267,6 +267,7 @@ class DrawingSettings:
     """Drawing of completions; unset: as the revision was trained."""
 
     max_tokens: Count | None = setting("largest number of new tokens", None)
+    max_turns: Count | None = setting("largest number of turns of a conversation", None)
     temperature: float | None = setting("0 is greedy", None)
     top_k: int | None = setting("keep this many likeliest tokens; 0: all", None)
     top_p: float | None = setting("keep this much probability; 1: all", None)

@@ -1,12 +1,11 @@
 """Rewards of adapters, and of the bare base, on the held-out examples of an environment.
 
-All are sampled in one batch, as a server does. A score is recorded in the catalog only if the
-batch's log-probabilities are those of the adapter loaded alone (see ``check``). A revision is
-sampled as in its training, except for ``config.sampling``; the base and PEFT directories as the
-first revision with recorded settings.
+All are sampled in one batch, as a server does, and a conversation turn by turn. A score is recorded
+in the catalog only if the batch's log-probabilities are those of the adapter loaded alone (see
+``check``). A revision is sampled as in its training, except for ``config.sampling``; the base and
+PEFT directories as the first revision with recorded settings.
 """
 
-import dataclasses
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -19,11 +18,14 @@ from mint_jax import multihost
 from mint_jax.catalog.packed import digest_of
 from mint_jax.envs import env as env_lib
 from mint_jax.envs import scoring
+from mint_jax.envs.env import Example
 from mint_jax.errors import UserError
 from mint_jax.harness import report, start, workdir
 from mint_jax.harness.adapters import AdapterSource, JobCatalog, Named, catalog_of
 from mint_jax.harness.options import EvaluateSettings, GrpoSampling
 from mint_jax.metrics import Progress
+from mint_jax.recipes import dialogues, turns
+from mint_jax.recipes.rollouts import Player, Rollout
 from mint_jax.residency.pool import Pool
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Completion, Request
@@ -41,12 +43,13 @@ def run(config: EvaluateSettings, folder: Path) -> dict[str, Any]:
     """
     workdir.save_config(config, folder)
     environment, n = config.env.make(), config.samples
-    env_lib.need_single_turn(config.env.name, environment)
-    examples = environment.held_out[: config.examples]
+    examples = list(environment.held_out[: config.examples])
     base = start.open_base(config)
     tokenizer = base.need_tokenizer()
     variables = config.env.chat_template_kwargs.extra
-    prompts = [tuple(start.encode(base, example.messages, variables)) for example in examples]
+    if converses := env_lib.is_conversation(environment):
+        dialogues.check_continues(tokenizer, examples[0], variables)
+    prompts = [start.encode(base, example.messages, variables) for example in examples]
     multihost.require_same("the prompts", lambda: prompts)
     about = {
         "renderer": _digest([*tokenizer.sources, variables]),
@@ -58,16 +61,13 @@ def run(config: EvaluateSettings, folder: Path) -> dict[str, Any]:
         names = [text for text in dict.fromkeys(config.adapters.values()) if text]
         source = AdapterSource(base, catalog)
         with Pool(base, source, names, config.slots, start.say) as pool:
-            samplings = _samplings(config, names, source.revisions, catalog)
-            requests = {
-                text: [
-                    Request(p, n=n, seed=config.seed + i * n, stop_ids=tokenizer.eos_ids, **drawing)
-                    for i, p in enumerate(prompts)
-                ]
-                for text, drawing in samplings.items()
-            }
-            drawn = _sample(config, requests, pool)
-            errors = _errors(requests, drawn, pool, source.revisions, catalog)
+            samplings = _samplings(config, converses, names, source.revisions, catalog)
+            sampler = AdapterSampler(config, pool, environment, samplings)
+            drawn = sampler.rollouts(examples, prompts)
+            asked = {text: drawn[text] for text in config.adapters.values()}
+            scored = turns.played(sampler, asked, scoring.Watch(config.reward_timeout))
+            drawn |= {text: rollout for text, (rollout, _) in scored.items()}
+            errors = _errors(drawn, pool, source.revisions, catalog)
         agreements = check(errors, np.dtype(base.dtype).name)
         for label, text in config.adapters.items():
             if not (found := agreements[text]).holds:
@@ -77,31 +77,14 @@ def run(config: EvaluateSettings, folder: Path) -> dict[str, Any]:
                     f" loaded alone, of which {found.allowed_error:.2g} may be rounding; nothing is"
                     " recorded: find which of the two serves another adapter"
                 )
-        paired = [example for example in examples for _ in range(n)]
-
-        def judge() -> dict[str, list[float]]:
-            rows = {
-                label: [(label, *row) for row in zip(drawn[text], paired, strict=True)]
-                for label, text in config.adapters.items()
-            }
-            found = scoring.each(
-                lambda row: scoring.score(row[0], environment, row[1].text or "", row[2]),
-                list(rows.values()),
-                environment,
-            )
-            return dict(zip(rows, found))
-
-        watch = scoring.Watch(config.reward_timeout)
-        rewards = multihost.agree("rewards", lambda: watch.over(judge))
-        for label, row in rewards.items():
-            scoring.check_any(label, np.array(row))
         rows = []
         for label, text in config.adapters.items():
             row = {"name": label, "adapter": text, "revision": pool.digests.get(text)}
-            row |= _statistics(rewards[label]) | agreements[text]._asdict()
+            rewards = [reward for group in scored[text][1] for reward in group]
+            row |= _statistics(rewards) | agreements[text]._asdict()
             rows.append(row | {"sampling": samplings[text], "samples": n})
             if catalog is not None and text in source.revisions:
-                revision, score = str(source.revisions[text]), float(np.nanmean(rewards[label]))
+                revision, score = str(source.revisions[text]), float(np.nanmean(rewards))
                 _record(catalog, revision, score, about, rows[-1])
     if multihost.is_main():
         columns = ("name", "reward", "standard_error")
@@ -134,6 +117,7 @@ def _record(
 
 def _samplings(
     config: EvaluateSettings,
+    converses: bool,
     names: Sequence[str],
     revisions: Mapping[str, Named],
     catalog: JobCatalog | None,
@@ -151,53 +135,88 @@ def _samplings(
     found = multihost.agree("how revisions were sampled", recorded)
     trained = {text: values for text, values in found.items() if values is not None}
     first, out = next(iter(trained.values()), {}), {}
+    usual: dict[str, Any] = GrpoSampling().drawing | {"max_turns": GrpoSampling().max_turns}
     for text in (*names, BASE):
-        values = GrpoSampling().drawing | trained.get(text, first) | config.sampling.given
+        values = usual | trained.get(text, first) | config.sampling.given
+        if not converses:
+            del values["max_turns"]
         out[text] = values | {"stop": tuple(values["stop"])}
     return out
 
 
-def _sample(
-    config: EvaluateSettings, requests: Mapping[str, Sequence[Request]], pool: Pool
-) -> dict[str, list[Completion]]:
-    """Returns the completions of each adapter and of the base, drawn in batches of
-    ``config.slots`` adapters and the base.
+class AdapterSampler:
+    """Samples a pool's adapters, by name, in batches of ``config.slots`` and the base; a
+    ``turns.TurnSampler``.
     """
-    names, decode = list(pool.digests), pool.base.need_tokenizer().decode
-    groups = [names[k : k + config.slots] for k in range(0, len(names), config.slots)] or [[]]
-    engine = Engine(pool.base, decode, **config.sampler)
-    progress = Progress("sampling", len(groups))
-    out: dict[str, list[Completion]] = {}
-    for k, group in enumerate(groups, 1):
-        with pool.hold([*group, BASE]) as resident:
-            # requests of an example are neighbours, so that rows of all adapters run together
-            order = [(text, i) for i in range(len(requests[BASE])) for text in (*group, BASE)]
-            mixed = [
-                dataclasses.replace(requests[text][i], adapter=resident.slot(text))
-                for text, i in order
-            ]
-            out |= {text: [] for text in (*group, BASE)}
-            for (text, _), completions in zip(order, engine.generate(mixed, resident.stacks)):
-                out[text] += completions
-        progress.update(k, f"{len(group) + 1} in one batch")
-    return out
+
+    def __init__(
+        self,
+        config: EvaluateSettings,
+        pool: Pool,
+        environment: Any,
+        samplings: Mapping[str, Mapping[str, Any]],
+    ):
+        self.config, self.pool, self.base = config, pool, pool.base
+        self.engine = Engine(pool.base, pool.base.need_tokenizer().decode, **config.sampler)
+        self.tokens, self.fixed, variables = 0, {}, config.env.chat_template_kwargs.extra
+        self.members, self.drawing = dict[str, Player](), dict[str, dict[str, Any]]()
+        for text, values in samplings.items():
+            limits = {name: values[name] for name in ("max_tokens", "max_turns") if name in values}
+            self.members[text] = Player(environment, GrpoSampling(**limits), variables)
+            self.drawing[text] = {k: value for k, value in values.items() if k != "max_turns"}
+
+    def rollouts(self, examples: list[Example], prompts: list[list[int]]) -> dict[str, Rollout]:
+        """Samples every prompt with every adapter and the base."""
+        n = self.config.samples
+        seeds = [self.config.seed + i * n for i in range(len(prompts))]
+        # rows of an example are neighbours, so that rows of all adapters run together
+        rows = [(text, p, n, seed) for p, seed in zip(prompts, seeds) for text in self.members]
+        return {
+            text: Rollout(examples, prompts, self.members[text].opened(drawn), [], seeds=seeds)
+            for text, drawn in self.sample(rows, False).items()
+        }
+
+    def sample(
+        self, rows: Sequence[tuple[str, list[int], int, int]], is_fixed: bool
+    ) -> dict[str, list[list[Completion]]]:
+        """Samples rows of adapter, prompt, number of completions and seed, in batches."""
+        names, slots = list(self.pool.digests), self.config.slots
+        groups = [names[k : k + slots] for k in range(0, len(names), slots)] or [[]]
+        progress = Progress("sampling", len(groups))
+        out: dict[str, list[list[Completion]]] = {name: [] for name, *_ in rows}
+        for k, group in enumerate(groups, 1):
+            here = [row for row in rows if row[0] in group or (k == 1 and row[0] == BASE)]
+            with self.pool.hold([*group, BASE]) as resident:
+                requests = []
+                for text, prompt, n, seed in here:
+                    how: Any = {
+                        "n": n,
+                        "seed": seed,
+                        "stop_ids": self.base.need_tokenizer().eos_ids,
+                    }
+                    how |= {"revision": self.pool.digests.get(text), **self.drawing[text]}
+                    requests.append(Request(tuple(prompt), resident.slot(text), **how))
+                for (text, *_), some in zip(here, self.engine.generate(requests, resident.stacks)):
+                    out[text].append(some)
+            progress.update(k, f"{len(group) + 1} in one batch")
+        return out
 
 
 def _errors(
-    requests: Mapping[str, Sequence[Request]],
-    drawn: Mapping[str, Sequence[Completion]],
+    drawn: Mapping[str, Rollout],
     pool: Pool,
     revisions: Mapping[str, Named],
     catalog: JobCatalog | None,
 ) -> dict[str, list[np.ndarray]]:
     """Returns the sampled log-probabilities minus those of the adapter loaded alone, one array a
-    row.
+    row, at the tokens that the adapter drew.
     """
     scorer, progress, out = Scorer(pool.base), Progress("checking", len(drawn)), {}
-    for text, completions in drawn.items():
+    for text, rollout in drawn.items():
         name = revisions[text].digest if text in revisions else text  # an alias may have moved
-        prompts = [request.prompt for request in requests[text] for _ in range(request.n)]
-        texts = [(*prompt, *c.tokens) for prompt, c in zip(prompts, completions, strict=True)]
+        groups = zip(rollout.prompts, rollout.completions, strict=True)
+        rows = [(prompt, c) for prompt, group in groups for c in group]
+        texts = [(*prompt, *c.tokens) for prompt, c in rows]
         # Loaded again into a pool with a single slot: an error that puts the adapter into a wrong
         # slot of the batch must not repeat itself.
         own = Pool(pool.base, AdapterSource(pool.base, catalog), [name], 1)
@@ -205,8 +224,8 @@ def _errors(
             slots = [resident.slot(name)] * len(texts)
             scored = scorer.logprobs(texts, slots, resident.stacks)
         out[text] = [
-            np.subtract(c.logprobs, values[len(prompt) - 1 :])
-            for c, prompt, values in zip(completions, prompts, scored)
+            np.subtract(c.logprobs, values[len(prompt) - 1 :])[dialogues.drawn_mask(c)]
+            for (prompt, c), values in zip(rows, scored, strict=True)
         ]
         progress.update(len(out), f"{text or 'base'} alone")
     return out

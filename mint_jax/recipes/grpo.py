@@ -46,7 +46,10 @@ def run(config: GrpoSettings, folder: Path) -> dict[str, Any]:
     with TrainingRun(config, folder) as run:
         job = ConcurrentGrpo(config, start.open_base(config))
         books = {name: job.book(names) for names in units for name in names}
-        drawing = {name: member.sampling.drawing for name, member in job.members.items()}
+        drawing = {
+            name: m.sampling.drawing | ({"max_turns": m.sampling.max_turns} if m.converses else {})
+            for name, m in job.members.items()
+        }
         run.begin(job.trainer, books, drawing)
         if (finished := run.finished()) is not None:
             return finished
@@ -142,21 +145,8 @@ class ConcurrentGrpo(PolicySampler):
         return self._books.setdefault(tuple(sorted(names)), ShapeBook())
 
     def reward(self, name: str, rollout: Rollout) -> tuple[Rollout, np.ndarray]:
-        """Returns rewards ``[Q, G]`` of a rollout, in a worker thread; only the first process
-        computes them, and ``update`` shares them.
-        """
-        if not multihost.is_main():
-            return rollout, np.zeros((0, 0))
-        if self.members[name].converses:
-            return turns.answer(self, name, rollout)
-        env, known = self.members[name].env, len(rollout.rewards)
-        pairs = zip(rollout.examples[known:], rollout.completions[known:])
-        rows = scoring.each(
-            lambda row: scoring.score(name, env, row[1].text or "", row[0]),
-            [[(example, c) for c in group] for example, group in pairs],
-            env,
-        )
-        return rollout, np.array(rollout.rewards + rows, np.float64)
+        """Returns rewards ``[Q, G]`` of a rollout, as ``turns.reward``; ``update`` shares them."""
+        return turns.reward(self, name, rollout)
 
     def further(
         self, scored: dict[str, tuple[Rollout, np.ndarray]], step: int
@@ -166,11 +156,11 @@ class ConcurrentGrpo(PolicySampler):
         none if nothing is to be drawn.
         """
         if drawn := turns.next_turns(self, scored):
-            known = {} if len(drawn) == len(scored) else self._shared(scored)
+            known = {} if len(drawn) == len(scored) else turns.shared(scored)
             return {n: drawn.get(n) or r.extended(None, known[n]) for n, (r, _) in scored.items()}
         if not any(self.members[name].sampling.resample for name in scored):
             return {}
-        known, spans = self._shared(scored), dict[str, range]()
+        known, spans = turns.shared(scored), dict[str, range]()
         for name, (rollout, _) in scored.items():
             member, first = self.members[name], len(rollout.prompts)
             available = len(member.chosen(step)) + len(member.further(step))
@@ -185,19 +175,9 @@ class ConcurrentGrpo(PolicySampler):
             for name, (rollout, _) in scored.items()
         }
 
-    def _shared(self, scored: dict[str, tuple[Rollout, np.ndarray]]) -> dict[str, Any]:
-        """Returns the rewards, which the first process has, by policy."""
-
-        def rewards() -> dict[str, Any]:
-            for name, (_, rewards_QG) in scored.items():
-                scoring.check_any(name, rewards_QG)
-            return {name: rewards_QG.tolist() for name, (_, rewards_QG) in scored.items()}
-
-        return multihost.agree("rewards", rewards)
-
     def update(self, scored: dict[str, tuple[Rollout, np.ndarray]]) -> dict[str, dict[str, float]]:
         """Updates these policies from their scored rollouts; returns metrics by policy."""
-        rewards = self._shared(scored)
+        rewards = turns.shared(scored)
         samplings = {name: self.members[name].sampling for name in scored}
         groups, out = {}, {}
         for name, (rollout, _) in scored.items():
@@ -213,20 +193,8 @@ class ConcurrentGrpo(PolicySampler):
 
     def evaluate(self, names: Sequence[str] | None = None) -> dict[str, float]:
         """Returns the mean held-out rewards of policies as they are."""
-        scored = self._scored(self.held_out(list(names or self.members)))
-        while drawn := turns.next_turns(self, scored):
-            scored |= self._scored(drawn)
-        return {name: float(np.nanmean(rewards)) for name, rewards in self._shared(scored).items()}
-
-    def _scored(self, rollouts: dict[str, Rollout]) -> dict[str, tuple[Rollout, np.ndarray]]:
-        """Returns rollouts with their rewards, as ``reward`` does, under the watch."""
-        scored = {name: (rollout, np.zeros((0, 0))) for name, rollout in rollouts.items()}
-
-        def judge() -> None:
-            scored.update({name: self.reward(name, rollout) for name, rollout in rollouts.items()})
-
-        multihost.agree("held-out rewards", lambda: self.watch.over(judge))
-        return scored
+        scored = turns.played(self, self.held_out(list(names or self.members)), self.watch)
+        return {name: float(np.nanmean(rewards)) for name, (_, rewards) in scored.items()}
 
 
 def result_row(

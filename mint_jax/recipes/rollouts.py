@@ -40,8 +40,8 @@ from mint_jax.train.trainer import Trainer
 
 
 @dataclasses.dataclass
-class Member(PolicyData):
-    """A policy with its environment; ``train`` and ``held_out`` are token ids of prompts."""
+class Player:
+    """An environment, and how its prompts are sampled; ``variables`` are the chat template's."""
 
     env: Any
     sampling: GrpoSampling
@@ -51,6 +51,17 @@ class Member(PolicyData):
     def converses(self) -> bool:
         """True if its environment answers each turn."""
         return env_lib.is_conversation(self.env)
+
+    def opened(self, completions: list[list[Completion]]) -> list[list[Completion]]:
+        """Returns first turns as conversations, if its environment answers them."""
+        if not self.converses:
+            return completions
+        return [[dialogues.begun_by(c) for c in group] for group in completions]
+
+
+@dataclasses.dataclass
+class Member(Player, PolicyData):
+    """A policy in training; ``train`` and ``held_out`` are token ids of prompts."""
 
 
 @dataclasses.dataclass
@@ -224,7 +235,7 @@ class PolicySampler:
                 drawn_by = self.fixed[name][0] if is_fixed else self._snapshot(name)
                 chosen = [i for i, _ in order[name]]
                 out[name] = self._rollout(
-                    name, chosen, self._opened(name, completions), [drawn_by] * len(chosen)
+                    name, chosen, self.members[name].opened(completions), [drawn_by] * len(chosen)
                 )
                 out[name].seeds = [seed for _, seed in order[name]]
                 self.tokens += sum(len(c.tokens) for group in completions for c in group)
@@ -241,12 +252,6 @@ class PolicySampler:
         member = self.members[name]
         examples = [member.env.train[i] for i in chosen]
         return Rollout(examples, [member.train[i] for i in chosen], *drawn)
-
-    def _opened(self, name: str, completions: list[list[Completion]]) -> list[list[Completion]]:
-        """Returns first turns as conversations, if the policy's environment answers them."""
-        if not self.members[name].converses:
-            return completions
-        return [[dialogues.begun_by(c) for c in group] for group in completions]
 
     def _draw(self, name: str, step: int, span: range | None) -> list[tuple[int, int]]:
         """Returns the index and the seed of each prompt of a step."""
@@ -271,7 +276,7 @@ class PolicySampler:
 
         drawn, out = self.sample(rows, False, finished), {}
         for name in names:
-            member, made = self.members[name], self._opened(name, drawn[name])
+            member, made = self.members[name], self.members[name].opened(drawn[name])
             examples = list(member.env.held_out[: len(member.held_out)])
             seeds = [i * n for i in range(len(examples))]
             out[name] = Rollout(examples, member.held_out, made, [], seeds=seeds)

@@ -1,22 +1,90 @@
-"""Turns of conversations in rollouts: answers of the environments, in worker threads, and the next
-turn of all open conversations in one engine call. Other policies use the devices in between.
+"""Rewards of rollouts, and turns of conversations: answers of the environments, in worker threads,
+and the next turn of all open conversations in one engine call. Other policies use the devices in
+between.
 """
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
 from mint_jax import multihost
 from mint_jax.envs import scoring
 from mint_jax.envs.env import Example
+from mint_jax.models.base import Base
 from mint_jax.recipes import dialogues
 from mint_jax.recipes.dialogues import Dialogue
-from mint_jax.recipes.rollouts import PolicySampler, Rollout
+from mint_jax.recipes.rollouts import Player, Rollout
+from mint_jax.rollout.request import Completion
 
 
-def answer(sampler: PolicySampler, name: str, rollout: Rollout) -> tuple[Rollout, np.ndarray]:
+class TurnSampler(Protocol):
+    """Policies that play, and how they are sampled; see ``rollouts.PolicySampler``."""
+
+    base: Base
+    tokens: int
+    fixed: dict[str, Any]
+
+    @property
+    def members(self) -> Mapping[str, Player]: ...
+    def sample(
+        self, rows: Sequence[tuple[str, list[int], int, int]], is_fixed: bool
+    ) -> dict[str, list[list[Completion]]]: ...
+
+
+def reward(sampler: TurnSampler, name: str, rollout: Rollout) -> tuple[Rollout, np.ndarray]:
+    """Returns rewards ``[Q, G]`` of a rollout, in a worker thread; only the first process computes
+    them, and ``shared`` sends them to the others.
+    """
+    if not multihost.is_main():
+        return rollout, np.zeros((0, 0))
+    if sampler.members[name].converses:
+        return answer(sampler, name, rollout)
+    env, known = sampler.members[name].env, len(rollout.rewards)
+    pairs = zip(rollout.examples[known:], rollout.completions[known:])
+    rows = scoring.each(
+        lambda row: scoring.score(name, env, row[1].text or "", row[0]),
+        [[(example, c) for c in group] for example, group in pairs],
+        env,
+    )
+    return rollout, np.array(rollout.rewards + rows, np.float64)
+
+
+def shared(scored: Mapping[str, tuple[Rollout, np.ndarray]]) -> dict[str, list[list[float]]]:
+    """Returns the rewards, which the first process has, by policy. Raises ``UserError``: all of a
+    policy's rewards were given up.
+    """
+
+    def rewards() -> dict[str, Any]:
+        for name, (_, rewards_QG) in scored.items():
+            scoring.check_any(name, rewards_QG)
+        return {name: rewards_QG.tolist() for name, (_, rewards_QG) in scored.items()}
+
+    return multihost.agree("rewards", rewards)
+
+
+def played(
+    sampler: TurnSampler, rollouts: Mapping[str, Rollout], watch: scoring.Watch
+) -> dict[str, tuple[Rollout, list[list[float]]]]:
+    """Plays conversations to their end; returns all rollouts with their rewards."""
+
+    def scored_of(rollouts: Mapping[str, Rollout]) -> dict[str, tuple[Rollout, np.ndarray]]:
+        found = {name: (rollout, np.zeros((0, 0))) for name, rollout in rollouts.items()}
+
+        def judge() -> None:
+            found.update({name: reward(sampler, name, r) for name, r in rollouts.items()})
+
+        multihost.agree("held-out rewards", lambda: watch.over(judge))
+        return found
+
+    scored = scored_of(rollouts)
+    while drawn := next_turns(sampler, scored):
+        scored |= scored_of(drawn)
+    return {name: (scored[name][0], rewards) for name, rewards in shared(scored).items()}
+
+
+def answer(sampler: TurnSampler, name: str, rollout: Rollout) -> tuple[Rollout, np.ndarray]:
     """Returns the rewards ``[Q, G]`` of conversations so far, and the rollout with its
     environment's answers to those that are open; in a worker thread of the first process.
     """
@@ -42,7 +110,7 @@ def answer(sampler: PolicySampler, name: str, rollout: Rollout) -> tuple[Rollout
 
 
 def next_turns(
-    sampler: PolicySampler, scored: Mapping[str, tuple[Rollout, np.ndarray]]
+    sampler: TurnSampler, scored: Mapping[str, tuple[Rollout, np.ndarray]]
 ) -> dict[str, Rollout]:
     """Samples the next turn of all conversations that their environments have answered.
     Returns the rollouts of these policies, or none if no conversation was open.
@@ -62,7 +130,7 @@ def next_turns(
     return _drawn(sampler, rollouts)
 
 
-def _drawn(sampler: PolicySampler, rollouts: dict[str, Rollout]) -> dict[str, Rollout]:
+def _drawn(sampler: TurnSampler, rollouts: dict[str, Rollout]) -> dict[str, Rollout]:
     """Samples the next turn of open conversations, as ``rollout`` does the first."""
     groups = {name: [[*group] for group in r.completions] for name, r in rollouts.items()}
     for is_fixed in (False, True):
@@ -79,7 +147,8 @@ def _drawn(sampler: PolicySampler, rollouts: dict[str, Rollout]) -> dict[str, Ro
             prompt = [*rollouts[name].prompts[q], *d.tokens, *(d.reply or ())]
             seed = dialogues.turn_seed(rollouts[name].seeds[q], g, len(d.texts))
             rows.append((name, prompt, 1, seed))
-        turns = {name: iter(found) for name, found in sampler.sample(rows, is_fixed).items()}
+        drawn = sampler.sample(rows, is_fixed) if rows else {}
+        turns = {name: iter(found) for name, found in drawn.items()}
         for name, q, g, d in places:
             [turn] = next(turns[name])
             sampler.tokens += len(turn.tokens)

@@ -83,7 +83,7 @@ def test_objects_beside_the_protocol_are_refused(monkeypatch, changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({}, "'talk' is a conversation, .* one turn .*: use job grpo"),
+        ({}, "'talk' is a conversation, .* one turn .*: use the jobs evaluate or"),
         ({"step": 3}, r"step of .* is 3 \(int\); expected a function of \(completions, example\)"),
         ({"step": staticmethod(reward)}, "step of .* is async; .*use a plain function"),
         ({"held_out": []}, "has no held_out examples"),

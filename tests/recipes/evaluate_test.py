@@ -13,24 +13,36 @@ from ml_collections import ConfigDict
 from mint_jax import mesh
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import Schema, pack
+from mint_jax.envs.env import Example, ListConversation, ListEnvironment, StepResult
 from mint_jax.errors import UserError
+from mint_jax.harness.adapters import AdapterSource
 from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.models import base as base_lib
 from mint_jax.models import transformer
 from mint_jax.recipes import evaluate
 from mint_jax.residency import pool
-from tests.configs import run_config, tiny
+from mint_jax.rollout.engine import Engine
+from mint_jax.rollout.request import Request
+from tests.configs import read, run_config, tiny
 
 
 def make():
     """An environment whose reward differs between any two completions."""
-    from mint_jax.envs.env import Example, ListEnvironment
-
     examples = [Example(f"{i * 7919} is", str(i)) for i in range(12)]
     return ListEnvironment(
         examples, examples[:6], lambda completion, example: sum(map(ord, completion)) % 11 / 11
     )
+
+
+def play():
+    """A conversation of four turns, whose rewards differ as those of ``make``."""
+
+    def answer(texts, example):
+        return StepResult(" so", sum(map(ord, texts[-1])) % 11 / 11, len(texts) == 4)
+
+    env = make()
+    return ListConversation(env.train, env.held_out, answer)
 
 
 def store(place, base, scale):
@@ -95,26 +107,28 @@ def test_a_score_is_recorded_with_everything_that_produced_it(catalog, tmp_path)
 
 
 @pytest.mark.long
-def test_a_revision_is_sampled_as_it_was_trained_unless_set_otherwise(tmp_path):
+@pytest.mark.parametrize(("env", "turns"), [("make", {}), ("play", {"max_turns": 3})])
+def test_a_revision_is_sampled_as_it_was_trained_unless_set_otherwise(tmp_path, env, turns):
     """The held-out reward that training reported comes out again."""
-    config = tiny("grpo", steps=3, eval={"examples": 6, "samples": 4})
+    config = tiny("grpo", steps=1, eval={"examples": 6, "samples": 4})
     for name in ("cispo", "reinforce"):
         del config.policies[name]
     policy = config.policies.ppo
-    policy.env.name = "tests.recipes.evaluate_test:make"
+    policy.env.name = f"tests.recipes.evaluate_test:{env}"
     policy.optimizer.learning_rate = 0.1
-    policy.sampling = {"prompts": 2, "group_size": 2, "max_tokens": 11, "stop": ("e",)}
+    policy.sampling = {"prompts": 2, "group_size": 2, "max_tokens": 11, "stop": ("e",)} | turns
     [trained] = run_config(config, tmp_path / "grpo")["policies"]
     catalog = tmp_path / "grpo" / "catalog"
 
     def rows(**sampling):
         fields = {"adapters": {"base": "", "ppo": "ppo@latest"}, "seed": 0, "sampling": sampling}
+        fields["env"] = {"name": policy.env.name}
         return run_config(config_of(catalog, **fields), tmp_path / "work")["results"]
 
     base, ppo = rows()
     assert (base["reward"], ppo["reward"]) == (trained["reward_before"], trained["reward_after"])
     assert base["reward"] != ppo["reward"], "nothing was learned"
-    wanted = {"max_tokens": 11, "temperature": 1.0, "stop": ("e",)}
+    wanted = {"max_tokens": 11, "temperature": 1.0, "stop": ("e",)} | turns
     assert base["sampling"] == ppo["sampling"] == wanted
     assert rows(max_tokens=3)[1]["sampling"] == wanted | {"max_tokens": 3}
     with Catalog.open(catalog) as opened:
@@ -144,12 +158,45 @@ REFUSED = r"'one' \(one@latest\): .* shared batch are off by .* loaded alone,.*n
 
 
 @pytest.mark.long
-def test_a_shared_batch_that_serves_another_adapter_is_refused(catalog, tmp_path, monkeypatch):
+def test_a_score_of_conversations_is_that_of_playing_by_hand(catalog, tmp_path):
+    """Greedy turns of one adapter alone, one after another."""
+    names = {"base": "", "one": "one@latest"}
+    drawing = {"max_tokens": 5, "temperature": 0.0, "max_turns": 3}
+    env = {"name": "tests.recipes.evaluate_test:play"}
+    config = config_of(catalog, adapters=names, sampling=drawing, env=env, samples=1, examples=3)
+    rows = run_config(config, tmp_path)["results"]
+    base = base_lib.load("tiny-random", mesh.make_mesh({"data": 1}, jax.devices()[:1]))
+    tokenizer, task, scores = base.need_tokenizer(), play(), []
+    engine = Engine(base, tokenizer.decode, max_rows=16)
+    with evaluate.catalog_of(read(config)) as opened:
+        for name in names.values():
+            total = 0.0
+            alone = pool.Pool(base, AdapterSource(base, opened), [name] if name else [], 1)
+            with alone, alone.hold([name]) as held:
+                for example in task.held_out[:3]:
+                    ids, texts = tokenizer.encode(example.messages), []
+                    for _ in range(3):
+                        how = {"stop_ids": tokenizer.eos_ids, "temperature": 0.0}
+                        request = Request(tuple(ids), held.slot(name), max_tokens=5, **how)
+                        [[turn]] = engine.generate([request], held.stacks)
+                        texts.append(turn.text)
+                        found = task.step(texts, example)
+                        ids += [*turn.tokens, *tokenizer.encode(found.observation, special=False)]
+                        total += found.reward
+            scores.append(round(total / 3, 4))
+    assert [row["reward"] for row in rows] == scores
+    assert scores[0] != scores[1], "the adapters do not differ"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("env", ["make", "play"])
+def test_a_shared_batch_that_serves_another_adapter_is_refused(catalog, tmp_path, monkeypatch, env):
     serve_wrong(monkeypatch)
     with Catalog.open(catalog) as opened:
         before = [opened.evaluations(name) for name in ("one", "two")]
+        config = config_of(catalog, env={"name": f"tests.recipes.evaluate_test:{env}"})
         with pytest.raises(UserError, match=REFUSED):
-            run_config(config_of(catalog), tmp_path)
+            run_config(config, tmp_path)
         assert [opened.evaluations(name) for name in ("one", "two")] == before
 
 
