@@ -201,6 +201,23 @@ def test_the_examples_of_the_services_page(tmp_path):
 
 
 @pytest.mark.long
+def test_the_lineage_of_the_recipes_page(tmp_path):
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    for command in commands_of("docs/recipes.md").splitlines():
+        is_stage = "lineage.py" in command
+        tiny = " --config.base=tiny-random" * ("mint_jax.launch" in command)
+        tiny += " --config.steps=1" * is_stage + " --config.examples=4" * ("evaluate" in command)
+        shown = bash(command + tiny, tmp_path)
+    assert "json_fields" in shown, "the last command shows the evaluation"
+    with Catalog.open(tmp_path / "runs/lineage/catalog") as catalog:
+        schemas = {n: catalog.policy(n).schema for n in ("extractor", "student")}
+        made = [
+            (Schema.from_json(s).config.rank, len(catalog.revisions(n))) for n, s in schemas.items()
+        ]
+    assert made == [(64, 3), (4, 1)]
+
+
+@pytest.mark.long
 def test_the_commands_of_the_sweeps_page(tmp_path):
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     out = bash(commands_of("docs/sweeps.md"), tmp_path)
@@ -224,7 +241,9 @@ def test_the_pod_of_the_pods_page(tmp_path):
 
 def test_every_command_on_a_page_is_run_by_a_test():
     """Blocks by page: run above, by tests/api_test.py (Python), or by CI itself (make)."""
-    known = {"README.md": 2} | {f"docs/{name}.md": 1 for name in ("index", "catalog", "sweeps")}
+    known = {"README.md": 2} | {
+        f"docs/{name}.md": 1 for name in ("index", "catalog", "recipes", "sweeps")
+    }
     known |= {"docs/own_task.md": 4, "docs/pods.md": 2, "docs/service.md": 2}
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
     found = {}
