@@ -177,6 +177,8 @@ class ConcurrentGrpo(PolicySampler):
 
     def update(self, scored: dict[str, tuple[Rollout, np.ndarray]]) -> dict[str, dict[str, float]]:
         """Updates these policies from their scored rollouts; returns metrics by policy."""
+        if self.engine.keep_cache:
+            self.engine.release()
         rewards = turns.shared(scored)
         samplings = {name: self.members[name].sampling for name in scored}
         groups, out = {}, {}

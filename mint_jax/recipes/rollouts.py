@@ -167,8 +167,8 @@ class PolicySampler:
             tokenizer.decode,
             **config.sampler,
             keep_routes=base.cfg.routed and any(s.replay for s in samplings),
-            # a kept cache is as large as other policies made it, and its size decides last bits
-            keep_cache=False,
+            # for the next turns, until an update: the blocks of a turn's prompt
+            keep_cache=any(member.converses for member in members.values()),
         )
         self.stop_ids, self.tokens = tokenizer.eos_ids, 0
         # Last completions of a policy's prompt: drafts for the next ones. Held-out prompts have the

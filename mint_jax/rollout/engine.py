@@ -59,8 +59,8 @@ class Engine:
         reuse_decoded: also cache what decoding wrote, so that the next turn of a conversation is
             not prefilled again. Log-probabilities then depend on earlier requests, by at most 2e-5
             in float32 (``tests/rollout/decoded_test.py``): decoding and prefill round differently.
-        keep_cache: False frees the cache's memory and its prompts after each call of ``generate``,
-            for training loops that change the weights in between. Next to a training step of 8
+        keep_cache: False frees the cache after each call of ``generate``, as ``release`` does, for
+            training loops that change the weights in between. Next to a training step of 8
             policies over SmolLM2 the cache is 94 MB.
 
     Attributes:
@@ -295,6 +295,11 @@ class Engine:
             self._inbox.append(job)
             self._wake.notify_all()
         return job.stream
+
+    def release(self) -> None:
+        """Frees the cache's memory and its prompts, in all processes."""
+        with self._driving({}):
+            self.calls.release() if multihost.is_main() else self.calls.follow()
 
     def warm(self, stacks: Stacks | None = None) -> None:
         """Allocates the cache at its maximum and compiles every program."""

@@ -14,6 +14,7 @@ from mint_jax.envs import scoring
 from mint_jax.envs.env import Example, ListConversation, StepResult
 from mint_jax.errors import UserError
 from mint_jax.harness.options import GrpoSampling
+from mint_jax.models.paged import PAGE
 from mint_jax.recipes import dialogues, grpo, turns
 from mint_jax.recipes.rollouts import Member, PolicySampler, as_record, rollout_metrics
 from mint_jax.rollout.request import Request
@@ -121,9 +122,17 @@ def test_turns_are_one_text_to_the_model(family, tiny_base, rng):
     assert row["tokens"] == 2 * 2 * 18
     assert row["max_gap"] <= GAP
 
-    alone, _ = sampler.play(["three"])["three"]
-    pairs = zip(alone.completions, rollout.completions, strict=True)
-    assert all(a.logprobs == b.logprobs for one, two in pairs for a, b in zip(one, two))
+    read = []
+    for keeps in (True, False):  # the blocks of a turn's prompt for the next turns
+        sampler.engine.keep_cache = keeps
+        sampler.engine.release()
+        before = sampler.engine.counts["prefilled_tokens"]
+        alone, _ = sampler.play(["three"])["three"]
+        pairs = zip(alone.completions, rollout.completions, strict=True)
+        assert all(a.logprobs == b.logprobs for one, two in pairs for a, b in zip(one, two))
+        read.append(sampler.engine.counts["prefilled_tokens"] - before)
+    # two turns of two conversations, each after a prompt of whole pages that is there
+    assert read[1] - read[0] >= 2 * sum(len(prompt) // PAGE * PAGE for prompt in prompts)
     other, _ = sampler.play(["three"], step=1)["three"]
     assert other.completions[0][0].tokens not in [d.tokens for g in rollout.completions for d in g]
 

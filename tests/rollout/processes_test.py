@@ -50,9 +50,13 @@ def fields_of(completion):
 finished = []
 found = engine.generate(requests, finished=lambda some: finished.extend(some))
 check_schedule(engine.active.schedule)
+engine.release()
+assert engine.calls.pool is None
+[[again]] = engine.generate(requests[-1:])
 print(json.dumps({
     "completions": [[fields_of(c) for c in group] for group in found],
     "finished": sorted(finished), "swapped": len(engine.calls._swapped), "counts": engine.counts,
+    "again": again.tokens == found[-1][0].tokens,
 }))
 multihost.barrier("end")
 """
@@ -116,6 +120,7 @@ def test_two_processes_generate_as_one_bit_for_bit(family, axes, pages, rng, tmp
     assert main == whole
     assert main["counts"]["preempted"] > 0
     assert other["completions"] == whole["completions"]
+    assert main["again"], "after its cache was released"
     assert other["finished"] == list(range(7))
     assert (other["swapped"], other["counts"]["drawn_tokens"]) == (0, 0)
     assert (whole["completions"][0][0]["routes"] is None) == (family == "dense")
