@@ -255,6 +255,7 @@ class Model:
         loss: Loss = "cross_entropy",
         reference: Stored | str | Path | None = None,
         seed: int | None = None,
+        dropout: float = 0.0,
     ) -> Policy:
         """Adds a new policy to training.
 
@@ -272,8 +273,9 @@ class Model:
                 ``mint.Tokens``, as in ``register_loss``.
             reference: reference adapter of KL terms and DPO: a revision or a PEFT directory. By
                 default it is the policy's own start.
-            seed: seed of the adapter's initial values, combined with the name; the model's by
-                default.
+            seed: seed of the adapter's initial values and of its dropout, combined with the name;
+                the model's by default.
+            dropout: probability that an input of the adapter is dropped in training.
 
         Raises:
             UserError: the name is taken, the base has no such target, or a value has the wrong
@@ -331,7 +333,8 @@ class Model:
             if compared is not None:
                 trainer.refer(name, compared.config, compared.adapter)
 
-        return self._join(PolicyConfig(name, adapter, optimizer, loss_config, own_seed), begin)
+        how = adapter, optimizer, loss_config, own_seed
+        return self._join(PolicyConfig(name, *how, dropout=dropout), begin)
 
     def _join(self, config: PolicyConfig, begin: Callable[[Trainer], None]) -> Policy:
         """Adds a policy to training, and removes it again where ``begin`` fails."""

@@ -88,7 +88,8 @@ def read(file: str | Path, fingerprint: str, base: str, loss: LossConfig | None)
     given, parts, reference = notes["policy"], dict(state.parts), None
     own = LossConfig(**given["loss"]) if loss is None else loss
     optimizer = OptimizerConfig(**given["optimizer"])
-    config = PolicyConfig(given["name"], state.config, optimizer, own, given["seed"])
+    how = state.config, optimizer, own, given["seed"]
+    config = PolicyConfig(given["name"], *how, dropout=given.get("dropout", 0.0))
     if (compared := parts.pop("reference", None)) is not None:
         shape = AdapterConfig(**notes["reference"])
         reference = shape, params_lib.nest(dict(compared))

@@ -21,7 +21,7 @@ from mint_jax.models import names
 from mint_jax.models.kernels import Kernels
 from mint_jax.rollout.ranges import check_ranges
 from mint_jax.train import advantages
-from mint_jax.train.config import KINDS, PAIRED, LossConfig, OptimizerConfig
+from mint_jax.train.config import KINDS, PAIRED, LossConfig, OptimizerConfig, check_dropout
 
 TRACKERS = ("wandb", "mlflow")  # the setting, the package and the extra have the same name
 Dtype = Annotated[str, tuple(names.DTYPES)]
@@ -133,6 +133,9 @@ class PolicySettings:
     init: Annotated[str, INITS] = setting(
         "A of a new adapter, whose B is zero: uniform as PEFT's, or orthonormal rows", "uniform"
     )
+    dropout: float = setting(
+        "probability that an input of the adapter is dropped in training, less than 1", 0.0
+    )
     rollout_revision = ""  # GRPO policies may draw from another revision
 
 
@@ -169,6 +172,7 @@ class TrainingSettings(CatalogSettings):
             if where:
                 need_package(name, name, f"{name}={where!r}")
         for name, policy in self.policies.items():
+            check_dropout(policy.dropout, f"policies.{name}.")
             for part in ("env", "data"):
                 if hasattr(policy, part):
                     getattr(policy, part).preflight(f"policies.{name}.{part}")

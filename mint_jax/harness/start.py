@@ -98,7 +98,7 @@ def policy_config(name: str, policy: PolicySettings, run_seed: int) -> PolicyCon
     """Returns the trainer's config of a policy."""
     check_alpha(policy.adapter.alpha, f"policies.{name}.adapter.")
     seed = policy_seed(run_seed, name) if policy.seed is None else policy.seed
-    how = policy.adapter, policy.optimizer, policy.loss, seed, policy.init
+    how = policy.adapter, policy.optimizer, policy.loss, seed, policy.init, policy.dropout
     return PolicyConfig(name, *how)
 
 

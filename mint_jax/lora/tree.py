@@ -40,6 +40,7 @@ from mint_jax.params import ParamSpec
 # Every projection except embedding, unembedding and router.
 ALL_LINEAR = "all-linear"
 TABLES = ("embed", "unembed")  # projections outside the layers
+UNDROPPED = (*TABLES, "experts")  # their adapters' inputs have no dropout
 UNUSUAL = (*TABLES, "router")  # adapted only if a config names them
 SLOT_AXIS = 1
 
@@ -112,6 +113,17 @@ def _adapted(base_specs: Any, config: AdapterConfig) -> dict[str, Projection]:
             " to 'each'"
         )
     return out
+
+
+def check_dropout(base_specs: Any, config: AdapterConfig, rate: float) -> None:
+    """Raises ``UserError`` if an adapter with dropout has targets whose inputs are not dropped."""
+    for path in projections(base_specs, config.names) if rate else ():
+        if not set(UNDROPPED).isdisjoint(path.split("/")):
+            raise UserError(
+                f"dropout is {rate}, and targets name {path}; adapters of embed, unembed and routed"
+                f" experts have no dropout: drop {path.rsplit('/', 1)[-1]!r} from targets, or set"
+                " dropout to 0"
+            )
 
 
 def _path_of(path: str, form: str) -> str:

@@ -21,8 +21,9 @@ from flax import struct
 from mint_jax import ordered, sharding
 from mint_jax.data.buckets import round_up
 from mint_jax.lora import slot_kernel
+from mint_jax.lora.dropout import Dropout
 from mint_jax.lora.slot_kernel import Ends
-from mint_jax.lora.tree import TABLES, AdapterStack, Slot, Stacks
+from mint_jax.lora.tree import TABLES, UNDROPPED, AdapterStack, Slot, Stacks
 from pallas_kernels.products import product
 from pallas_kernels.slot_lora.pallas_gpu import Turn
 
@@ -56,10 +57,13 @@ class RankBucket:
     # the GPU kernel's order of all tokens, see `slot_lora.pallas_gpu`; None computes it in each
     # call
     turn: Turn | None = None
+    dropout: Dropout | None = None  # of blocks in training, if some policy drops inputs
 
     def at(self, name: str) -> "RankBucket":
         factors, taps = (tree and tree.get(name, {}) for tree in (self.factors, self.taps))
-        return dataclasses.replace(self, factors=factors, taps=taps)
+        dropout = None if name in UNDROPPED else self.dropout
+        dropout = dropout and dropout.below(name)
+        return dataclasses.replace(self, factors=factors, taps=taps, dropout=dropout)
 
     def of_blocks(self, layer: jax.Array, taps: Any, dtype: Any) -> "RankBucket":
         scale = self.scale.at[self.slots].get(mode="clip")
@@ -71,7 +75,8 @@ class RankBucket:
             return _gathered(stack, layer, self.slots, own).astype(dtype)
 
         trees = (self.factors,) if taps is None else (self.factors, taps)
-        return RankBucket(jax.tree_util.tree_map_with_path(take, *trees))
+        own = jax.tree_util.tree_map_with_path(take, *trees)
+        return RankBucket(own, dropout=self.dropout and self.dropout.fold(layer))
 
 
 def _gathered(stack, layer, slots, scale):
@@ -194,6 +199,7 @@ class AdapterView:
             n = blocks * rows
             if n and bucket.factors:
                 own = x[start : start + n].reshape(blocks, rows, *x.shape[1:])
+                own = own if bucket.dropout is None else bucket.dropout.apply(own)
                 parts.append(fn(bucket.factors, own).reshape(n, T, d_out))
             elif n:
                 parts.append(jnp.zeros((n, T, d_out), dtype))
@@ -266,6 +272,7 @@ def attach_blocks(
     taps: Mapping[int, Any] | None = None,
     base_blocks: int = 0,
     dtype: Any = jnp.float32,
+    dropout: Dropout | None = None,
 ) -> AdapterView:
     """Binds consecutive blocks of rows to resident slots, bucket by bucket in the order of ranks.
 
@@ -273,8 +280,9 @@ def attach_blocks(
         slots: by bucket ``[P]`` int32, the slot of each block.
         taps: see ``taps_of``: zeros with respect to which gradients are taken.
         base_blocks: number of blocks at the end without an adapter.
+        dropout: of all blocks.
     """
-    buckets = []
+    buckets, first = [], 0
     for rank in sorted(slots):
         own = RankBucket(stacks[rank].factors, stacks[rank].scale, jnp.asarray(slots[rank]))
         if taps is not None:
@@ -288,6 +296,9 @@ def attach_blocks(
             own = dataclasses.replace(
                 own, taps=jax.tree_util.tree_map_with_path(of_product, taps[rank])
             )
+        if dropout is not None:
+            own = dataclasses.replace(own, dropout=dropout.of_blocks(first, len(own.slots)))
+        first += len(own.slots)
         buckets.append(own)
     blocks = tuple(bucket.slots.shape[0] for bucket in buckets)
     return AdapterView(tuple(buckets), None, blocks, base_blocks, dtype=jnp.dtype(dtype))

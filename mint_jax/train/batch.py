@@ -15,6 +15,7 @@ import numpy as np
 from flax import struct
 
 from mint_jax.errors import UserError
+from mint_jax.lora.dropout import Dropout
 from mint_jax.train.losses import Targets
 
 
@@ -127,6 +128,8 @@ class Batch:
             lets the router choose.
         inverse_temperature: of each target's distribution, float32 ``[P, B, M]``; None is 1
             everywhere.
+        dropout: of the policies' inputs, before it is folded with their updates; None if no policy
+            in training has any.
     """
 
     tokens: Any
@@ -138,6 +141,7 @@ class Batch:
     loss: Targets
     routes: Any = None
     inverse_temperature: Any = None
+    dropout: Dropout | None = None
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

@@ -15,6 +15,8 @@ import numpy as np
 
 from mint_jax.data.buckets import ShapeBook, round_up
 from mint_jax.errors import UserError
+from mint_jax.lora import dropout as dropout_lib
+from mint_jax.lora.dropout import Dropout
 from mint_jax.models.config import ModelConfig
 from mint_jax.train.batch import Batch, Datum, Layout
 from mint_jax.train.config import BlockShape
@@ -63,6 +65,7 @@ class TrainRequest:
 
     Attributes:
         backward: add to the policy's gradient; False computes log-probabilities only.
+        dropout, seed: of the policy, see ``PolicyConfig``.
         left: indices of data that no step has processed.
         logprobs: of each datum, in the shape of its targets.
         totals: metrics of its loss, summed; ``max_gap`` is a maximum.
@@ -75,6 +78,8 @@ class TrainRequest:
     left: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[np.ndarray | None] = dataclasses.field(default_factory=list)
     totals: dict[str, float] = dataclasses.field(default_factory=dict)
+    dropout: float = 0.0
+    seed: int = 0
 
     def __post_init__(self):
         self.left = list(range(len(self.data)))
@@ -215,10 +220,15 @@ def fit(blocks: Sequence[DatumBlock], book: ShapeBook, row_multiple: int = 1) ->
 
 
 def fill(
-    blocks: Sequence[DatumBlock], shape: BlockShape, targets: int = 0, pairs: int = 0
+    blocks: Sequence[DatumBlock],
+    shape: BlockShape,
+    targets: int = 0,
+    pairs: int = 0,
+    drops: bool = False,
 ) -> tuple[Batch, list[DatumSpan]]:
     """Returns the batch of these blocks, followed by blocks of padding, and the location of each
-    datum. ``targets`` and ``pairs`` as in ``Fitted``; padding has weight 0.
+    datum. ``targets`` and ``pairs`` as in ``Fitted``; padding has weight 0. With ``drops`` the
+    batch has the requests' dropout.
     """
     P, B, T, K = shape
     M = targets or T
@@ -229,7 +239,9 @@ def fill(
     floats = {name: np.zeros((P, B, M, K), np.float32) for name in names}
     pair_weights = np.zeros((P, pairs), np.float32)
     every = [datum for block in blocks for datum in block.work.data]
-    routes = sharp = None
+    routes = sharp = dropout = None
+    if drops:
+        dropout = Dropout(np.zeros(P, np.float32), np.zeros((P, B, T), np.uint32))
     if (known := next((d.routes for d in every if d.routes is not None), None)) is not None:
         routes = np.full((known.shape[1], P, B, T, known.shape[2]), -1, np.int16)
     if any(datum.temperature is not None for datum in every):
@@ -237,6 +249,8 @@ def fill(
     spans = []
     for p, block in enumerate(blocks):
         numbers = paired = 0
+        if dropout is not None:
+            dropout.rate[p] = block.work.dropout
         for b, row in enumerate(block.rows):
             start = first = segments = 0
             for i in row:
@@ -253,6 +267,9 @@ def fill(
                     if values is not None:
                         width = datum.width if name in ("weights", "in_ratio") else K
                         floats[name][to][:, :width] = _columns(values)
+                if dropout is not None:
+                    own_seed = block.work.seed
+                    dropout.number[at] = dropout_lib.numbers(own_seed, i, datum.tokens)
                 if routes is not None and datum.routes is not None:
                     routes[:, p, b, start : start + n] = np.swapaxes(datum.routes, 0, 1)
                 if sharp is not None and datum.temperature is not None:
@@ -266,7 +283,7 @@ def fill(
     flat = {name: array.reshape(P, B, -1) for name, array in floats.items()}
     loss = Targets(**flat, sequence=sequence.reshape(P, B, -1), pair_weights=pair_weights)
     target = target[..., 0] if K == 1 else target
-    return Batch(tokens, positions, own, parent, index, target, loss, routes, sharp), spans
+    return Batch(tokens, positions, own, parent, index, target, loss, routes, sharp, dropout), spans
 
 
 def _single(n: int) -> Layout:

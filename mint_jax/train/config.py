@@ -216,6 +216,11 @@ class OptimizerConfig(Settings):
             raise UserError(f"b_ratio is {self.b_ratio}; expected a finite number above 0, 16 say")
 
 
+def check_dropout(rate: float, where: str = "") -> None:
+    if not 0 <= rate < 1:
+        raise UserError(f"{where}dropout is {rate}; expected 0 or more, and less than 1: 0.1, say")
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
 class PolicyConfig(Settings):
     """Definition of one policy in training."""
@@ -226,6 +231,11 @@ class PolicyConfig(Settings):
     loss: LossConfig = LossConfig()
     seed: int = 0
     init: str = "uniform"  # see ``lora.config.INITS``
+    dropout: float = 0.0  # probability that an input of the adapter is dropped in training
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_dropout(self.dropout)
 
 
 class BlockShape(NamedTuple):

@@ -130,10 +130,13 @@ def forward_backward(
     buckets = sorted(slots)
     stacks = {b: state[b].adapters for b in buckets}
     specs = transformer.abstract(cfg)
+    if (dropout := batch.dropout) is not None:
+        tries = [(state[b].steps + state[b].skipped).at[slots[b]].get(mode="clip") for b in buckets]
+        dropout = dropout.fold(jnp.concatenate(tries)[:, None, None])
 
     def loss(taps):
         taps = lora_tree.constrain(taps, specs)  # constrains their gradients too
-        lora = attach_blocks(stacks, slots, taps, dtype=dtype)
+        lora = attach_blocks(stacks, slots, taps, dtype=dtype, dropout=dropout)
         logp, entropy, missed = batch_logprobs(params, lora, batch, cfg, remat, entropy_gradient)
         losses, metrics = jax.vmap(functools.partial(policy_loss, custom=custom))(
             logp, batch.loss, coefs, entropy

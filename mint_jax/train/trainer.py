@@ -133,6 +133,8 @@ class Trainer(Slots):
         """Adds policies with adapters from their seeds. Raises ``UserError`` if a name is taken or
         the base does not support a rank or target.
         """
+        for p in policies:
+            lora_tree.check_dropout(self.specs, p.adapter, p.dropout)
         made = {p.name: (p.adapter, p.seed, p.init) for p in policies}
         self.join_all({name: host_state.fresh(self.specs, *how) for name, how in made.items()})
         self.policies.update({p.name: p for p in policies})
@@ -185,7 +187,9 @@ class Trainer(Slots):
         works: dict[str, TrainRequest] = {}
         for name in sorted(configs, key=self.slots.__getitem__):  # as the blocks of a step
             data = data_of(groups[name], self.base.cfg.context)
-            works[name] = TrainRequest(name, data, coefs_of(configs[name].loss, custom))
+            work = TrainRequest(name, data, coefs_of(configs[name].loss, custom))
+            work.dropout, work.seed = configs[name].dropout, configs[name].seed
+            works[name] = work
         for blocks in blocks_lib.passes(list(works.values()), self.max_tokens):
             fitted = blocks_lib.fit(blocks, book, self.base.row_multiple)
             self.references.score([b for b in blocks if _lacks_reference(configs, b)], fitted)
@@ -327,7 +331,9 @@ class Trainer(Slots):
         results in their requests. Returns the seconds of the program and its transfers.
         """
         shape, backward = fitted.shape, blocks[0].work.backward
-        batch, spans = blocks_lib.fill(blocks, *fitted)
+        # One program whichever policies are in the pass.
+        drops = backward and any(policy.dropout for policy in self.policies.values())
+        batch, spans = blocks_lib.fill(blocks, *fitted, drops)
         members = [self._members[block.work.policy] for block in blocks]
         numbers: dict[int, list[Any]] = {}
         for member in members:

@@ -41,7 +41,7 @@ def make(base, seed) -> Trainer:
     )
     optimizers = optimizer, optimizer, dataclasses.replace(optimizer, kind="dimuon")
     policies = [
-        PolicyConfig(n, AdapterConfig(r), own, LossConfig("ppo"), seed + i)
+        PolicyConfig(n, AdapterConfig(r), own, LossConfig("ppo"), seed + i, dropout=0.3 * (i < 2))
         for i, ((n, r), own) in enumerate(zip(RANKS.items(), optimizers))
     ]
     return Trainer(base, policies)
@@ -76,6 +76,7 @@ def test_restored_training_state_continues_bit_for_bit(tiny_base, rng, tmp_path)
     step, arrays, extra = again.restore({str(b): stack for b, stack in resumed.state.items()})
     again.close()
     assert (step, extra) == (3, {"step": 3})
+    resumed.policies.update(whole.policies)  # dropout draws from their seeds
     resumed.state = {int(b): stack for b, stack in arrays.items()}
     chex.assert_trees_all_equal(resumed.state, saved)
     second_half(resumed)
@@ -147,10 +148,11 @@ def train(
     """Runs the job of configs/tiny/grpo.py; returns the last revision of every policy."""
     changes = {"steps": steps, "export_every": 1, "tensorboard": False, "schedule": schedule}
     config = tiny("grpo", **changes)
-    if stale:
-        with config.unlocked():
+    with config.unlocked():
+        config.policies.reinforce.dropout = 0.2
+        if stale:
             config.max_staleness, config.checkpoint.every = stale, 1
-        config.policies.reinforce.loss.kind = "importance_sampling"
+            config.policies.reinforce.loss.kind = "importance_sampling"
     for policy in config.policies.values():
         policy.env = {"name": "varied:make", "vary": vary, "turns": turns}
         policy.optimizer.learning_rate = 1e-2

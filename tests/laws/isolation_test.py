@@ -13,10 +13,11 @@ import jax
 import numpy as np
 import pytest
 
+from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import ALL_LINEAR, AdapterConfig
 from mint_jax.mesh import make_mesh
 from mint_jax.models import base as base_lib
-from mint_jax.models import expert_parallel
+from mint_jax.models import expert_parallel, transformer
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Request
 from mint_jax.rollout.score import Scorer
@@ -32,6 +33,7 @@ pytestmark = pytest.mark.bits
 RANKS = {"c": 1, "a": 3, "b": 3}  # a and b are neighbours in one stack
 USUAL = OptimizerConfig(learning_rate=1e-2, weight_decay=0.1)
 DIMUON = OptimizerConfig(learning_rate=3e-3, eps=1e-4, kind="dimuon")
+DROPOUT = {"a": 0.4, "c": 0.2}
 
 
 def make(base, optimizer=USUAL, loss=LossConfig("importance_sampling")) -> Trainer:
@@ -40,7 +42,11 @@ def make(base, optimizer=USUAL, loss=LossConfig("importance_sampling")) -> Train
     chosen = {"a": (optimizer, loss), "b": (DIMUON, others[1]), "c": others}
     ranks = enumerate(RANKS.items())
     return Trainer(
-        base, [PolicyConfig(n, AdapterConfig(r), *chosen[n], seed=i) for i, (n, r) in ranks]
+        base,
+        [
+            PolicyConfig(n, AdapterConfig(r), *chosen[n], seed=i, dropout=DROPOUT.get(n, 0.0))
+            for i, (n, r) in ranks
+        ],
     )
 
 
@@ -103,6 +109,7 @@ EXTREMES = {
         "weights": lambda factor: np.multiply(factor, np.float32(1e30), out=factor)
     },
 }
+DROPS = {"dropout": {"dropout": 0.5}, "dropout of nearly all": {"dropout": 0.9}}
 # every update of a
 SKIPS = {"nan advantage", "infinite advantage", "nan weights", "one infinite weight"}
 
@@ -112,10 +119,15 @@ class Company:
     an a that does as it is told.
     """
 
-    def __init__(self, base, rng, ranks=RANKS):
+    def __init__(self, base, rng, ranks=RANKS, drops=False):
         vocab = base.cfg.vocab_size
         targets = TARGETS if "moe" not in base.cfg.stacks else (*TARGETS, "router")
         configs = {n: AdapterConfig(r, targets=targets) for n, r in ranks.items()}
+        if drops:  # a and c adapt only what may be dropped
+            known = lora_tree.target_paths(transformer.abstract(base.cfg))
+            apart = {*lora_tree.UNDROPPED}
+            own = tuple(n for n, ps in known.items() if not apart & {*"/".join(ps).split("/")})
+            configs |= {n: AdapterConfig(ranks[n], targets=own) for n in "ac"}
         if base.cfg.routed:  # a's neighbour in a stack of both forms
             configs["b"] = dataclasses.replace(configs["b"], experts="shared_outer")
         others = {n: OptimizerConfig(learning_rate=3e-3) for n in ranks} | {"b": DIMUON}
@@ -141,11 +153,13 @@ class Company:
         self.texts = rng.integers(3, vocab, (len(ranks) + 1, 13)).tolist()
         self.engine, self.scorer = Engine(base), Scorer(base)
 
-    def run(self, optimizer=USUAL, loss=None, advantage=None, weights=None, sampling=None):
+    def run(
+        self, optimizer=USUAL, loss=None, advantage=None, weights=None, sampling=None, dropout=0.0
+    ):
         """{policy: everything that it has got}, and whether a skipped."""
         trainer, at = self.trainer, self.trainer.slots["a"]
         trainer.policies["a"] = dataclasses.replace(
-            self.usual, loss=loss or self.usual.loss, optimizer=optimizer
+            self.usual, loss=loss or self.usual.loss, optimizer=optimizer, dropout=dropout
         )
         state = jax.tree.map(np.copy, self.start)
         mine = state[at.bucket]
@@ -181,7 +195,7 @@ class Company:
         quiet, skipped = self.run()
         assert skipped == [0, 0]
         for extreme in extremes:
-            loud, skipped = self.run(**EXTREMES[extreme])
+            loud, skipped = self.run(**extremes[extreme])
             for name in set(quiet) - {"a"}:
                 try:
                     assert_same_bits(quiet[name], loud[name])
@@ -209,6 +223,20 @@ SPARSE = ("qwen3_moe", "deepseek_v3", "moonlight", "deepseek_v32", "glm", "glm4"
 @pytest.mark.parametrize("family", SPARSE)
 def test_nor_in_the_form_of_accelerators(family, tiny_base, form_of_accelerators, rng):
     Company(tiny_base(family), rng).check(EXTREMES)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "family",
+    ["llama", *(pytest.param(f, marks=pytest.mark.slow) for f in ("deepseek_v3", "qwen3_next"))],
+)
+def test_nor_does_its_dropout(family, tiny_base, rng):
+    """Where nobody else drops, so that all others' program is another one, and where c does."""
+    company = Company(tiny_base(family), rng, drops=True)
+    company.check(DROPS)
+    policies = company.trainer.policies
+    policies["c"] = dataclasses.replace(policies["c"], dropout=0.3)
+    company.check(DROPS)
 
 
 def over_mesh(family, name, way, tmp_path, monkeypatch):

@@ -185,9 +185,10 @@ def outcome(base, configs, adapters, groups, requests):
     # eps 1 makes the update nearly proportional to the gradient; the usual 1e-8 would blow up the
     # rounding of gradients near 0
     optimizer = OptimizerConfig(learning_rate=0.1, eps=1.0, weight_decay=0.1)
+    drops = "all-linear" not in configs["a"].targets  # the targets of a base without experts
     policies = [
-        PolicyConfig(n, c, optimizer, LossConfig("ppo", kl_kind="k3", kl=0.1))
-        for n, c in configs.items()
+        PolicyConfig(n, c, optimizer, LossConfig("ppo", kl_kind="k3", kl=0.1), dropout=rate)
+        for (n, c), rate in zip(configs.items(), (0.3 * drops, 0.0))
     ]
     trainer = Trainer(base, policies)
     for name, adapter in adapters.items():

@@ -96,9 +96,13 @@ def test_steady_state_compiles_nothing(tiny_base, rng):
 
 @pytest.mark.long
 def test_a_changing_subset_of_policies_compiles_each_subset_once(tiny_base, rng):
-    base = tiny_base("llama")
+    base, dropout = tiny_base("llama"), {"b": 0.2}
     trainer = Trainer(
-        base, [PolicyConfig(n, AdapterConfig(r), seed=i) for i, (n, r) in enumerate(RANKS.items())]
+        base,
+        [
+            PolicyConfig(n, AdapterConfig(r), seed=i, dropout=dropout.get(n, 0.0))
+            for i, (n, r) in enumerate(RANKS.items())
+        ],
     )
 
     def ids(n):

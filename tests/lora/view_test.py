@@ -5,12 +5,16 @@ Axes: B rows, T tokens, L layers, S slots, R rank, D in, F out, V vocab, N heads
 C latent, E experts, Q rank buckets.
 """
 
+import dataclasses
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from mint_jax import sharding
+from mint_jax.lora.dropout import Dropout, numbers
 from mint_jax.lora.tree import AdapterStack
 from mint_jax.lora.view import attach_blocks, attach_rows, batch_delta, embedding_delta
 from mint_jax.mesh import make_mesh, single_device_mesh
@@ -293,3 +297,43 @@ def _spoilt(stack, slot, rng):
         return leaf
 
     return AdapterStack(jax.tree.map(spoil, stack.factors), stack.scale, stack.rank)
+
+
+def test_dropout_keeps_the_given_share_and_every_mask_is_its_own(rng):
+    """Binomial bounds of six standard deviations."""
+    T, width, rates = 64, 512, np.float32([0.0, 0.1, 0.75])
+    seed, tokens = int(rng.integers(1 << 62)), rng.integers(97, size=T).astype(np.int32)
+    drawn = numbers(seed, 0, tokens)
+    dropout = Dropout(rates, np.broadcast_to(drawn, (3, 1, T)))
+    others = {
+        "seed": numbers(seed + 1, 0, tokens),
+        "datum": numbers(seed, 1, tokens),
+        "tokens": numbers(seed, 0, tokens + 1),
+    }
+    others = {
+        name: dataclasses.replace(dropout, number=dropout.number * 0 + x)
+        for name, x in others.items()
+    }
+    others |= {"update": dropout.fold(1), "later": dropout.fold(2), "q": dropout.below("q")}
+    others |= {
+        "k": dropout.below("k"),
+        "layer": dropout.below("q").fold(1),
+        "none": dropout.fold(0),
+    }
+    masks = {name: np.array(one.keeps(width)) for name, one in (others | {"own": dropout}).items()}
+    masks["next token"], masks["next feature"] = (np.roll(masks["own"], 1, axis) for axis in (2, 3))
+
+    def assert_share(is_true, share):
+        bound = 6 * np.sqrt(share * (1 - share) / is_true.size)
+        np.testing.assert_allclose(is_true.mean(), share, rtol=0, atol=bound)
+
+    for p, rate in enumerate(np.float64(rates)):
+        for mask in masks.values():
+            assert_share(mask[p], 1 - rate)
+        for one, other in itertools.combinations(masks.values(), 2):
+            assert_share(one[p] == other[p], rate**2 + (1 - rate) ** 2)
+    x = _normal(rng, 3, 1, T, width)
+    dropped = np.array(dropout.apply(x))
+    np.testing.assert_array_equal(dropped[0], x[0])
+    kept = np.where(masks["own"], x / (1 - rates)[:, None, None, None], 0)
+    np.testing.assert_allclose(dropped, kept, rtol=3e-7)  # two roundings

@@ -1,6 +1,7 @@
 """The multi-policy step against torch: full GRPO steps in float64, and learning rates."""
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -12,11 +13,12 @@ import transformers
 
 from mint_jax import params as params_lib
 from mint_jax.lora import tree
+from mint_jax.lora.dropout import Dropout, numbers
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.models import transformer
 from mint_jax.train import state as state_lib
 from mint_jax.train.advantages import group_advantages, token_weights
-from mint_jax.train.batch import Group, TrainSequence
+from mint_jax.train.batch import Group, TrainSequence, data_of
 from mint_jax.train.state import OptimizerConfig
 from mint_jax.train.step import scheduled_rate
 from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
@@ -38,6 +40,7 @@ class Reference(TorchPolicy):
     def __init__(self, model, policy, adapter):
         super().__init__(model, params_lib.leaves_with_path(adapter), policy.adapter.scale)
         self.loss, self.opt = policy.loss, policy.optimizer
+        self.masks = {}  # of adapters' inputs, by sequence
         self.first = {}  # log-probabilities before the first update, by sequence
         opt = policy.optimizer
         groups = [
@@ -58,7 +61,8 @@ class Reference(TorchPolicy):
         """
         c, total, nearest = self.loss, torch.zeros((), dtype=torch.float64), math.inf
         for prompt, s in rollouts:
-            logp, old = self.logp(prompt, s.tokens), torch.tensor(s.old_logp, dtype=torch.float64)
+            logp = self.logp(prompt, s.tokens, masks=self.masks.get(id(s)))
+            old = torch.tensor(s.old_logp, dtype=torch.float64)
             ref = self.logp(prompt, s.tokens, bare=True).detach()
             advantage, weight = (
                 torch.tensor(x, dtype=torch.float64) for x in (s.advantages, s.weights)
@@ -104,6 +108,26 @@ class Reference(TorchPolicy):
                     m * (scales[0] * scales[1]) ** -0.25, full_matrices=False
                 )
                 x.data -= group["lr"] * (u @ v + self.opt.weight_decay * x.data)
+
+
+def masks_of(policy, groups, update):
+    """Factors of adapters' inputs by sequence, whose row has the prefix's numbers and its own."""
+
+    def mask(dropout, path, layer, D):
+        stack, *names = path.split("/")
+        dropout = dropout.below(stack).fold(layer)
+        for name in names:
+            dropout = dropout.below(name)
+        return torch.tensor(np.array(dropout.keeps(D))[0, 0] / (1 - policy.dropout))
+
+    out = {}
+    for i, datum in enumerate(data_of(groups)):
+        drawn, own = numbers(policy.seed, i, datum.tokens), datum.layout.own
+        for k, s in enumerate(groups[i].sequences):
+            row = np.concatenate([drawn[own == 1], drawn[own == 2 + k]])
+            dropout = Dropout(np.float32([policy.dropout]), row[None, None]).fold(update)
+            out[id(s)] = functools.partial(mask, dropout)
+    return out
 
 
 def random_groups(rng, reference, normalisation):
@@ -179,6 +203,11 @@ OTHER_TWO = tuple(
             id="dimuon",
             marks=pytest.mark.long,
         ),
+        pytest.param(
+            (dataclasses.replace(FIRST, dropout=0.3, seed=1 << 40), SECOND),
+            id="dropout",
+            marks=pytest.mark.long,
+        ),
         pytest.param(OTHER_TWO, id="importance_sampling_k1_and_reinforce_k3"),
     ],
 )
@@ -200,6 +229,7 @@ def test_three_grpo_steps_of_two_policies_match_torch_in_float64(policies, rng, 
                 warm = min(1.0, (step + 1) / max(1, p.optimizer.warmup_steps))
                 for group, ratio in zip(reference.adamw.param_groups, (1, p.optimizer.b_ratio)):
                     group["lr"] = p.optimizer.learning_rate * warm * ratio
+                reference.masks = masks_of(p, groups[p.name], step) if p.dropout else {}
                 loss, norm, grads, gap = reference.step(rollouts)
                 after = {path: x.detach().numpy().copy() for path, x in reference.factors.items()}
                 expected[p.name].append((loss, norm, grads, after))

@@ -19,8 +19,12 @@ class TorchPolicy:
             path: torch.tensor(np.float64(leaf), requires_grad=True) for path, leaf in factors
         }
 
-    def logits(self, rows, bare=False):
-        """Logits ``[rows, T, V]`` of equally long rows of tokens; ``bare``: without the adapter."""
+    def logits(self, rows, bare=False, masks=None):
+        """Logits ``[rows, T, V]`` of equally long rows of tokens; ``bare``: without the adapter.
+        ``masks(path, layer, D)`` are factors ``[T, D]`` of the adapters' inputs.
+        """
+        if masks is not None:
+            return self._masked(rows, masks)
         weights, changed = dict(self.model.named_parameters()), {}
         for path in {} if bare else {p.rsplit("/", 1)[0]: None for p in self.factors}:
             for layer, (a_RD, b_RF) in enumerate(
@@ -32,7 +36,28 @@ class TorchPolicy:
         tokens = torch.tensor(np.array(rows))
         return torch.func.functional_call(self.model, changed, (tokens,)).logits
 
-    def logp(self, prompt, tokens, bare=False):
+    def _masked(self, rows, masks):
+        hooks = []
+        for path in {p.rsplit("/", 1)[0]: None for p in self.factors}:
+            for layer, (a_RD, b_RF) in enumerate(
+                zip(self.factors[f"{path}/a"], self.factors[f"{path}/b"])
+            ):
+                mask_TD = masks(path, layer, a_RD.shape[1])
+
+                def add(module, inputs, out, of=(mask_TD, a_RD, b_RF)):
+                    mask_TD, a_RD, b_RF = of
+                    return out + self.scale * (inputs[0] * mask_TD) @ a_RD.T @ b_RF
+
+                module = self.model.get_submodule(MODULES[path].format(layer))
+                hooks.append(module.register_forward_hook(add))
+        try:
+            return self.model(torch.tensor(np.array(rows))).logits
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def logp(self, prompt, tokens, bare=False, masks=None):
         """Log-probability of each token behind a prompt."""
-        logp = torch.log_softmax(self.logits([[*prompt, *tokens]], bare)[0], -1)
+        row = [*prompt, *tokens][: None if masks is None else -1]  # masks have no last token
+        logp = torch.log_softmax(self.logits([row], bare, masks)[0], -1)
         return logp[range(len(prompt) - 1, len(prompt) + len(tokens) - 1), tokens]

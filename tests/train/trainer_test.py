@@ -240,11 +240,26 @@ def test_data_that_would_train_nothing_is_refused(loss, lacking, says, rng, tiny
             "target 'query' is not a projection of this base; choose from all-linear, embed, q",
         ),
         (
+            lambda base: Trainer(
+                base,
+                [
+                    dataclasses.replace(
+                        A, adapter=AdapterConfig(4, targets=("unembed",)), dropout=0.1
+                    )
+                ],
+            ),
+            "dropout is 0.1, and targets name unembed; .* drop 'unembed' from targets, or set",
+        ),
+        (
+            lambda base: dataclasses.replace(A, dropout=1.0),
+            "dropout is 1.0; expected 0 or more, and less than 1",
+        ),
+        (
             lambda base: LossConfig("grpo"),
             "loss is 'grpo'; choose one of: cross_entropy, reinforce",
         ),
     ],
-    ids=["names", "remat", "rank", "target", "loss"],
+    ids=["names", "remat", "rank", "target", "target without dropout", "dropout", "loss"],
 )
 def test_what_cannot_be_trained_is_refused_by_name(make, message, tiny_base):
     with pytest.raises(UserError, match=message):
