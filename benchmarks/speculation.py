@@ -116,6 +116,9 @@ def _case(config: Any, name: str, sides: dict[str, Engine], generate: Any) -> di
     pairs = [
         (a.tokens, b.tokens) for x, y in zip(*drawn.values()) for a, b in zip(x, y, strict=True)
     ]
+    differing = sum(a != b for x, y in pairs for a, b in zip(x, y))
+    if differing:  # a speedup of other tokens would mean nothing
+        raise RuntimeError(f"{name}: {differing} tokens differ with drafts; expected none")
     count = {key: drafts[key] - before[key] for key in drafts}
     drafted = {source: count.get(f"drafted_{source}", 0) for source in SOURCES}
     return {
@@ -129,7 +132,7 @@ def _case(config: Any, name: str, sides: dict[str, Engine], generate: Any) -> di
             for source, number in drafted.items()
             if number
         },
-        "differing": sum(a != b for x, y in pairs for a, b in zip(x, y)),
+        "differing": differing,
         "drawn_tokens": sum(len(x) for x, _ in pairs),
     }
 

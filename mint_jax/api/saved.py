@@ -89,7 +89,7 @@ def read(file: str | Path, fingerprint: str, base: str, loss: LossConfig | None)
     own = LossConfig(**given["loss"]) if loss is None else loss
     optimizer = OptimizerConfig(**given["optimizer"])
     how = state.config, optimizer, own, given["seed"]
-    config = PolicyConfig(given["name"], *how, dropout=given.get("dropout", 0.0))
+    config = PolicyConfig(given["name"], *how, dropout=given["dropout"])
     if (compared := parts.pop("reference", None)) is not None:
         shape = AdapterConfig(**notes["reference"])
         reference = shape, params_lib.nest(dict(compared))

@@ -52,7 +52,7 @@ class Judge:
         url, model: address of the API, such as http://127.0.0.1:8000/v1, and the model's name.
         template: text that it reads, with {answer}, {question} and {reference}.
         pattern: regular expression with one group, the score; its last match counts.
-        lowest, highest: range of scores; a number outside is none.
+        lowest, highest: range of scores; a number outside it counts as no score.
         body: further fields of a request.
         key_variable: environment variable that has the API key; empty: no key.
         timeout_s: seconds that the API may be silent.

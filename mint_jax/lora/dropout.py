@@ -22,7 +22,8 @@ from mint_jax import params as params_lib
 
 def numbers(seed: int, index: int, tokens_N: np.ndarray) -> np.ndarray:
     """Returns a random number of each token of a policy's ``index``-th datum, ``[N]`` uint32."""
-    # The tokens' checksum tells apart the data of several calls before one update.
+    # Several calls may precede one update: without the tokens' checksum the first datum of each
+    # would have the same mask.
     datum = index << 32 | zlib.crc32(np.ascontiguousarray(tokens_N).tobytes())
     key = np.array([seed & 0xFFFFFFFFFFFFFFFF, datum], np.uint64)
     return np.random.Philox(key=key).random_raw(tokens_N.size).astype(np.uint32)

@@ -20,6 +20,7 @@ from mint_jax.catalog.cli.sources import CONFIG, WEIGHTS, Source
 from mint_jax.catalog.packed import digest_of
 from mint_jax.catalog.storage.payloads import bucket_at
 from mint_jax.errors import UserError
+from mint_jax.files import write_file
 from mint_jax.lora.peft import is_peft
 from mint_jax.models.base import download
 
@@ -58,7 +59,8 @@ class _Objects:
             if generation is None:
                 raise UserError(f"{self._url[:200]!r} is not a PEFT adapter: it has no {name}")
             if data is not None:
-                (self.source.path / name).write_bytes(data)
+                # atomic: another thread may be reading the file of before
+                write_file(self.source.path / name, data)
                 self._generations[name] = generation
         return tuple(self._generations.values())
 

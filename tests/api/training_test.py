@@ -129,7 +129,8 @@ def test_a_saved_state_goes_on_bit_for_bit(load, tmp_path):
         with mint.open(tmp_path / "catalog", create=True) as store:
             policy.save(store)
             start = store["a@latest"]
-            started = base.policy("b", start=start, loss=loss, learning_rate=1e-2)
+            how = {"loss": loss, "learning_rate": 1e-2, "dropout": 0.3}
+            started = base.policy("b", start=start, **how)
         base.remove("a")
         started.train_step(ROWS)
         started.forward_backward(ROWS[:1])
@@ -140,6 +141,7 @@ def test_a_saved_state_goes_on_bit_for_bit(load, tmp_path):
         again = base.resume(file)
         assert (again.name, again.steps, again.draws) == ("b", 1, 1)
         assert (again.config.adapter.rank, again.config.loss) == (3, loss)
+        assert again.config.dropout == 0.3
         found = goes_on(again)
         chex.assert_trees_all_equal(found[:2], expected[:2])
         assert found[2:] == expected[2:]
