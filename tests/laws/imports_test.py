@@ -14,6 +14,7 @@ LEVELS = [
     {"api"},
     {"launch", "top"},
     {"recipes"},
+    {"fleet"},
     {"aot"},
     {"harness"},
     {"service"},

@@ -25,7 +25,7 @@ NAMES = """
 """
 # class names that two rooms still share
 SHARED = """
-    Answer Checkpoint Checkpoints Cost Evaluation Message Model Named NotFound Plan Program
+    Answer Checkpoint Checkpoints Cost Evaluation Load Message Model Named NotFound Plan Program
     Session Snapshot Source Store Tokens
 """
 
