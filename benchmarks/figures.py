@@ -79,6 +79,7 @@ RUNS = (
     Run("train_vs_peft", "bench/train_vs_peft.py", 7, ("--config.compile_s=75",)),
     Run("concurrent_grpo", "bench/concurrent_grpo.py", 9, _MEMORY),
     Run("stale_grpo", "bench/concurrent_grpo.py:stale", 6),
+    Run("speculation", "bench/speculation.py", 15, pictures=(("speculation.png",) * 2,)),
     Run("engine", "bench/engine.py", 10),
     Run("decode_vs_vllm", "bench/decode_vs_vllm.py", 8, (_VLLM,)),
     Run("active_wave", "bench/active_wave.py", 8),
