@@ -9,6 +9,7 @@ engines follow, so affinity never refuses a request.
 
 import dataclasses
 import functools
+import struct
 from collections.abc import Collection, Mapping, Sequence
 from operator import add, mul
 from typing import NamedTuple
@@ -56,7 +57,6 @@ class Choice(NamedTuple):
 
 
 _UNKNOWN = Load(at=float("-inf"))
-_choice = functools.partial(tuple.__new__, Choice)  # in two thirds of the time of Choice(...)
 
 
 def choose(
@@ -70,12 +70,10 @@ def choose(
     """Returns all members in the order to offer; those that refuse come last.
 
     The first is the soonest of the digest's ``replicas + 1`` homes and two engines picked by
-    ``draw``, the request's number; the others follow by eta. A load at a picked engine counts
-    twice, because the next request will not find it there. The bare base (``None``) has no homes:
-    the soonest, then the least loaded engine is first.
-
-    A report older than ``FRESH_S`` loses weight to the mean of all reports; an engine without one
-    counts as the mean, with nothing resident.
+    ``draw``, the request's number; the others follow by eta. The eta counts twice where a load
+    would add a copy beyond ``replicas``: estimates are noisy, and a copy takes another's place. The
+    bare base (``None``) has no homes: the soonest, then the least loaded engine is first. A report
+    older than ``FRESH_S`` loses weight to the mean of all; none counts as the mean, with no copies.
     """
     names = tuple(_lines(tuple(members)))
     if not names:
@@ -90,7 +88,7 @@ def choose(
     if doubt := {i: 1.0 - 0.5 ** ((old - loads[i].at) / HALF_LIFE_S) for i in stale}:
         for column in (flights, waits, seconds):
             _blend(column, doubt)
-    limit = BOUND * sum(flights) / len(names)
+    limit = BOUND * sum(flights) / len(names) + 1  # a nearly idle fleet keeps its copies
     pick = draw * _PICK % (1 << 64)
     start = (pick >> 32) % len(names)
 
@@ -111,8 +109,8 @@ def choose(
             reasons[i] = "resident"
 
     def rank(i: int) -> tuple[bool, float, float]:
-        again = 0.0 if i in homes else etas[i] - waits[i]
-        return flights[i] > limit, etas[i] + again, flights[i]
+        adds_copy = reasons[i] in ("cold", "spill") and i not in homes[:replicas]
+        return flights[i] > limit, etas[i] * (1 + adds_copy), flights[i]
 
     refused = {i for i, load in enumerate(loads) if load.refused_until > now}
     accepting = [i for i in candidates if i not in refused] if refused else candidates
@@ -125,7 +123,8 @@ def choose(
     if accepting:
         order.remove(best)
         order.insert(0, best)
-    return [_choice((names[i], etas[i], reasons[i])) for i in order]
+    new = tuple.__new__  # in half the time of Choice(...)
+    return [new(Choice, (names[i], etas[i], reasons[i])) for i in order]
 
 
 @functools.lru_cache(1 << 16)
@@ -143,10 +142,7 @@ def homes_of(digest: str, members: tuple[str, ...], count: int) -> tuple[str, ..
 @functools.lru_cache(64)
 def _lines(members: tuple[str, ...]) -> dict[str, tuple[int, int]]:
     """Returns the numbers a and b of each member, in order of their names."""
-    keys = {name: blake3(name.encode()).digest(16) for name in sorted(members)}
-    return {
-        n: (int.from_bytes(k[:8]) % _PRIME, int.from_bytes(k[8:]) % _PRIME) for n, k in keys.items()
-    }
+    return {n: struct.unpack("<QQ", blake3(n.encode()).digest(16)) for n in sorted(members)}
 
 
 def _blend(column: list[float], doubt: Mapping[int, float]) -> None:

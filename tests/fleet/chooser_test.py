@@ -70,48 +70,46 @@ def first(view, digest=DIGESTS[0], now=NOW, replicas=1, draw=0):
     return choose(digest, list(view), view, now, replicas, draw)[0]
 
 
-def test_a_resident_home_is_first_until_waiting_there_takes_longer_than_a_load():
+def test_a_copy_is_used_until_waiting_takes_twice_as_long_as_making_another():
     names = tuple(f"engine-{i}" for i in range(16))
     home, second = homes_of(DIGESTS[0], names, 2)
     view = {name: Load(NOW, in_flight=10, load_s=0.05) for name in names}
+
+    def change(name, **changes):
+        view[name] = dataclasses.replace(view[name], **changes)
+
     assert {first(view, draw=draw)[0::2] for draw in range(50)} == {(home, "cold")}
-    view[second] = dataclasses.replace(view[second], host={DIGESTS[0]})
+    change(second, host={DIGESTS[0]})
     assert first(view) == (second, pytest.approx(0.05 * HOST_SHARE), "host")
-    view[home] = dataclasses.replace(view[home], slots={DIGESTS[0]}, wait_s=0.01)
+    change(home, slots={DIGESTS[0]}, wait_s=0.01)
     assert first(view) == (home, 0.01, "resident")
-    view[home] = dataclasses.replace(view[home], wait_s=0.02)
+    change(home, wait_s=0.02)
     assert first(view).engine == second
-    view[second] = dataclasses.replace(view[second], host=())
-    view[home] = dataclasses.replace(view[home], wait_s=0.06)
-    assert first(view)[0::2] == (second, "cold")
-    view[second] = dataclasses.replace(view[second], wait_s=0.06)
-    # 0.06 s of waiting are less than two loads at an engine that keeps no copy
+    change(second, host=())
+    change(home, wait_s=0.09)
     assert first(view)[0::2] == (home, "resident")
-    view[home] = dataclasses.replace(view[home], wait_s=0.2)
-    view[second] = dataclasses.replace(view[second], wait_s=0.2)
+    change(home, wait_s=0.11)
+    assert first(view)[0::2] == (second, "cold")
+    change(second, wait_s=0.01)
     spilled = [first(view, draw=draw) for draw in range(200)]
     assert {c.engine for c in spilled if c.reason == "spill"} == {*names} - {home, second}
     assert sum(c.reason == "spill" for c in spilled) > 150  # but where both picks are homes
-    assert first(view, replicas=15).reason == "cold"
+    assert first(view, replicas=2)[0::2] == (second, "cold")
 
 
 def test_an_engine_above_the_bound_is_passed_over_while_another_candidate_is_below(rng):
     for draw in range(200):
         names, view = random_fleet(rng, 8)
         view = {n: dataclasses.replace(x, at=NOW, refused_until=0.0) for n, x in view.items()}
-        digest = DIGESTS[draw % 20]
-        choice = choose(digest, list(view), view, NOW, 1, draw)[0]
-        limit = BOUND * sum(load.in_flight for load in view.values()) / len(view)
+        choice = first(view, DIGESTS[draw % 20], draw=draw)
+        limit = BOUND * sum(load.in_flight for load in view.values()) / len(view) + 1
         if view[choice.engine].in_flight > limit:
-            homes = homes_of(digest, tuple(view), 2)
+            homes = homes_of(DIGESTS[draw % 20], tuple(view), 2)
             assert all(view[name].in_flight > limit for name in homes)
-    view = {name: Load(NOW, in_flight=4, slots={DIGESTS[0]}) for name in ("a", "b")}
     home, other = homes_of(DIGESTS[0], ("a", "b"), 2)
-    view[home] = dataclasses.replace(view[home], in_flight=7)  # of a mean of 5.5: over 6.875
-    assert first(view).engine == other
-    view[home] = dataclasses.replace(view[home], in_flight=6)  # of a mean of 5: under 6.25
-    view[other] = dataclasses.replace(view[other], slots=())
-    assert first(view).engine == home
+    for in_flight, engine in ((47, home), (50, other)):  # limits of 47.9 and 49.75
+        loads = Load(NOW, in_flight, slots={DIGESTS[0]}), Load(NOW, 28)
+        assert first(dict(zip((home, other), loads))).engine == engine
 
 
 def test_a_report_loses_weight_with_age_until_it_counts_as_none(rng):
