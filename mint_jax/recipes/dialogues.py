@@ -27,14 +27,15 @@ class Dialogue(Completion):
     ended the conversation.
 
     Attributes:
-        drawn: whether the policy drew each of ``tokens``; log-probabilities of others are 0.
+        turns: number of the turn that drew each of ``tokens``, from 1; 0 for the environment's,
+            whose log-probabilities are 0.
         texts: the text of each of the policy's turns.
         reward: sum over the turns that the environment has answered; NaN if it failed.
         reply: tokens of the observation that the next turn reads; None before it is there.
         is_open: further turns may follow.
     """
 
-    drawn: list[bool] = dataclasses.field(default_factory=list)
+    turns: list[int] = dataclasses.field(default_factory=list)
     texts: tuple[str, ...] = ()
     reward: float = 0.0
     reply: list[int] | None = None
@@ -43,7 +44,7 @@ class Dialogue(Completion):
 
 def begun_by(turn: Completion) -> Dialogue:
     """Returns the conversation of one turn."""
-    made: Any = vars(turn) | {"drawn": [True] * len(turn.tokens), "texts": (turn.text or "",)}
+    made: Any = vars(turn) | {"turns": [1] * len(turn.tokens), "texts": (turn.text or "",)}
     return Dialogue(**made)
 
 
@@ -55,7 +56,7 @@ def continued(
     Args:
         prompt: token ids of the first turn's prompt.
     """
-    nothing, routes = [0.0] * len(between), None
+    nothing, routes, number = [0.0] * len(between), None, len(dialogue.texts) + 1
     old, read, new = dialogue.routes, turn.prompt_routes, turn.routes
     if old is not None and read is not None and new is not None:
         first = len(prompt) + len(dialogue.tokens) - 1
@@ -65,7 +66,7 @@ def continued(
         tokens=[*dialogue.tokens, *between, *turn.tokens],
         logprobs=[*dialogue.logprobs, *nothing, *turn.logprobs],
         drawn_logprobs=[*dialogue.drawn_logprobs, *nothing, *turn.drawn_logprobs],
-        drawn=dialogue.drawn + [False] * len(between) + [True] * len(turn.tokens),
+        turns=dialogue.turns + [0] * len(between) + [number] * len(turn.tokens),
         finish="length" if "length" in (dialogue.finish, turn.finish) else turn.finish,
         text=turn.text,
         texts=(*dialogue.texts, turn.text or ""),
@@ -101,10 +102,15 @@ def turn_seed(seed: int, sample: int, turns: int) -> int:
     return seed_of(seed_of(seed, sample), turns)
 
 
+def turns_of(completion: Completion) -> list[int]:
+    """Returns the number of the turn that drew each token; 0 for the environment's."""
+    is_dialogue = isinstance(completion, Dialogue)
+    return completion.turns if is_dialogue else [1] * len(completion.tokens)
+
+
 def drawn_mask(completion: Completion) -> list[bool]:
     """Returns whether the policy drew each token."""
-    is_dialogue = isinstance(completion, Dialogue)
-    return completion.drawn if is_dialogue else [True] * len(completion.tokens)
+    return [turn > 0 for turn in turns_of(completion)]
 
 
 def reply_tokens(

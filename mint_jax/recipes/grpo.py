@@ -9,7 +9,7 @@ Axes: Q prompts, G completions of a prompt.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,7 @@ def train(
     """
     rewards: dict[str, float] = {}
     earlier, clock, ahead = run.notes["train_s"], time.monotonic(), config.max_staleness
-    how = config.schedule != "sequential", config.reward_workers, job.watch.look, ahead
+    how = config.schedule != "sequential", config.reward_workers, job.watch.look, ahead, job.goes_on
     with run.stepping(), phases_lib.Phases(units, run.step, config.steps, *how) as phases:
         stale = in_flight.InFlight(run, job, phases.units)
         for phase, unit in phases:
@@ -99,7 +99,7 @@ def train(
                 unit.score(job.reward, job.rollout(unit.names, unit.step))
                 continue
             scored = unit.scored()
-            if further := job.further(scored, unit.step):
+            if further := job.further(scored, unit.step, unit.step - unit.done):
                 unit.score(job.reward, further)
                 continue
             with run.updating():
@@ -148,16 +148,31 @@ class ConcurrentGrpo(PolicySampler):
         """Returns rewards ``[Q, G]`` of a rollout, as ``turns.reward``; ``update`` shares them."""
         return turns.reward(self, name, rollout)
 
-    def further(
-        self, scored: dict[str, tuple[Rollout, np.ndarray]], step: int
-    ) -> dict[str, Rollout]:
-        """Samples the next turn of open conversations, else prompts in place of those from which a
-        policy would learn nothing, if it resamples. Returns the rollouts of all these policies, or
-        none if nothing is to be drawn.
+    def goes_on(self, rollouts: Mapping[str, Rollout], left: int) -> bool:
+        """Returns whether conversations have a further turn before the next update, ``left``
+        updates before their own: with ``max_staleness`` the turns are spread over the updates.
         """
-        if drawn := turns.next_turns(self, scored):
-            known = {} if len(drawn) == len(scored) else turns.shared(scored)
-            return {n: drawn.get(n) or r.extended(None, known[n]) for n, (r, _) in scored.items()}
+        return any(self._goes_on(name, rollout, left) for name, rollout in rollouts.items())
+
+    def _goes_on(self, name: str, rollout: Rollout, left: int) -> bool:
+        turns = (self.config.max_staleness + 1 - left) * self.members[name].turns_at_once
+        return rollout.is_open and (not left or rollout.turns < turns)
+
+    def further(
+        self, scored: dict[str, tuple[Rollout, np.ndarray]], step: int, left: int
+    ) -> dict[str, Rollout]:
+        """Samples the next turn of conversations that go on, else prompts in place of those from
+        which a policy would learn nothing, if it resamples. Returns the rollouts of all these
+        policies, or none if nothing is to be drawn. ``left``: see ``goes_on``.
+        """
+        going = {n: one for n, one in scored.items() if self._goes_on(n, one[0], left)}
+        if drawn := turns.next_turns(self, going):
+            ended = {n: one for n, one in scored.items() if not one[0].is_open}
+            known = turns.shared(ended) if ended else {}
+            out = {
+                n: r.extended(None, known[n]) if n in known else r for n, (r, _) in scored.items()
+            }
+            return out | {name: r.marked(self.drawer(name)) for name, r in drawn.items()}
         if not any(self.members[name].sampling.resample for name in scored):
             return {}
         known, spans = turns.shared(scored), dict[str, range]()

@@ -11,12 +11,19 @@ import numpy as np
 
 from mint_jax.harness.recorder import Snapshot
 from mint_jax.harness.training import TrainingRun
+from mint_jax.recipes.dialogues import Dialogue
 from mint_jax.recipes.rollouts import PolicySampler, Rollout
 from mint_jax.rollout.request import Completion
 from mint_jax.train.phases import Unit
 
-LISTS = {"tokens": np.int32, "logprobs": np.float32, "drawn_logprobs": np.float32}
+LISTS = {
+    "tokens": np.int32,
+    "logprobs": np.float32,
+    "drawn_logprobs": np.float32,
+    "turns": np.int32,  # of a conversation
+}
 ROUTES = "routes", "prompt_routes"
+FIELDS = "finish", "text", "revision", "texts", "reward", "is_open"
 
 
 class InFlight:
@@ -28,7 +35,7 @@ class InFlight:
         self.run, self.units, self.is_used = run, units, job.config.max_staleness > 0
         for unit in units:
             saved = {name: run.resumed_work.get(name, {}) for name in unit.names}
-            for step in sorted(map(int, saved[unit.names[0]])):
+            for step in map(int, saved[unit.names[0]]):
                 unit.step = step
                 made = {n: from_json(saved[n][str(step)], job, n, step) for n in unit.names}
                 unit.score(job.reward, made)
@@ -48,37 +55,49 @@ class InFlight:
         }
 
     def measure(self, scored: Mapping[str, Any], step: int, rows: dict[str, dict]) -> None:
-        """Adds metrics of the updates between drawing and training, mean and maximum over prompts;
-        rollouts of fixed revisions have none.
+        """Adds metrics of the updates between drawing and training, mean and maximum over prompts
+        and their turns; rollouts of fixed revisions have none.
         """
         for name, (rollout, _) in scored.items() if self.is_used else ():
-            late = [step - d.step for d in rollout.drawn_by if isinstance(d, Snapshot)]
+            drawers = [drawer for by in rollout.drawn_by for drawer in by]
+            late = [step - d.step for d in drawers if isinstance(d, Snapshot)]
             if late:
                 rows[name] |= {"staleness": float(np.mean(late)), "stalest": max(late)}
 
 
 def to_json(rollout: Rollout) -> dict[str, Any]:
     def row(c: Completion) -> dict[str, Any]:
-        arrays = {name: np.asarray(getattr(c, name), dtype) for name, dtype in LISTS.items()}
-        arrays |= {n: x for n in ROUTES if (x := getattr(c, n)) is not None}
+        own = vars(c)  # of a conversation more than of a completion
+        arrays = {
+            name: np.asarray(own[name], dtype) for name, dtype in LISTS.items() if name in own
+        }
+        arrays |= {n: x for n in ROUTES if (x := own[n]) is not None}
         packed = {name: _pack(x) for name, x in arrays.items()}
-        return packed | {name: getattr(c, name) for name in ("finish", "text", "revision")}
+        return packed | {name: own[name] for name in FIELDS if name in own}
 
     return {
         "completions": [[row(c) for c in group] for group in rollout.completions],
-        "drawn_by": [d if isinstance(d, str) else [d.digest, d.step] for d in rollout.drawn_by],
+        "drawn_by": [
+            [d if isinstance(d, str) else [d.digest, d.step] for d in by] for by in rollout.drawn_by
+        ],
         "rewards": rollout.rewards,
     }
 
 
 def from_json(saved: Mapping[str, Any], sampler: PolicySampler, name: str, step: int) -> Rollout:
     def completion(row: Mapping[str, Any]) -> Completion:
-        arrays: dict[str, Any] = {n: _unpack(x) for n, x in row.items() if isinstance(x, list)}
-        arrays |= {n: arrays[n].tolist() for n in LISTS}
-        return Completion(**{**row, **arrays})
+        fields: dict[str, Any] = {n: row[n] for n in FIELDS if n in row}
+        fields |= {n: _unpack(row[n]).tolist() for n in LISTS if n in row}
+        fields |= {n: _unpack(row[n]) for n in ROUTES if n in row}
+        if "turns" not in row:
+            return Completion(**fields)
+        fields["texts"] = tuple(row["texts"])
+        return Dialogue(**fields)
 
     made = [[completion(row) for row in group] for group in saved["completions"]]
-    drawn_by = [d if isinstance(d, str) else Snapshot.known(*d) for d in saved["drawn_by"]]
+    drawn_by = [
+        [d if isinstance(d, str) else Snapshot.known(*d) for d in by] for by in saved["drawn_by"]
+    ]
     rollout = sampler.restored(name, step, made, drawn_by)
     return dataclasses.replace(rollout, rewards=saved["rewards"])
 

@@ -61,7 +61,11 @@ class Player:
 
 @dataclasses.dataclass
 class Member(Player, PolicyData):
-    """A policy in training; ``train`` and ``held_out`` are token ids of prompts."""
+    """A policy in training; ``train`` and ``held_out`` are token ids of prompts, ``turns_at_once``
+    is the number of turns that a conversation may have between two updates.
+    """
+
+    turns_at_once: int = 1
 
 
 @dataclasses.dataclass
@@ -69,7 +73,8 @@ class Rollout:
     """Completions of one policy's step, by prompt.
 
     Attributes:
-        drawn_by: the policy as it drew each prompt's completions, or a fixed revision's digest.
+        drawn_by: the policy as it drew each turn of each prompt's completions, or a fixed
+            revision's digest.
         rewards: of the first prompts, which are scored already.
         seeds: of each prompt.
         replies: the environment's answers to open conversations, in the first process; see
@@ -79,7 +84,7 @@ class Rollout:
     examples: list[Example]
     prompts: list[list[int]]
     completions: list[list[Completion]]
-    drawn_by: list[Snapshot | str]
+    drawn_by: list[list[Snapshot | str]]
     rewards: list[list[float]] = dataclasses.field(default_factory=list)
     seeds: list[int] = dataclasses.field(default_factory=list)
     replies: list[list[Any]] = dataclasses.field(default_factory=list)
@@ -94,6 +99,18 @@ class Rollout:
     def is_open(self) -> bool:
         """True while conversations go on."""
         return any(d.is_open for group in self.conversations for d in group)
+
+    @property
+    def turns(self) -> int:
+        """The largest number of turns of a completion so far."""
+        return max(dialogues.turns_of(c)[-1] for group in self.completions for c in group)
+
+    def marked(self, drawer: "Snapshot | str") -> "Rollout":
+        """Returns the rollout with the one that drew the last turn of its conversations."""
+        rows = zip(self.completions, self.drawn_by, strict=True)
+        turns = [(max(dialogues.turns_of(c)[-1] for c in group), by) for group, by in rows]
+        drawn_by = [[*by, drawer] if turn > len(by) else by for turn, by in turns]
+        return dataclasses.replace(self, drawn_by=drawn_by)
 
     def extended(self, more: "Rollout | None", rewards: list[list[float]]) -> "Rollout":
         """Returns the rollout with further prompts, and the rewards of those so far."""
@@ -126,24 +143,20 @@ def members_of(config: GrpoSettings, base: Base) -> dict[str, Member]:
         own = start.policy_config(name, policy, config.seed)
         made = Member(own, train, held_out, sampling.prompts, env, sampling, variables)
         if made.converses:
-            _check_conversation(name, base, made, config.max_staleness)
+            _check_conversation(name, base, made)
+            made.turns_at_once = -(-sampling.max_turns // (config.max_staleness + 1))
         members[name] = made
     prompts = [[m.train, m.held_out] for m in members.values()]
     multihost.require_same("the prompts", lambda: prompts)
     return members
 
 
-def _check_conversation(name: str, base: Base, member: Member, stale: int) -> None:
+def _check_conversation(name: str, base: Base, member: Member) -> None:
     """Raises ``UserError`` if a policy's settings or its base do not allow further turns."""
     if member.sampling.overlong_tokens:
         raise UserError(
             f"policy {name!r}: overlong_tokens is {member.sampling.overlong_tokens}, which measures"
             " one completion, and its environment is a conversation: set it to 0"
-        )
-    if stale:
-        raise UserError(
-            f"policy {name!r}: max_staleness is {stale}, and its environment is a conversation,"
-            " whose turns are drawn by one revision: set max_staleness to 0"
         )
     for split in (member.env.train, member.env.held_out):
         dialogues.check_continues(base.need_tokenizer(), split[0], member.variables)
@@ -232,26 +245,26 @@ class PolicySampler:
                 if (name in self.fixed) == is_fixed
             ]
             for name, completions in self.sample(rows, is_fixed).items():
-                drawn_by = self.fixed[name][0] if is_fixed else self._snapshot(name)
-                chosen = [i for i, _ in order[name]]
-                out[name] = self._rollout(
-                    name, chosen, self.members[name].opened(completions), [drawn_by] * len(chosen)
-                )
-                out[name].seeds = [seed for _, seed in order[name]]
+                made, drawers = self.members[name].opened(completions), [self.drawer(name)]
+                out[name] = self._rollout(name, order[name], made, [drawers] * len(made))
                 self.tokens += sum(len(c.tokens) for group in completions for c in group)
         return {name: out[name] for name in names}
+
+    def drawer(self, name: str) -> "Snapshot | str":
+        """Returns what a policy's rollouts are drawn by: its present adapter, or a fixed digest."""
+        return self.fixed[name][0] if name in self.fixed else self._snapshot(name)
 
     def restored(
         self, name: str, step: int, completions: list[list[Completion]], drawn_by: list[Any]
     ) -> Rollout:
         """Returns a step's first prompts with the completions that were drawn for them before."""
-        chosen = [i for i, _ in self._draw(name, step, range(len(completions)))]
-        return self._rollout(name, chosen, completions, drawn_by)
+        order = self._draw(name, step, range(len(completions)))
+        return self._rollout(name, order, completions, drawn_by)
 
-    def _rollout(self, name: str, chosen: Sequence[int], *drawn: Any) -> Rollout:
-        member = self.members[name]
-        examples = [member.env.train[i] for i in chosen]
-        return Rollout(examples, [member.train[i] for i in chosen], *drawn)
+    def _rollout(self, name: str, order: Sequence[tuple[int, int]], *drawn: Any) -> Rollout:
+        member, seeds = self.members[name], [seed for _, seed in order]
+        examples = [member.env.train[i] for i, _ in order]
+        return Rollout(examples, [member.train[i] for i, _ in order], *drawn, seeds=seeds)
 
     def _draw(self, name: str, step: int, span: range | None) -> list[tuple[int, int]]:
         """Returns the index and the seed of each prompt of a step."""
@@ -416,10 +429,12 @@ def as_record(rollout: Rollout, rewards_QG: np.ndarray) -> catalog_rollouts.Roll
     """Returns scored rollouts as the catalog keeps them."""
     tokens = [[c.tokens for c in group] for group in rollout.completions]
     logprobs = [[c.logprobs for c in group] for group in rollout.completions]
-    digests = [one if isinstance(one, str) else one.digest for one in rollout.drawn_by]
+    digests = [
+        ["", *(d if isinstance(d, str) else d.digest for d in by)] for by in rollout.drawn_by
+    ]
     drawn_by = [
-        [[digest if drawn else "" for drawn in dialogues.drawn_mask(c)] for c in group]
-        for digest, group in zip(digests, rollout.completions)
+        [[by[turn] for turn in dialogues.turns_of(c)] for c in group]
+        for by, group in zip(digests, rollout.completions)
     ]
     made = tokens, logprobs, drawn_by, rewards_QG
     return catalog_rollouts.Rollouts("", 0, rollout.prompts, *made)

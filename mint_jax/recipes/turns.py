@@ -89,6 +89,7 @@ def answer(sampler: TurnSampler, name: str, rollout: Rollout) -> tuple[Rollout, 
     environment's answers to those that are open; in a worker thread of the first process.
     """
     member, tokenizer = sampler.members[name], sampler.base.need_tokenizer()
+    known = rollout.replies  # of conversations that waited for an update
 
     def of(row: tuple[Example, Dialogue]) -> list[Any] | None:
         example, d = row
@@ -101,7 +102,7 @@ def answer(sampler: TurnSampler, name: str, rollout: Rollout) -> tuple[Rollout, 
 
     pairs = list(zip(rollout.examples, rollout.conversations, strict=True))
     rows = [[(example, d) for d in group] for example, group in pairs]
-    replies = scoring.each(of, rows, member.env)
+    replies = known or scoring.each(of, rows, member.env)
     rewards = [
         [d.reward + (reply[0] if reply else 0.0) for d, reply in zip(group, answers)]
         for (_, group), answers in zip(pairs, replies)

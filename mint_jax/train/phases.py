@@ -4,8 +4,9 @@ Policies are grouped in *units*; a unit's rollout and its update are one device 
 ``sequential``: one policy a unit, the device waits for its rewards. ``overlapped``: the device runs
 another unit meanwhile. ``batched``: all policies in ``cohorts`` units, overlapped. A policy's
 results do not depend on its unit, nor on the time that rewards take: with ``ahead`` = s a unit's
-rollout of step k always follows its update k - s - 1. With several processes, process 0 waits for
-its rewards and decides the next phase.
+rollout of step k always follows its update k - s - 1, and what it draws further between two updates
+does not depend on rewards. With several processes, process 0 waits for its rewards and decides the
+next phase.
 """
 
 import concurrent.futures as futures
@@ -49,6 +50,7 @@ class Unit:
     step: int
     done: int
     _submit: Callable[..., futures.Future]
+    _goes_on: Callable[[Mapping[str, Any], int], bool]
     # by step, until its update: the samples, and their rewards by policy
     _flight: dict[int, tuple[Mapping[str, Any], dict[str, futures.Future]]] = dataclasses.field(
         default_factory=dict
@@ -61,11 +63,18 @@ class Unit:
 
     def scored(self) -> dict[str, Any]:
         """Returns the rewards by policy; raises the exception of a failed one."""
-        return {name: future.result() for name, future in self._flight[self.done][1].items()}
+        return {name: future.result() for name, future in self._flight[self.step][1].items()}
 
-    def unfinished(self) -> list[futures.Future]:
-        """Returns the rewards that the next update waits for."""
-        return [future for future in self._flight[self.done][1].values() if not future.done()]
+    def awaited(self) -> dict[int, list[futures.Future]]:
+        """Returns the steps whose rewards the next phase waits for, and those that are pending: the
+        steps that go on before the next update, else that of the update.
+        """
+        flight = self._flight.items()
+        steps = [k for k, (samples, _) in flight if self._goes_on(samples, k - self.done)]
+        return {
+            k: [future for future in self._flight[k][1].values() if not future.done()]
+            for k in steps or [self.done]
+        }
 
     def in_flight(self) -> dict[int, Mapping[str, Any]]:
         """Returns the samples that wait for their update, by step and policy."""
@@ -85,13 +94,15 @@ class Phases:
 
     An update starts only when all its rewards are computed; a failed reward raises before its
     unit's update. An update phase that calls ``unit.score`` instead comes again when these samples
-    are scored.
+    are scored; those of later steps that go on (``unit.step > unit.done``) must do so.
 
     Args:
         first_step: step at which each policy starts; policies of a unit must agree.
         steps: step at which all end.
         overlap: run another unit while rewards are computed.
         ahead: rollouts that a unit draws before the update of an earlier step; 0: none.
+        goes_on: called with (samples of a step, updates before its own); returns whether more of
+            them are drawn before the next update.
         look: called with (seconds waited, pending rewards) before each phase, and every second
             while the devices wait; it may raise.
 
@@ -111,6 +122,7 @@ class Phases:
         workers: int = 4,
         look: Callable[[float, int], None] | None = None,
         ahead: int = 0,
+        goes_on: Callable[[Mapping[str, Any], int], bool] = lambda samples, left: False,
     ):
         self.wall_s = self.busy = 0.0
         self._steps, self._overlap, self._look, self._ahead = steps, overlap, look, ahead
@@ -124,7 +136,7 @@ class Phases:
                     " schedule they were started with"
                 )
             if first < steps:
-                self.units.append(Unit(list(names), first, first, self._submit))
+                self.units.append(Unit(list(names), first, first, self._submit, goes_on))
 
     def __enter__(self) -> "Phases":
         return self
@@ -139,20 +151,19 @@ class Phases:
         busy_s = 0.0
         while idle or waiting:
             may_start = bool(idle) and (self._overlap or not waiting)
-            scored = multihost.agree(
-                "next phase", functools.partial(self._next, waiting, may_start)
-            )
+            found = multihost.agree("next phase", functools.partial(self._next, waiting, may_start))
             since = time.perf_counter()
-            if scored is None:
+            if found is None:
                 unit = idle.popleft()
                 unit.step = unit.done + len(unit._flight)
                 yield ROLLOUT, unit
             else:
-                unit = waiting.pop(scored)
-                unit.step, pending = unit.done, unit._flight[unit.done]
+                index, step = found
+                unit = waiting.pop(index)
+                unit.step, pending = step, unit._flight[step]
                 yield UPDATE, unit
-                if unit._flight[unit.done] is pending:
-                    del unit._flight[unit.done]
+                if unit._flight[step] is pending:
+                    del unit._flight[step]
                     unit.done += 1
             busy_s += time.perf_counter() - since
             if unit.done < self._steps:
@@ -182,21 +193,24 @@ class Phases:
         threading.Thread(target=run, name="reward", daemon=True).start()
         return future
 
-    def _next(self, waiting: Sequence[Unit], may_start: bool) -> int | None:
-        """Returns the index of the waiting unit to update, or None to roll out an idle one, once
-        either is possible. Raises exceptions of rewards and of ``look`` in every process.
+    def _next(self, waiting: Sequence[Unit], may_start: bool) -> tuple[int, int] | None:
+        """Returns the index of the waiting unit to update and the step, or None to roll out an idle
+        one, once either is possible. Raises exceptions of rewards and of ``look`` in every process.
         """
         began, look = time.monotonic(), self._look
         if look is not None:
             look(0.0, len(waiting))  # detects a hanging reward while the devices have other work
         while True:
-            found = next((i for i, unit in enumerate(waiting) if not unit.unfinished()), None)
-            if found is not None:
-                waiting[found].scored()
-                return found
+            awaited = [
+                (i, k, left) for i, u in enumerate(waiting) for k, left in u.awaited().items()
+            ]
+            if ready := next(((i, k) for i, k, left in awaited if not left), None):
+                waiting[ready[0]].step = ready[1]
+                waiting[ready[0]].scored()
+                return ready
             if may_start:
                 return None
-            pending = [future for unit in waiting for future in unit.unfinished()]
+            pending = [future for *_, left in awaited for future in left]
             done = futures.wait(pending, LOOK_S, futures.FIRST_COMPLETED).done
             if not done and look is not None:
                 look(time.monotonic() - began, len(pending))

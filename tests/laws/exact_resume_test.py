@@ -3,11 +3,13 @@ stopped, or killed, and run again.
 """
 
 import dataclasses
+import itertools
 import multiprocessing
 import os
 import signal
 import sys
 import time
+from collections import defaultdict
 from pathlib import Path
 
 import chex
@@ -118,17 +120,19 @@ def kept(workdir) -> dict[tuple[str, int], str]:
     return out
 
 
-def drawn_by(workdir) -> dict[tuple[str, int], set[str]]:
-    """(policy, step) -> digests of the revisions that drew the kept rollouts."""
+def drawn_by(workdir) -> dict[tuple[str, int, int], set[str]]:
+    """(policy, step, turn) -> digests of the revisions that drew the kept rollouts."""
     with Catalog.open(workdir / "catalog") as catalog:
         records = [r for policy in catalog.policies() for r in catalog.rollouts(policy.name)]
         loaded = {
             (r.policy, r.step): unpack_rollouts(catalog.load_payload(r.digest)) for r in records
         }
-    return {
-        at: {digest for group in one.revisions for row in group for digest in row}
-        for at, one in loaded.items()
-    }
+    out = defaultdict(set)
+    for at, one in loaded.items():
+        for row in itertools.chain(*one.revisions):  # the environment's tokens are between turns
+            for turn, digest in enumerate((d for d, _ in itertools.groupby(row) if d), 1):
+                out[*at, turn].add(digest)
+    return out
 
 
 def measured(workdir) -> list[dict]:
@@ -157,7 +161,7 @@ def train(
         policy.env = {"name": "varied:make", "vary": vary, "turns": turns}
         policy.optimizer.learning_rate = 1e-2
         policy.sampling.update({"max_tokens": 12, "stop": ("e", "a") if vary else ()})
-        policy.sampling.update({"mask_truncated": vary, "resample": 2 * vary})
+        policy.sampling.update({"mask_truncated": vary, "resample": 2 * vary, "max_turns": turns})
     return {p["name"]: p["revision"] for p in run_config(config, workdir)["policies"]}
 
 
@@ -210,6 +214,7 @@ def count_of(workdir: Path) -> int:
         (4, 1, "batched", 0, 1, signal.SIGKILL),
         (4, 1, "overlapped", 0, 3, signal.SIGKILL),
         (4, 1, "batched", 1, 1, signal.SIGKILL),
+        (4, 1, "batched", 1, 3, signal.SIGKILL),
         pytest.param(9, 2, "overlapped", 2, 1, signal.SIGTERM, marks=pytest.mark.slow),
         pytest.param(24, 4, "overlapped", 0, 1, signal.SIGKILL, marks=pytest.mark.slow),
     ],
@@ -218,15 +223,17 @@ def test_grpo_killed_and_run_again_is_grpo_uninterrupted(
     steps, kills, schedule, stale, turns, number, one_device, tmp_path, rng, monkeypatch
 ):
     """Each kill falls at a random moment, later than the one before. Tokens know the revision that
-    drew them, ``stale`` updates before.
+    drew them: that of ``stale`` updates before, and further turns spread over the updates since.
     """
     write_environment(tmp_path, monkeypatch)
     how = {"schedule": schedule, "stale": stale, "turns": turns}
     whole = train(steps, tmp_path / "whole", **how)
     drawers, digests = drawn_by(tmp_path / "whole"), exported(tmp_path / "whole")
-    for (name, step), drawer in drawers.items():
-        if step > stale:
-            assert drawer - {""} == {digests[name, step - stale]}
+    assert max(turn for *_, turn in drawers) == turns
+    at_once = -(-turns // (stale + 1))  # turns between two updates
+    for (name, step, turn), drawer in drawers.items():
+        if (updates := step - stale - 1 + -(-turn // at_once)) > 0:
+            assert drawer == {digests[name, updates]}
     rows = rows_of(tmp_path / "whole")
     assert all(row.get("stalest", 0) == min(row["step"], stale) for row in rows)
     killed, last = tmp_path / "killed", 3 * (steps - 1)  # rows of three policies

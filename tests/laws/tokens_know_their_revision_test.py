@@ -144,5 +144,5 @@ def check_fixed(job, base, loaded, digest, kept):
         before = jax.tree.map(np.array, job.trainer.state)
         sampled = job.rollout(["ppo"], step)["ppo"]
         assert [[c.tokens for c in group] for group in sampled.completions] == alone
-        assert set(sampled.drawn_by) == {digest}
+        assert sampled.drawn_by == [[digest]] * len(sampled.prompts)
         chex.assert_trees_all_equal(job.trainer.state, before)

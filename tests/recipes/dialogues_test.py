@@ -92,7 +92,7 @@ def test_turns_are_one_text_to_the_model(family, tiny_base, rng):
     for request, [whole, *_] in zip(requests, sampler.engine.generate(requests, trainer.stacks)):
         for dialogue in rollout_of[request.prompt]:
             assert dialogue.tokens == whole.tokens
-            assert dialogue.drawn == [True] * 15
+            assert dialogue.turns == [1] * 5 + [2] * 5 + [3] * 5
             assert [len(text) for text in dialogue.texts] == [5, 5, 5]
             np.testing.assert_allclose(dialogue.logprobs, whole.logprobs, atol=GAP)
             if base.cfg.routed:  # at ties of two experts rounding decides
@@ -104,7 +104,7 @@ def test_turns_are_one_text_to_the_model(family, tiny_base, rng):
         slots = [trainer.slots["three"]] * 2
         texts = [[*prompt, *d.tokens] for d in group]
         for d, logprobs in zip(group, Scorer(base).logprobs(texts, slots, trainer.stacks)):
-            mask = np.array(d.drawn)
+            mask = np.array(dialogues.drawn_mask(d))
             assert d.finish == "length"
             assert mask.tolist() == ([True] * 6 + [False] * 7) * 2 + [True] * 6
             assert Letters().decode(d.tokens) == says.join(d.texts)
@@ -115,8 +115,10 @@ def test_turns_are_one_text_to_the_model(family, tiny_base, rng):
     assert found["turns"] == 3
     assert found["truncated"] == 1.0
     assert found["longest"] == 18
-    record = as_record(dataclasses.replace(rollout, drawn_by=["abc", "def"]), rewards)
-    assert record.revisions[0][0] == (["abc"] * 6 + [""] * 7) * 2 + ["abc"] * 6
+    record = as_record(
+        dataclasses.replace(rollout, drawn_by=[["abc", "ab", "a"], ["def"] * 3]), rewards
+    )
+    assert record.revisions[0][0] == ["abc"] * 6 + [""] * 7 + ["ab"] * 6 + [""] * 7 + ["a"] * 6
     groups = grpo.rollout_groups(members["three"].sampling, rollout, rng.normal(size=(2, 2)))
     row = trainer.forward_backward({"three": groups})["three"]
     assert row["tokens"] == 2 * 2 * 18

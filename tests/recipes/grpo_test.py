@@ -14,7 +14,7 @@ from mint_jax.errors import UserError
 from mint_jax.harness import start
 from mint_jax.harness.options import GrpoSampling
 from mint_jax.harness.recorder import Snapshot
-from mint_jax.recipes import in_flight
+from mint_jax.recipes import dialogues, in_flight
 from mint_jax.recipes.grpo import rollout_groups
 from mint_jax.recipes.rollouts import Rollout, missing_prompts, rollout_metrics, trained
 from mint_jax.rollout.request import Completion
@@ -63,7 +63,7 @@ def revisions(folder, max_tokens: dict[str, int], stale=0, converses=False) -> d
         config.policies = {
             name: usual
             | {"env": {"name": "own_rewards:make", "policy": name, "converses": converses}}
-            | {"sampling": {"prompts": 1, "group_size": 2, "max_tokens": most}}
+            | {"sampling": {"prompts": 1, "group_size": 2, "max_tokens": most, "max_turns": 3}}
             for name, most in max_tokens.items()
         }
     return {p["name"]: p["revision"] for p in run_config(config, folder)["policies"]}
@@ -142,26 +142,31 @@ def test_rollouts_in_flight_come_back_from_a_checkpoint_as_they_were(rng):
         routes = rng.integers(-1, 9, (n, 2, 3)).astype(np.int16)
         return Completion(rng.integers(0, 99, n).tolist(), *logprobs, "stop", "é", routes)
 
-    made = [[completion(n) for n in (3, 1)], [completion(2)]]
-    drawn_by = [Snapshot.known("ab" * 32, 7), "cd" * 32]
+    talk = dialogues.continued(dialogues.begun_by(completion(3)), [5] * 4, [7, 8], completion(2))
+    made = [[completion(n) for n in (3, 1)], [dataclasses.replace(talk, reward=0.5)]]
+    drawn_by = [[Snapshot.known("ab" * 32, 7)], ["cd" * 32, Snapshot.known("ef" * 32, 8)]]
     rollout = Rollout(["examples"], ["prompts"], made, drawn_by, [[rng.normal()]])
     restored = types.SimpleNamespace(
         restored=lambda name, step, *drawn: Rollout(["examples"], ["prompts"], *drawn)
     )
     saved = json.loads(json.dumps(in_flight.to_json(rollout)))
     again = in_flight.from_json(saved, restored, "p", 8)
-    assert (again.rewards, again.drawn_by[1]) == (rollout.rewards, drawn_by[1])
-    assert (again.drawn_by[0].digest, again.drawn_by[0].step) == ("ab" * 32, 7)
+    assert (again.rewards, again.drawn_by[1][0]) == (rollout.rewards, "cd" * 32)
+    found = [(one.digest, one.step) for one in (again.drawn_by[0][0], again.drawn_by[1][1])]
+    assert found == [("ab" * 32, 7), ("ef" * 32, 8)]
     for group, expected in zip(again.completions, made, strict=True):
         for one, other in zip(group, expected, strict=True):
             np.testing.assert_array_equal(one.routes, other.routes)
             without = {"routes": None}
+            assert type(one) is type(other)
             assert dataclasses.replace(one, **without) == dataclasses.replace(other, **without)
 
 
 @pytest.mark.long
 @pytest.mark.users  # the last bits of a rollout
-@pytest.mark.parametrize("how", [{}, {"stale": 1}, {"converses": True}], ids=str)
+@pytest.mark.parametrize(
+    "how", [{}, {"stale": 1}, {"converses": True}, {"stale": 1, "converses": True}], ids=str
+)
 def test_other_policies_change_nothing_of_a_policys_run(how, tmp_path):
     alone = revisions(tmp_path / "alone", {"b": 8}, **how)
     among = revisions(tmp_path / "among", {"a": 9, "b": 8, "z": 8}, **how)

@@ -72,7 +72,6 @@ def test_variables_without_a_place_are_refused(tmp_path, factory, variables, mes
     ("changes", "message"),
     [
         ({"sampling": {"overlong_tokens": 2}}, "'one': overlong_tokens is 2, .*set it to 0"),
-        ({"settings": {"max_staleness": 1}}, "'one': max_staleness is 1, .*set max_staleness to 0"),
         ({"sampling": {"max_turns": 0}}, "max_turns is 0; expected"),
         ({"sampling": {"max_tokens": 511}}, "exceed the context of 512"),
     ],

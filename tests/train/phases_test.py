@@ -106,6 +106,38 @@ def test_rollouts_ahead_follow_one_schedule_whatever_rewards_take(ahead, overlap
     assert calls == {"a": expected, "b": expected}
 
 
+@pytest.mark.parametrize(("turns", "ahead"), [(1, 1), (3, 0), (4, 1), (5, 2)])
+def test_further_turns_follow_one_schedule_whatever_rewards_take(turns, ahead):
+    """Turns are spread evenly over the updates that a rollout waits for; those of one step are
+    drawn while another step's are scored.
+    """
+    steps, at_once, drawn, done = 5, -(-turns // (ahead + 1)), {}, []
+
+    def reward(name, turn):
+        time.sleep(random.uniform(0, 0.004))
+        return turn
+
+    def goes_on(samples, left):
+        return samples["a"] < (turns if not left else (ahead + 1 - left) * at_once)
+
+    how = {"a": 0}, steps, True, 4, None, ahead, goes_on
+    with schedule_lib.Phases([["a"]], *how) as phases:
+        for phase, unit in phases:
+            turn = 1 if phase == schedule_lib.ROLLOUT else unit.scored()["a"] + 1
+            if turn > turns:
+                assert unit.step == unit.done == len(done)
+                done.append(unit.step)
+                continue
+            drawn[unit.step, turn] = unit.done
+            unit.score(reward, {"a": turn})
+    assert done == list(range(steps))
+    assert drawn == {
+        (step, turn): max(0, step - ahead - 1 + -(-turn // at_once))
+        for step in range(steps)
+        for turn in range(1, turns + 1)
+    }
+
+
 def test_batched_cohorts_are_one_call_each_and_overlap():
     """The rewards of one cohort's policies run at the same time, and while the other cohort is
     rolled out.
