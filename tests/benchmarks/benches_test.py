@@ -79,9 +79,25 @@ def check_service_load(report):
     assert report["least_distance"] > 10 * report["most_error"]
 
 
+def check_fleet(report):
+    """Every router loads each name at least once, the product's less often than a random one; a
+    limit of loads is felt.
+    """
+    found = {(r["grid"], *r["settings"].values()): r["figures"] for r in report["rows"]}
+    row = {key[1]: figures for key, figures in found.items() if key[0] == "row"}
+    for figures in row.values():
+        assert figures["distinct"] == row["chooser"]["distinct"]
+        assert figures["cold_loads"]["interval"][0] >= figures["distinct"]["interval"][0]
+    assert row["chooser"]["cold_loads"]["median"] < row["random"]["cold_loads"]["median"]
+    assert report["goals"]["cpu"]["errors"] == 0
+    errors = [found["limits", "sticky", "h200", 2, depth]["errors"] for depth in (8, 256)]
+    assert errors[0]["median"] > 0.5 > errors[1]["median"] == 0
+
+
 CHECKS = {
     "active_wave": check_active_wave,
     "engine": check_engine,
+    "fleet": check_fleet,
     "gpu": check_gpu,
     "handoff": check_handoff,
     "packed_load": check_packed_load,

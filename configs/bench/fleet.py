@@ -1,0 +1,92 @@
+"""Routers of a simulated fleet: the product's chooser, what others do, and perfect knowledge.
+
+Command: python -m benchmarks --config=configs/bench/fleet.py --workdir=runs/bench/fleet
+Short:   --config=configs/bench/fleet.py:ci
+Default size: about 20 minutes on one CPU core. Simulated, except the time of ``choose``.
+"""
+
+from ml_collections import ConfigDict
+
+SERVICES = {
+    # SmolLM2 on two CPU cores. Steps: reports/cpu-2-cores/engine.json (1 and 8 rows) and
+    # active_wave.json (32 rows of 32 adapters of rank 8). Loads: sweeps/cold_staircase, 13 MB, one
+    # alone and each of 64.
+    "cpu": {
+        "rows": 32,
+        "steps": ((1, 0.00373), (8, 0.00986), (32, 0.0373)),
+        "load_s": 0.00746,
+        "next_load_s": 0.00513,
+    },
+    # Qwen3-4B on an H200. Steps: reports/nvidia-h200/gpu.json (64 rows of 64 adapters). Loads were
+    # not measured there: cpu-2-cores/packed_load.json, 105 MB, one alone and each of 16.
+    "h200": {
+        "rows": 64,
+        "steps": ((1, 0.0041), (8, 0.00431), (64, 0.00778)),
+        "load_s": 0.0367,
+        "next_load_s": 0.03,
+    },
+}
+# Loads as MinT published them (arXiv 2605.13779): one at a time, 1.36 s each.
+SERVICES["published_loads"] = SERVICES["h200"] | {"load_s": 1.36, "next_load_s": 1.36}
+
+
+def get_config(size: str = "default") -> ConfigDict:
+    config = ConfigDict()
+    config.bench = "fleet"
+    config.seed = 0
+    config.n = 20  # seeds of MinT's row
+    config.few = 5  # seeds of other grids
+    config.services = ConfigDict(SERVICES)
+    config.slots = 32
+    config.host = 2048
+    config.report_s = 0.5  # between an engine's reports to the front
+    config.row = {
+        "kind": "uniform",
+        "names": 2048,
+        "zipf": 0.0,
+        "requests": 7360,
+        "tokens": 32,
+        "concurrency": 230,
+        "prewarm": 164,
+    }
+    config.of_row = ("cpu", "h200", "published_loads")
+    config.service = "h200"  # of the grids limits and engines
+    config.depths = (32, 64, 96, 128, 256)  # the product's default is 256
+    config.engines = (2, 4, 8, 16)
+    config.zipf = {  # requests, warm, rate: per engine
+        "kind": "zipf",
+        "names": 100_000,
+        "zipf": 1.0,
+        "requests": 600,
+        "tokens": 32,
+        "rate": 30.0,
+        "warm": 600,
+    }
+    config.million = {
+        "kind": "zipf",
+        "names": 1_000_000,
+        "zipf": 1.0,
+        "requests": 40_000,
+        "tokens": 32,
+        "concurrency": 2300,
+        "warm": 40_000,
+    }
+    config.of_million = ("cpu", "h200")
+    config.million_engines = (16, 32, 48, 64, 96, 128)
+    config.target_s = 2.0  # p95 of a request's time
+    config.members = (4, 64)  # engines at which choose is timed
+    config.calls = 5000
+    if size == "ci":
+        config.n = config.few = 2
+        config.row.update({"names": 128, "requests": 300, "concurrency": 60, "prewarm": 8})
+        config.of_row = ("cpu",)
+        config.depths = (8, 256)
+        config.engines = (2, 4)
+        config.zipf.update({"names": 1000, "requests": 60, "warm": 20})
+        config.million.update({"names": 1000, "requests": 300, "concurrency": 60, "warm": 100})
+        config.of_million = ("h200",)
+        config.million_engines = (2, 4)
+        config.calls = 200
+    elif size != "default":
+        raise ValueError(f"fleet size {size!r}; expected default or ci")
+    return config
