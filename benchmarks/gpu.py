@@ -1,4 +1,4 @@
-"""One GPU against its own limits: training, decoding, prefill, handoff and experts, in one command.
+"""One GPU against its own limits: training, decoding, prefill and handoff, in one command.
 
 Every measurement is a row, printed and appended to ``WORKDIR/gpu.jsonl``. ``config.limits`` has two
 numbers of seconds for each part: it is skipped where less than the first is left, and measures no
@@ -23,8 +23,6 @@ import numpy as np
 
 from benchmarks import timing
 from benchmarks.decode_steps import Steps, adapter_bytes, random_stack
-from benchmarks.device_profile import profile
-from benchmarks.experts import Cell
 from mint_jax import params as params_lib
 from mint_jax.lora.tree import AdapterConfig, Slot
 from mint_jax.mesh import single_device_mesh
@@ -165,9 +163,6 @@ class _Bench:
 
     # -- training
 
-    def train_1(self) -> Iterator[Row]:
-        return self._train(1)
-
     def train_passes(self) -> Iterator[Row]:
         """One policy in passes of fewer rows, of which fewer activations are kept."""
         return self._train(1, self.config.train.pass_tokens)
@@ -203,8 +198,6 @@ class _Bench:
             "share_of_matmul": self._share(self._floor(flops=4 * self.weights * tokens), seconds),
             "peak_bytes_so_far": stats.get("peak_bytes_in_use"),
         }
-        if not most:
-            yield {"name": "profile of a step"} | profile(step)
 
     def _row_of_tokens(self, count: int) -> Group:
         tokens = self._tokens(count)
@@ -301,8 +294,6 @@ class _Bench:
                 "over_bare": timing.ratio(times, name, "bare", less=1),
                 "bytes_over_bare": round(nbytes / base_bytes - 1, 4),
             }
-        for name in ("bare", str(counts[-1])):
-            yield {"name": f"profile of {STEPS} steps, {name}"} | profile(sides[name])
 
     def handoff(self) -> Iterator[Row]:
         """An optimizer step, and the first token of exactly these weights: the sampler reads the
@@ -326,25 +317,6 @@ class _Bench:
             "p50_ms": timing.percentile(times, 50, 1e3),
             "p95_ms": timing.percentile(times, 95, 1e3),
         }
-        yield {"name": "profile of a handoff"} | profile(hand_over)
-
-    # -- experts
-
-    def experts(self) -> Iterator[Row]:
-        """Gate and up of routed experts, the base alone and with adapters."""
-        part = self.config.experts
-        for name, of in part.cells.items():
-            cell = Cell(part.size, of, jnp.dtype(self.config.dtype), self.config.seed)
-            floor = self._floor(cell.nbytes, cell.flops)
-            found: Row = {"name": name, "rows": cell.rows, "floor_over_base": cell.floor}
-            for side, call in cell.sides(part.loops).items():
-                found[f"{side}_first_s"], times = _timed(call, self.config.n)
-                found[f"{side}_us"] = timing.median(times, 1e6 / part.loops)
-                if side == "base":
-                    seconds = float(np.median(times)) / part.loops
-                    found["floor_us"] = round(1e6 * floor, 1)
-                    found["share_of_floor"] = self._share(floor, seconds)
-            yield found
 
     # -- peers
 
@@ -402,6 +374,10 @@ def _peers(config_json: str, file: str) -> None:
     model.eval()
 
     def decoding(rows: int) -> Row:
+        """Keys and values are not repeated for every query head, as by default if there is a
+        mask.
+        """
+        sdpa_attention.use_gqa_in_sdpa = lambda *args, **more: True
         room = decode["context"] + 4 * STEPS
         cache = StaticCache(config=model.config, max_cache_len=room)
         shape = (rows, decode["context"])
@@ -428,62 +404,39 @@ def _peers(config_json: str, file: str) -> None:
         step()
         times = seconds(lambda: [step() for _ in range(STEPS)], 3)
         name = f"transformers, {rows} rows" + ", CUDA graph" * (where == "cuda")
+        name += ", grouped queries"
         return {"name": name, "step_ms": timing.median(times, 1e3 / STEPS)}
 
-    def grouped(rows: int) -> Row:
-        """Keys and values are not repeated for every query head, which transformers does if there
-        is a mask.
-        """
-        usual = sdpa_attention.use_gqa_in_sdpa
-        sdpa_attention.use_gqa_in_sdpa = lambda *args, **more: True
-        try:
-            row = decoding(rows)
-        finally:
-            sdpa_attention.use_gqa_in_sdpa = usual
-        return row | {"name": row["name"] + ", grouped queries"}
-
-    def training(policies: int) -> Row:
-        """Policies one after another; every pass has ``peers.rows`` rows at most."""
-        peer: Any = None
-        rank = {"r": train["rank"], "lora_alpha": 2 * train["rank"]}
-        for i in range(policies):
-            lora = LoraConfig(target_modules="all-linear", **rank)
-            if peer is None:
-                peer = get_peft_model(model, lora, "p0", autocast_adapter_dtype=False)
-            else:
-                peer.add_adapter(f"p{i}", lora, autocast_adapter_dtype=False)
+    def training(rows: int) -> Row:
+        """A step of one policy; every pass has ``peers.rows`` rows at most."""
+        lora = LoraConfig(
+            target_modules="all-linear", r=train["rank"], lora_alpha=2 * train["rank"]
+        )
+        peer: Any = get_peft_model(model, lora, autocast_adapter_dtype=False)
         peer.train()
-        each = train["rows"] // policies
-        passes = max(1, each // config["peers"]["rows"])
-        shape = (policies, passes, each // passes, train["tokens"])
+        passes = max(1, rows // config["peers"]["rows"])
+        shape = (passes, rows // passes, train["tokens"])
         batches = torch.randint(3, fields["vocab_size"], shape, device=where)
-        optimizers: dict[str, Any] = {}
-        for i in range(policies):
-            peer.set_adapter(f"p{i}")
-            own = [p for p in peer.parameters() if p.requires_grad]
-            optimizers[f"p{i}"] = torch.optim.AdamW(own, lr=1e-4, foreach=True)
+        own = [p for p in peer.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(own, lr=1e-4, foreach=True)
 
         def step() -> None:
-            for (name, optimizer), own in zip(optimizers.items(), batches):
-                if policies > 1:
-                    peer.set_adapter(name)
-                for tokens in own:
-                    (peer(tokens, labels=tokens, use_cache=False).loss / passes).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+            for tokens in batches:
+                (peer(tokens, labels=tokens, use_cache=False).loss / passes).backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
         step()
         times = seconds(step, 3)
-        tokens = train["rows"] * train["tokens"]
         peer.unload()
         return {
-            "name": f"PEFT, {policies} x {each} x {train['tokens']}, {passes} passes each",
+            "name": f"PEFT, 1 x {rows} x {train['tokens']}, {passes} passes each",
             "step_s": timing.median(times),
-            "tokens_per_s": round(tokens / float(np.median(times))),
+            "tokens_per_s": round(rows * train["tokens"] / float(np.median(times))),
         }
 
-    todo = [(training, 1), *((grouped, rows) for rows in sorted(decode["rows"], reverse=True))]
-    todo += [(training, 8), (decoding, max(decode["rows"]))]
+    todo = [(training, train["rows"])]
+    todo += [(decoding, rows) for rows in sorted(decode["rows"], reverse=True)]
     for measure, count in todo:
         try:
             with torch.set_grad_enabled(measure is training):

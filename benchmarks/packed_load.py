@@ -3,9 +3,8 @@
 All sides read the same values from the page cache; ``packed`` also verifies its digest. Over it:
 ``ratio_packed``, one array per module of 37,248 tensors, stacked on the device;
 ``ratio_stacked_on_host``, stacked by numpy; ``ratio_672``, a file with stacked experts;
-``ratio_peft_load_adapter``, PEFT's ``load_adapter`` of a small dense adapter. ``cold_over_1``:
-``distinct`` simultaneous loads over one; its ``floor`` is 16 loads on all cores over one on one,
-from CPU times. ``host_bytes_ratio``: growth of memory over the bytes that the host cache counts.
+``ratio_peft_load_adapter``, PEFT's ``load_adapter`` of a small dense adapter. ``host_bytes_ratio``:
+growth of memory over the bytes that the host cache counts.
 """
 
 import os
@@ -25,12 +24,11 @@ from benchmarks.packed_files import Files, adapter_of
 from benchmarks.packed_store import BASE, TARGETS, Store, forget, load, residency_of
 from mint_jax import host
 from mint_jax.catalog.packed import Schema, pack, unpack
-from mint_jax.digest import blake3_alone, blake3_of
+from mint_jax.digest import blake3_of
 from mint_jax.errors import UserError, choice
 from mint_jax.lora import peft
 from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import AdapterConfig, AdapterStack, Slot
-from mint_jax.metrics import Progress
 from mint_jax.models import hf, transformer
 from mint_jax.models.config import ModelConfig
 from mint_jax.models.hf_config import from_hf
@@ -60,60 +58,30 @@ class _Plain:
 
 
 def _loads(config: Any, files: Files) -> dict[str, Any]:
-    """One adapter by three ways, then many at once."""
-    first = files.digests[0]
+    """One adapter by four ways."""
+    digest = files.digests[0]
     plain = _Plain(files, jnp.dtype(config.dtype))
-    residency = residency_of(files.store, files.specs, config.distinct)
+    residency = residency_of(files.store, files.specs, 1)
 
-    def cold(digests: list[str]) -> Callable[[], None]:
-        def call() -> None:
-            load(residency, digests)
+    def packed() -> None:
+        forget(residency, [digest])
+        load(residency, [digest])
 
-        return call
-
-    times: dict[str, list[float]] = {}
-    work: dict[str, list[float]] = {}
     sides = {
         "per_tensor": lambda: plain.load(files.per_tensor),
         "stacked_on_host": lambda: plain.load(files.read_unpacked),
         "middle": lambda: plain.load(files.read_middle),
-        "packed": cold([first]),
-        "all": cold(files.digests),
+        "packed": packed,
     }
-    progress = Progress("file to slot", config.n + 1)
-    for k in range(config.n + 1):  # the first round compiles and warms
-        for name, call in sides.items():
-            forget(residency, files.digests)
-            began, used = time.perf_counter(), time.process_time()
-            call()
-            times.setdefault(name, []).append(time.perf_counter() - began)
-            work.setdefault(name, []).append(time.process_time() - used)
-        progress.update(
-            k + 1, " ".join(f"{name} {values[-1]:.3f} s" for name, values in times.items())
-        )
-    times, work = ({name: values[1:] for name, values in of.items()} for of in (times, work))
+    times = timing.in_turn("file to slot", sides, config.n)
     same = _same(plain, residency, files)
-    forget(residency, files.digests)
-    files.store.reads.clear()
-    futures = [residency.acquire(first, f"tenant {i}") for i in range(config.distinct)]
-    load(residency, [first])
-    for future in futures:
-        future.result().release()
-    again = len(files.store.reads)
     residency.close()
-    cpu = timing.medians(work)
-    many = f"cold{config.distinct}_over_1"
     return {
         "ratio_packed": timing.ratio(times, "per_tensor", "packed"),
         "ratio_stacked_on_host": timing.ratio(times, "stacked_on_host", "packed"),
         "ratio_672": timing.ratio(times, "middle", "packed"),
         "load_ms": timing.median(times["packed"], 1e3),
         "seconds": timing.medians_of(times),
-        many: timing.ratio(times, "all", "packed"),
-        f"{many}_floor": round(cpu["all"] / cpu["packed"] / (os.cpu_count() or 1), 3),
-        f"{many}_cpu": timing.ratio(work, "all", "packed"),
-        f"same{config.distinct}_loads": again,
-        "load_average": [round(x, 1) for x in os.getloadavg()],
         "same_values": same,
     }
 
@@ -137,27 +105,20 @@ def _parts(config: Any, files: Files) -> dict[str, timing.Figure]:
     residency = residency_of(files.store, files.specs, 1)
     slots = residency.slots
     admission = Admission(BASE, files.specs, {bucket: slots.targets(bucket)}, files.digests)
-    foreign = Admission(BASE, files.specs, {bucket: slots.targets(bucket)})
     buffer = files.store.fetch(digest)
     adapter, schema = unpack(buffer)
 
-    def stage():
-        return slots.stage(Slot(bucket, 0), adapter, schema.config)
-
-    def write(staged):
-        slots.write(staged)
+    def write() -> None:
+        slots.write(slots.stage(Slot(bucket, 0), adapter, schema.config))
         jax.block_until_ready(slots.stacks)
 
     sides: dict[str, Callable[[], Any]] = {
         "fetch": lambda: files.store.fetch(digest),
         "touch": lambda: files.store.fetch(digest)[::4096].sum(),
-        "verify_one_core": lambda: verify(digest, buffer, blake3_alone),
         "verify": lambda: verify(digest, buffer, blake3_of),
         "unpack": lambda: unpack(buffer),
         "admit": lambda: admission.check(digest, adapter, schema),
-        "admit_foreign": lambda: foreign.check(digest, adapter, schema),
-        "stage": stage,
-        "stage_and_write": lambda: write(stage()),
+        "stage_and_write": write,
     }
     times = timing.in_turn("parts", sides, config.n)
     residency.close()

@@ -2,9 +2,9 @@
 
 ``cpu_ratio_N``: CPU seconds of N tenants' rounds one after another over all at once.
 ``flood_p95_ratio``: a tenant's rounds while another floods the queue, over that alone. ``gap_...``:
-wait of decoding rows for a training slice. ``decode_share``: tokens a second during training over
-those without. ``rss_a_tenant``: growth of memory per tenant without a slot, over the bytes of its
-adapter and moments. ``handoff_...``: from an update's response until its weights can be sampled.
+wait of decoding rows for a training slice. ``rss_a_tenant``: growth of memory per tenant without a
+slot, over the bytes of its adapter and moments. ``handoff_...``: from an update's response until
+its weights can be sampled.
 """
 
 import asyncio
@@ -157,45 +157,42 @@ def _flood(config: Any, tenants: _Tenants, small: str, large: str) -> dict[str, 
 
 
 def _gaps(config: Any, tenants: _Tenants, names: Sequence[str]) -> dict[str, Any]:
-    """Times decoding rows, with and without concurrent training."""
+    """Waits of decoding rows while two tenants train."""
     rng = np.random.default_rng(config.seed)
 
-    def decode() -> float:
+    def decode() -> None:
         prompts = [
             tuple(rng.integers(0, tenants.base.cfg.vocab_size, 8).tolist())
             for _ in range(config.decode.rows)
         ]
-        most, began = config.decode.tokens, time.perf_counter()
+        most = config.decode.tokens
         tenants.server.engine.generate(
             [Request(p, max_tokens=most, temperature=1.0, seed=i) for i, p in enumerate(prompts)]
         )
-        return config.decode.rows * config.decode.tokens / (time.perf_counter() - began)
 
     def train(name: str, ended: threading.Event) -> None:
         while not ended.is_set():
             tenants.round(name)
 
     decode()
-    rates: dict[str, list[float]] = {"quiet": [], "training": []}
-    durable = tenants.durable
+    durable, done = tenants.durable, 0
     durable.gaps.clear()
-    progress = Progress("decoding with and without training", config.n)
-    while (done := len(rates["quiet"])) < config.n or (not durable.gaps and done < 20 * config.n):
-        rates["quiet"].append(decode())
+    progress = Progress("decoding while tenants train", config.n)
+    while done < config.n or (not durable.gaps and done < 20 * config.n):
         ended = threading.Event()
         threads = [threading.Thread(target=train, args=(name, ended)) for name in names[:2]]
         for thread in threads:
             thread.start()
-        rates["training"].append(decode())
+        decode()
         ended.set()
         for thread in threads:
             thread.join()
-        progress.update(min(config.n, len(rates["training"])))
+        done += 1
+        progress.update(min(config.n, done))
     return {
         "gap_p50_ms": timing.percentile(durable.gaps, 50, 1e3),
         "gap_p90_ms": timing.percentile(durable.gaps, 90, 1e3),
         "gap_bound_ms": 1e3 * durable.gap_s,
-        "decode_share": timing.ratio(rates, "training", "quiet"),
     }
 
 
@@ -232,8 +229,6 @@ def _handoff(config: Any, tenants: _Tenants, name: str) -> dict[str, Any]:
     return {
         "handoff_p50_ms": timing.percentile(handoff, 50, 1e3),
         "handoff_p95_ms": timing.percentile(handoff, 95, 1e3),
-        "first_token_p50_ms": timing.percentile(first, 50, 1e3),
-        "prefill_p50_ms": timing.percentile(prefill, 50, 1e3),
         "wrong_revisions": wrong,
     }
 
@@ -246,11 +241,8 @@ def _memory(config: Any, tenants: _Tenants, live: Trainer) -> dict[str, Any]:
         name = tenants.join()
         tenants.round(name)
         per.append(host.rss_bytes() - before)
-    one = live.read_state(name)
-    return {
-        "rss_a_tenant": timing.mean(x / one.nbytes for x in per),
-        "tenant_mb": round(one.nbytes / 1e6, 1),
-    }
+    nbytes = live.read_state(name).nbytes
+    return {"rss_a_tenant": timing.mean(x / nbytes for x in per)}
 
 
 def run(config: Any, workdir: Path) -> dict[str, Any]:
@@ -278,17 +270,10 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
                 | _gaps(config, tenants, names)
             )
             found |= _handoff(config, tenants, names[0]) | _memory(config, tenants, server.live)
-    live = server.live
-    tokens = config.sequences * config.tokens
     return {
         "base": config.base,
         "dtype": config.dtype,
         "weights": base.weights,
         "errors": tenants.errors,
         **found,
-        "tokens_a_round": tokens,
-        "steps": live.counts["steps"],
-        "tokens_over_padded": round(
-            live.counts["tokens"] / max(1, live.counts["padded_tokens"]), 3
-        ),
     }

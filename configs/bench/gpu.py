@@ -1,4 +1,4 @@
-"""One GPU against its own limits: training, decoding, prefill, handoff, experts, and peers.
+"""One GPU against its own limits: training, decoding, prefill, handoff, and peers.
 
 Command: python -m benchmarks --config=configs/bench/gpu.py --workdir=runs/bench/gpu
 Short: --config=configs/bench/gpu.py:ci
@@ -22,19 +22,17 @@ def get_config(size: str = "h100") -> ConfigDict:
         {  # seconds that must be left for a part to begin, and after which it adds no further row
             "floors": (10, 40),
             "train_passes": (40, 100),
-            "train_1": (60, 200),
             "decode": (30, 120),
             "prefill": (15, 60),
             "adapters": (30, 90),
             "train_8": (60, 150),
             "handoff": (30, 90),
-            "experts": (25, 90),
             "peers": (60, 150),
         }
     )
     config.parts = (
         *("peers", "floors", "decode", "adapters", "train_passes"),
-        *("train_1", "prefill", "handoff", "train_8", "experts"),
+        *("prefill", "handoff", "train_8"),
     )
     config.floors = ConfigDict({"read_bytes": 4 << 30, "rows": 16384, "loops": 8})
     config.train = ConfigDict({"rows": 32, "tokens": 512, "rank": 16, "pass_tokens": 8192})
@@ -50,29 +48,16 @@ def get_config(size: str = "h100") -> ConfigDict:
     )
     config.prefill = ConfigDict({"tokens": 8192})
     config.handoff = ConfigDict({"rank": 32, "prompt": 32, "n": 40, "cache_bytes": 1 << 30})
-    cells = {
-        "decode_64": {"tokens": 64, "adapters": 64, "rank": 16, "backward": False},
-        "prefill_8": {"tokens": 1024, "adapters": 8, "rank": 16, "backward": False},
-        "train_8": {"tokens": 2048, "adapters": 8, "rank": 16, "backward": True},
-    }
-    shape = {"experts": 128, "per_token": 8, "d_model": 2048, "width": 768}  # Qwen3-30B-A3B's
-    config.experts = ConfigDict({"size": shape, "cells": cells, "loops": 20})
     config.peers = ConfigDict({"base": "random:qwen3-4b", "rows": 16})  # rows of one pass
     if size == "ci":
         config.base = "tiny-random"
         config.n = 1
-        config.parts = tuple(part for part in config.parts if part != "train_1")
         config.floors.update({"read_bytes": 1 << 20, "rows": 64, "loops": 2})
         config.train.update({"rows": 8, "tokens": 16, "rank": 2, "pass_tokens": 64})
         config.decode.update({"rows": (2,), "context": 32, "tokens": 16, "rank": 2})
         config.decode.update({"cache_bytes": 1 << 24, "adapters": (1, 2)})
         config.prefill.tokens = 64
         config.handoff.update({"rank": 2, "prompt": 8, "n": 3, "cache_bytes": 1 << 22})
-        config.experts.size.update({"experts": 4, "per_token": 2, "d_model": 128, "width": 128})
-        del config.experts.cells.prefill_8
-        for cell in config.experts.cells.values():
-            cell.update({"tokens": 16, "adapters": 2, "rank": 2})
-        config.experts.loops = 2
         config.peers.base = ""  # none: tests of the others import torch
     elif size != "h100":
         raise ValueError(f"gpu size {size!r}; expected h100 or ci")

@@ -1,11 +1,11 @@
-"""A sweep reports failed points and published figures; two reports can be compared."""
+"""A sweep reports failed points and published figures."""
 
 import functools
 import json
 
 import pytest
 
-from benchmarks import compare, launch
+from benchmarks import launch
 from benchmarks.sweeps import runner
 from tests.benchmarks import fake_job
 
@@ -70,24 +70,3 @@ def test_a_failed_point_is_in_status_result_and_report(swept):
     swept(fail=1)
     ran = (folder / "points" / "ran").read_text().split()
     assert ran == ["g-k=0", "g-k=1", "g-k=2", "g-k=1"], "only the failed point runs again"
-
-
-def figure(median, low, high):
-    return {"median": median, "interval": [low, high], "n": 5}
-
-
-def report(**figures):
-    rows = [{"settings": {"k": 1}, "figures": figures}]
-    return {"sweep": "fake", "points": [{"grid": "g", "rows": rows}]}
-
-
-def test_differences_outside_of_the_intervals_are_marked():
-    a = report(s=figure(1.0, 0.9, 1.1), t=figure(1.0, 0.9, 1.1), count=3, a=1, text="memory")
-    b = report(s=figure(1.2, 1.05, 1.3), t=figure(0.8, 0.7, 0.89), count=4)
-    lines = compare.table(a, b).splitlines()[2:]
-    assert [line.split(" | ")[0] for line in lines] == [
-        f"| g: k 1: {n}" for n in ("s", "t", "count")
-    ]
-    assert ["outside" in line for line in lines] == [False, True, True]
-    assert "| 0.8 | outside |" in lines[1]
-    assert "outside" not in compare.table(a, a)
