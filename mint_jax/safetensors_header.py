@@ -3,10 +3,12 @@ strictly.
 """
 
 import json
+from pathlib import Path
 from typing import Any
 
 from mint_jax.errors import UserError
 
+MOST = 100_000_000  # bytes; the limit of the safetensors package
 _PICKLE = "a pickle, which can run code when it is read"
 _OTHER_FORMATS = {  # formats mistaken for weights, by first bytes
     b"PK\x03\x04": "a zip archive (PyTorch's format, which can run code when it is read)",
@@ -18,6 +20,16 @@ _OTHER_FORMATS = {  # formats mistaken for weights, by first bytes
     b"\x93NUMPY": "a numpy file",
     b"\x89HDF": "an HDF5 file",
 }
+
+
+def read_header(path: Path, most: int = MOST, what: str = "") -> tuple[dict[str, Any], int]:
+    """Returns a file's header, at most ``most`` bytes, and where its data start. Errors name
+    ``what``, or else the file.
+    """
+    what = what or f"the header of {path}"
+    with open(path, "rb") as file:
+        size = header_size(file.read(8), path.stat().st_size, most, what)
+        return parse_object(file.read(size), what), 8 + size
 
 
 def header_size(head: bytes, size: int, most: int, what: str) -> int:

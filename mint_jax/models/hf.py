@@ -30,13 +30,13 @@ from mint_jax.lora.peft import BaseNames
 from mint_jax.models import published, quantised, stored, transformer
 from mint_jax.models.config import ModelConfig
 from mint_jax.models.hf_config import read_config
+from mint_jax.models.lazy import Computed
 from mint_jax.params import ParamSpec
-from mint_jax.safetensors_header import header_size, parse_object
+from mint_jax.safetensors_header import read_header
 
 _log = logging.getLogger(__name__)
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors package
 
 
 def _matrices(path: str, below: str, *names: str) -> dict[str, str]:
@@ -437,42 +437,32 @@ def _open(directory: Path, file: str) -> Any:
         ) from None
 
 
-class _Expert:
+class _Expert(Computed):
     """One expert's matrix ``[out, in]`` of a fused tensor, as lazily read as that."""
 
     def __init__(self, fused: Any, expert: int, rows: slice):
-        self._fused, self._expert = fused, expert
-        self._rows = range(*rows.indices(fused.get_shape()[1]))
+        _, all_rows, *columns = fused.get_shape()
+        self._fused, self._expert, self._rows = fused, expert, range(*rows.indices(all_rows))
+        super().__init__([len(self._rows), *columns], fused.get_dtype())
 
-    def get_shape(self) -> list[int]:
-        return [len(self._rows), *self._fused.get_shape()[2:]]
-
-    def get_dtype(self) -> str:
-        return self._fused.get_dtype()
-
-    def __getitem__(self, index: Any) -> np.ndarray:
-        rows, *columns = index if isinstance(index, tuple) else (index,)
+    def _part(self, spans: list[slice]) -> np.ndarray:
+        rows, *columns = spans
         picked, own = self._rows[rows], slice(self._expert, self._expert + 1)
         span = slice(picked.start, picked[-1] + 1) if picked else slice(0, 0)
         # Files are read without steps.
         return np.asarray(self._fused[(own, span, *columns)])[0, :: picked.step]
 
 
-class _Stacked:
+class _Stacked(Computed):
     """Tensors one after another, lazily read as one."""
 
     def __init__(self, parts: list[Any]):
+        sizes, *rest = zip(*(part.get_shape() for part in parts))
+        super().__init__([sum(sizes), *(of[0] for of in rest)], parts[0].get_dtype())
         self._parts = parts
 
-    def get_shape(self) -> list[int]:
-        sizes, *rest = zip(*(part.get_shape() for part in self._parts))
-        return [sum(sizes), *(of[0] for of in rest)]
-
-    def get_dtype(self) -> str:
-        return self._parts[0].get_dtype()
-
-    def __getitem__(self, index: Any) -> np.ndarray:
-        rows, *others = index if isinstance(index, tuple) else (index,)
+    def _part(self, spans: list[slice]) -> np.ndarray:
+        rows, *others = spans
         return np.concatenate([part[(slice(None), *others)] for part in self._parts])[rows]
 
 
@@ -825,12 +815,8 @@ def _spans(directory: Path) -> Iterator[tuple[str, dict[str, Any], tuple[Path, i
     # Format of safetensors: u64 header size, JSON header, data.
     stored_in = Checkpoint(directory).stored
     for path in sorted({directory / file for file in stored_in.values()}):
-        with open(path, "rb") as file:
-            size = header_size(
-                file.read(8), path.stat().st_size, MAX_HEADER, f"the header of {path}"
-            )
-            header = parse_object(file.read(size), f"the header of {path}")
+        header, data = read_header(path)
         for name, entry in header.items():
             if name != "__metadata__" and stored_in[name] == path.name:
                 start, stop = entry["data_offsets"]
-                yield name, entry, (path, 8 + size + start, 8 + size + stop)
+                yield name, entry, (path, data + start, data + stop)

@@ -15,16 +15,16 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from mint_jax.errors import UserError
+from mint_jax.models.lazy import Computed, Slice
 from mint_jax.models.words import Words
-from mint_jax.safetensors_header import header_size, parse_object
+from mint_jax.safetensors_header import read_header
 
-MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors package
 _FLOAT8 = {
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
@@ -67,7 +67,7 @@ class Scheme:
         """Suffix of the dequantised tensor."""
         return "" if self.pairs else ".weight"
 
-    def matrix(self, name: str, parts: list["Slice"]) -> "Slice":
+    def matrix(self, name: str, parts: list[Slice]) -> Slice:
         """Returns one quantised tensor; raises ``UserError`` if its parts do not fit together."""
         return Pairs(name, *parts) if self.pairs else Dequantised(name, self, parts)
 
@@ -78,14 +78,6 @@ _E2M1 = 2 * np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _E2M1 = np.concatenate([_E2M1, -_E2M1])
 _PAIRS = np.stack([_E2M1[np.arange(256) & 15], _E2M1[np.arange(256) >> 4]], axis=-1)
 _POWERS = np.ldexp(np.float32(1), np.arange(-128, 128))
-
-
-class Slice(Protocol):
-    """A lazily read tensor, as ``safetensors.safe_open(...).get_slice`` returns it."""
-
-    def get_shape(self) -> list[int]: ...
-    def get_dtype(self) -> str: ...
-    def __getitem__(self, index: Any) -> np.ndarray: ...
 
 
 def scheme_of(config: Mapping[str, Any]) -> Scheme | Words | None:
@@ -255,7 +247,7 @@ def quantised_modules(scheme: Scheme | Words, names: Iterable[str]) -> list[str]
     return list(modules)
 
 
-class Pairs:
+class Pairs(Computed):
     """Experts' matrices ``[E, out, in]`` in MXFP4, read and dequantised slice by slice: ``blocks
     [E, out, in / 32, 16]`` of two values in a byte, the lower half first, and ``scales [E, out, in
     / 32]``, exponents.
@@ -269,17 +261,12 @@ class Pairs:
                 f"the blocks and scales of {name!r} are {found}; expected U8 [experts, rows,"
                 " columns / 32, 16] and U8 without the last: config.json and weights do not match"
             )
-        self._blocks, self._scales, self._shape = blocks, scales, [*grid[:2], grid[2] * 2 * width]
+        super().__init__([*grid[:2], grid[2] * 2 * width], "F32")
+        self._blocks, self._scales = blocks, scales
 
-    def get_shape(self) -> list[int]:
-        return list(self._shape)
-
-    def get_dtype(self) -> str:
-        return "F32"
-
-    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
-        *outer, columns = (*index, slice(None))[:3]
-        start, stop, _ = columns.indices(self._shape[2])
+    def _part(self, spans: list[slice]) -> np.ndarray:
+        *outer, columns = spans
+        start, stop = columns.start, columns.stop
         groups = slice(start // 32, -(-stop // 32))
         packed, scales = (np.asarray(x[(*outer, groups)]) for x in (self._blocks, self._scales))
         # Both halves of each byte by one lookup.
@@ -288,25 +275,20 @@ class Pairs:
         return values[..., start - groups.start * 32 :][..., : stop - start]
 
 
-class Transposed:
+class Transposed(Computed):
     """Experts' matrices ``[E, out, in]`` of a file that stores ``[E, in, out]``."""
 
     def __init__(self, stored: Slice):
+        first, *rest = stored.get_shape()
+        super().__init__([first, *rest[::-1]], stored.get_dtype())
         self._stored = stored
 
-    def get_shape(self) -> list[int]:
-        first, *rest = self._stored.get_shape()
-        return [first, *rest[::-1]]
-
-    def get_dtype(self) -> str:
-        return self._stored.get_dtype()
-
-    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
-        experts, rows, columns = (*index, slice(None))[:3]
+    def _part(self, spans: list[slice]) -> np.ndarray:
+        experts, rows, columns = spans
         return np.asarray(self._stored[experts, columns, rows]).swapaxes(1, 2)
 
 
-class Dequantised:
+class Dequantised(Computed):
     """One quantised matrix ``[out, in]``, read and dequantised slice by slice.
 
     Raises:
@@ -333,7 +315,7 @@ class Dequantised:
                     f" {declared}: the checkpoint is damaged, fetch it again"
                 )
             columns = declared[1]
-        self._shape = [rows, columns]
+        super().__init__([rows, columns], scales.get_dtype() if scheme.compressed else "F32")
         self._block = scheme.block[0], scheme.block[1] or columns
         grid = [math.ceil(n / b) for n, b in zip(self._shape, self._block)]
         allowed = _SCALES if scheme.compressed else (*_SCALES, "F8_E8M0")
@@ -343,19 +325,8 @@ class Dequantised:
                 f" {' or '.join(allowed)} {grid}: config.json and weights do not match"
             )
 
-    def get_shape(self) -> list[int]:
-        return list(self._shape)
-
-    def get_dtype(self) -> str:
-        return self._scales.get_dtype() if self._scheme.compressed else "F32"
-
-    def __getitem__(self, index: Any) -> np.ndarray:
-        index = index if isinstance(index, tuple) else (index,)
-        index = tuple(i for i in index if i is not Ellipsis)
-        spans = [slice(*one.indices(n)) for one, n in zip(index, self._shape)]
-        spans += [slice(0, n, 1) for n in self._shape[len(spans) :]]
+    def _part(self, spans: list[slice]) -> np.ndarray:
         rows, columns = spans
-        assert rows.step == columns.step == 1
         values = self._read(rows, columns)
         blocks = tuple(slice(s.start // b, -(-s.stop // b)) for s, b in zip(spans, self._block))
         scales = np.asarray(self._scales[blocks])
@@ -388,24 +359,18 @@ class Dequantised:
         return values
 
 
-class Float8:
+class Float8(Computed):
     """A float8 tensor of a file, which the safetensors package does not read into NumPy."""
 
     def __init__(self, path: Path, name: str):
-        entry, start = _entry(path, name)
-        self._dtype, self._shape = entry["dtype"], entry["shape"]
-        dtype = _FLOAT8[self._dtype]
-        raw = np.memmap(path, np.uint8, "r", start, math.prod(self._shape) or 1)
-        self._array = raw[: math.prod(self._shape)].view(dtype).reshape(self._shape)
+        fields, start = _header(path)
+        super().__init__(fields[name]["shape"], fields[name]["dtype"])
+        start, size = start + fields[name]["data_offsets"][0], math.prod(self._shape)
+        raw = np.memmap(path, np.uint8, "r", start, size or 1)
+        self._array = raw[:size].view(_FLOAT8[self._dtype]).reshape(self._shape)
 
-    def get_shape(self) -> list[int]:
-        return list(self._shape)
-
-    def get_dtype(self) -> str:
-        return self._dtype
-
-    def __getitem__(self, index: Any) -> np.ndarray:
-        return self._array[index]
+    def _part(self, spans: list[slice]) -> np.ndarray:
+        return self._array[tuple(spans)]
 
 
 def is_float8(dtype: str) -> bool:
@@ -413,14 +378,4 @@ def is_float8(dtype: str) -> bool:
     return dtype in _FLOAT8
 
 
-def _entry(path: Path, name: str) -> tuple[dict[str, Any], int]:
-    """Returns a tensor's header entry, and the file position of its bytes."""
-    header, start = _header(path)
-    return header[name], start + header[name]["data_offsets"][0]
-
-
-@functools.lru_cache(maxsize=8)
-def _header(path: Path) -> tuple[dict[str, Any], int]:
-    with open(path, "rb") as file:
-        size = header_size(file.read(8), path.stat().st_size, MAX_HEADER, f"the header of {path}")
-        return parse_object(file.read(size), f"the header of {path}"), 8 + size
+_header = functools.lru_cache(maxsize=8)(read_header)

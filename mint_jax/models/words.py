@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from mint_jax.errors import UserError
+from mint_jax.models.lazy import Computed
 
 _ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # nibble of a word that has the next output, AWQ
 _DAMAGED = "config.json and weights do not match"
@@ -52,7 +53,7 @@ class Words:
         return parts.reshape(len(words), -1).astype(np.int32)
 
 
-class WordMatrix:
+class WordMatrix(Computed):
     """One matrix, ``[out, in]`` as a Linear has it, read and dequantised slice by slice.
 
     Raises:
@@ -87,18 +88,10 @@ class WordMatrix:
                 f"the parts of {name!r} are {found}; expected {expected} with scales in F16, BF16"
                 f" or F32: {_DAMAGED}"
             )
-        self._shape = [outputs, inputs]
+        super().__init__([outputs, inputs], scales.get_dtype())
 
-    def get_shape(self) -> list[int]:
-        return list(self._shape)
-
-    def get_dtype(self) -> str:
-        return self._scales.get_dtype()
-
-    def __getitem__(self, index: Any) -> np.ndarray:
-        index = index if isinstance(index, tuple) else (index,)
-        spans = [slice(*one.indices(n)) for one, n in zip(index, self._shape)]
-        outputs, inputs = spans + [slice(0, n) for n in self._shape[len(spans) :]]
+    def _part(self, spans: list[slice]) -> np.ndarray:
+        outputs, inputs = spans
         values = self._integers(inputs, outputs).astype(np.float32)
         groups = self._groups(inputs)
         for group in np.unique(groups):  # one at a time: scales of all would double the memory

@@ -19,7 +19,7 @@ from mint_jax.lora import peft, tree
 from mint_jax.lora.config import MAX_RANK, SHARED_OUTER
 from mint_jax.lora.fused import DEFAULT_ALPHA, DEFAULT_RANK, STACKED
 from mint_jax.models.outline import Outline
-from mint_jax.safetensors_header import header_size, parse_json, parse_object
+from mint_jax.safetensors_header import parse_json, read_header
 
 MAX_CONFIG = 4 << 20
 MAX_HEADER = 64 << 20  # Kimi-K2 has 138,000 factors of experts, 24 MB of header
@@ -117,10 +117,7 @@ def _check_directory(source: Source, base: Outline, max_bytes: int) -> set[str]:
 
 
 def _read_header(path: Path) -> dict[str, Any]:
-    what = f"{WEIGHTS}: its header"
-    with open(path, "rb") as file:
-        count = header_size(file.read(8), path.stat().st_size, MAX_HEADER, what)
-        fields = parse_object(file.read(count), what)
+    fields, _ = read_header(path, MAX_HEADER, f"{WEIGHTS}: its header")
     fields.pop("__metadata__", None)
     return fields
 
