@@ -325,6 +325,10 @@ class GrpoSettings(TrainingSettings, SamplerSettings):
     max_staleness: Natural = setting(
         "updates by which the weights that draw a rollout may be behind; 0: none", 0
     )
+    partial_rollouts: bool = setting(
+        "with max_staleness: completions in parts, which go on under the weights of each update",
+        False,
+    )
     reward_workers: Count = setting("threads that compute rewards", 4)
     reward_timeout: Amount = setting(REWARD_TIMEOUT, scoring.TIMEOUT_S)
     reward_processes: Natural = setting(
@@ -346,6 +350,16 @@ class GrpoSettings(TrainingSettings, SamplerSettings):
                     f" {policy.loss.kind!r}, which does not correct for rollouts of older weights:"
                     " choose importance_sampling or ppo, say, or max_staleness 0"
                 )
+            if self.partial_rollouts and policy.rollout_revision:
+                raise UserError(
+                    f"partial_rollouts is True, but policies.{name}.rollout_revision is"
+                    f" {policy.rollout_revision!r}, whose weights no update changes: drop one"
+                )
+        if self.partial_rollouts and not self.max_staleness:
+            raise UserError(
+                "partial_rollouts is True, but max_staleness is 0, so that no update comes before a"
+                " completion ends: set max_staleness to 1 or more, or drop partial_rollouts"
+            )
 
     def preflight(self) -> None:
         super().preflight()

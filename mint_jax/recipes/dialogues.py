@@ -22,24 +22,33 @@ REPLY = "7f3a91c05e8d4b26"  # stands for a turn of the policy; no template has i
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Dialogue(Completion):
-    """A conversation so far. ``finish`` is ``length`` if ``max_tokens`` cut off a turn, or a limit
-    ended the conversation.
+class Continued(Completion):
+    """A completion that several calls of the sampler draw.
 
     Attributes:
         turns: number of the turn that drew each of ``tokens``, from 1; 0 for the environment's,
             whose log-probabilities are 0.
-        texts: the text of each of the policy's turns.
-        reward: sum over the turns that the environment has answered; NaN if it failed.
-        reply: tokens of the observation that the next turn reads; None before it is there.
         is_open: further turns may follow.
     """
 
     turns: list[int] = dataclasses.field(default_factory=list)
+    is_open: bool = True
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Dialogue(Continued):
+    """A conversation so far. ``finish`` is ``length`` if ``max_tokens`` cut off a turn, or a limit
+    ended the conversation.
+
+    Attributes:
+        texts: the text of each of the policy's turns.
+        reward: sum over the turns that the environment has answered; NaN if it failed.
+        reply: tokens of the observation that the next turn reads; None before it is there.
+    """
+
     texts: tuple[str, ...] = ()
     reward: float = 0.0
     reply: list[int] | None = None
-    is_open: bool = True
 
 
 def begun_by(turn: Completion) -> Dialogue:
@@ -56,23 +65,32 @@ def continued(
     Args:
         prompt: token ids of the first turn's prompt.
     """
-    nothing, routes, number = [0.0] * len(between), None, len(dialogue.texts) + 1
-    old, read, new = dialogue.routes, turn.prompt_routes, turn.routes
-    if old is not None and read is not None and new is not None:
-        first = len(prompt) + len(dialogue.tokens) - 1
-        routes = np.concatenate([old, read[first : first + len(between)], new])
     return dataclasses.replace(
         dialogue,
-        tokens=[*dialogue.tokens, *between, *turn.tokens],
-        logprobs=[*dialogue.logprobs, *nothing, *turn.logprobs],
-        drawn_logprobs=[*dialogue.drawn_logprobs, *nothing, *turn.drawn_logprobs],
-        turns=dialogue.turns + [0] * len(between) + [number] * len(turn.tokens),
+        **joined(dialogue, prompt, between, turn),
         finish="length" if "length" in (dialogue.finish, turn.finish) else turn.finish,
         text=turn.text,
         texts=(*dialogue.texts, turn.text or ""),
-        routes=routes,
         reply=None,
     )
+
+
+def joined(
+    before: Continued, prompt: Sequence[int], between: Sequence[int], turn: Completion
+) -> dict[str, Any]:
+    """Returns the fields by token of a completion with a further turn; see ``continued``."""
+    nothing, routes, number = [0.0] * len(between), None, max(before.turns) + 1
+    old, read, new = before.routes, turn.prompt_routes, turn.routes
+    if old is not None and read is not None and new is not None:
+        first = len(prompt) + len(before.tokens) - 1
+        routes = np.concatenate([old, read[first : first + len(between)], new])
+    return {
+        "tokens": [*before.tokens, *between, *turn.tokens],
+        "logprobs": [*before.logprobs, *nothing, *turn.logprobs],
+        "drawn_logprobs": [*before.drawn_logprobs, *nothing, *turn.drawn_logprobs],
+        "turns": before.turns + [0] * len(between) + [number] * len(turn.tokens),
+        "routes": routes,
+    }
 
 
 def answered(
@@ -104,8 +122,8 @@ def turn_seed(seed: int, sample: int, turns: int) -> int:
 
 def turns_of(completion: Completion) -> list[int]:
     """Returns the number of the turn that drew each token; 0 for the environment's."""
-    is_dialogue = isinstance(completion, Dialogue)
-    return completion.turns if is_dialogue else [1] * len(completion.tokens)
+    is_joined = isinstance(completion, Continued)
+    return completion.turns if is_joined else [1] * len(completion.tokens)
 
 
 def drawn_mask(completion: Completion) -> list[bool]:

@@ -96,7 +96,7 @@ def train(
         stale = in_flight.InFlight(run, job, phases.units)
         for phase, unit in phases:
             if phase == phases_lib.ROLLOUT:  # sample; rewards are computed in other threads
-                unit.score(job.reward, job.rollout(unit.names, unit.step))
+                unit.score(job.reward, *job.next_rollout(unit))
                 continue
             scored = unit.scored()
             if further := job.further(scored, unit.step, unit.step - unit.done):
@@ -148,9 +148,25 @@ class ConcurrentGrpo(PolicySampler):
         """Returns rewards ``[Q, G]`` of a rollout, as ``turns.reward``; ``update`` shares them."""
         return turns.reward(self, name, rollout)
 
+    def next_rollout(
+        self, unit: phases_lib.Unit
+    ) -> tuple[dict[str, Rollout], dict[int, dict[str, Rollout]]]:
+        """Samples the prompts of a step, and in the same call the next part of partial rollouts of
+        earlier steps, if they go on; returns both, the latter by step.
+        """
+        unfinished = {
+            (step, name): rollout
+            for step, rollouts in unit.in_flight().items()
+            for name, rollout in rollouts.items()
+            if self.members[name].part and self._goes_on(name, rollout, step - unit.done)
+        }
+        new, grown = self.draw(unit.names, unit.step, unfinished=unfinished)
+        steps = {step: {n: r for (k, n), r in grown.items() if k == step} for step, _ in grown}
+        return new, steps
+
     def goes_on(self, rollouts: Mapping[str, Rollout], left: int) -> bool:
-        """Returns whether conversations have a further turn before the next update, ``left``
-        updates before their own: with ``max_staleness`` the turns are spread over the updates.
+        """Returns whether completions have a further turn or part before the next update, ``left``
+        updates before their own: with ``max_staleness`` these are spread over the updates.
         """
         return any(self._goes_on(name, rollout, left) for name, rollout in rollouts.items())
 
@@ -161,18 +177,20 @@ class ConcurrentGrpo(PolicySampler):
     def further(
         self, scored: dict[str, tuple[Rollout, np.ndarray]], step: int, left: int
     ) -> dict[str, Rollout]:
-        """Samples the next turn of conversations that go on, else prompts in place of those from
-        which a policy would learn nothing, if it resamples. Returns the rollouts of all these
+        """Samples the next turn or part of completions that go on, else prompts in place of those
+        from which a policy would learn nothing, if it resamples. Returns the rollouts of all these
         policies, or none if nothing is to be drawn. ``left``: see ``goes_on``.
         """
         going = {n: one for n, one in scored.items() if self._goes_on(n, one[0], left)}
-        if drawn := turns.next_turns(self, going):
+        partial = {(step, n): r for n, (r, _) in going.items() if self.members[n].part}
+        parts = self.draw([], step, unfinished=partial)[1] if partial else {}
+        drawn = {n: r for (_, n), r in parts.items()}
+        if drawn := drawn | turns.next_turns(self, {n: going[n] for n in going.keys() - drawn}):
             ended = {n: one for n, one in scored.items() if not one[0].is_open}
             known = turns.shared(ended) if ended else {}
-            out = {
-                n: r.extended(None, known[n]) if n in known else r for n, (r, _) in scored.items()
-            }
-            return out | {name: r.marked(self.drawer(name)) for name, r in drawn.items()}
+            ended = {n: r.extended(None, known[n]) for n, (r, _) in ended.items()}
+            went_on = {n: r.marked(self.drawer(n)) for n, r in drawn.items()}
+            return {n: r for n, (r, _) in scored.items()} | ended | went_on
         if not any(self.members[name].sampling.resample for name in scored):
             return {}
         known, spans = turns.shared(scored), dict[str, range]()

@@ -11,7 +11,7 @@ import numpy as np
 
 from mint_jax.harness.recorder import Snapshot
 from mint_jax.harness.training import TrainingRun
-from mint_jax.recipes.dialogues import Dialogue
+from mint_jax.recipes.dialogues import Continued, Dialogue
 from mint_jax.recipes.rollouts import PolicySampler, Rollout
 from mint_jax.rollout.request import Completion
 from mint_jax.train.phases import Unit
@@ -20,7 +20,7 @@ LISTS = {
     "tokens": np.int32,
     "logprobs": np.float32,
     "drawn_logprobs": np.float32,
-    "turns": np.int32,  # of a conversation
+    "turns": np.int32,  # of a conversation, or of parts
 }
 ROUTES = "routes", "prompt_routes"
 FIELDS = "finish", "text", "revision", "texts", "reward", "is_open"
@@ -91,6 +91,8 @@ def from_json(saved: Mapping[str, Any], sampler: PolicySampler, name: str, step:
         fields |= {n: _unpack(row[n]) for n in ROUTES if n in row}
         if "turns" not in row:
             return Completion(**fields)
+        if "texts" not in row:
+            return Continued(**fields)
         fields["texts"] = tuple(row["texts"])
         return Dialogue(**fields)
 

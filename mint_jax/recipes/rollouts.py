@@ -29,7 +29,7 @@ from mint_jax.lora.tree import Slot, Stacks
 from mint_jax.models import base as base_lib
 from mint_jax.models import moe
 from mint_jax.models.base import Base
-from mint_jax.recipes import dialogues
+from mint_jax.recipes import dialogues, parts
 from mint_jax.recipes.dialogues import Dialogue
 from mint_jax.residency.pool import Pool
 from mint_jax.rollout.engine import Engine
@@ -62,10 +62,19 @@ class Player:
 @dataclasses.dataclass
 class Member(Player, PolicyData):
     """A policy in training; ``train`` and ``held_out`` are token ids of prompts, ``turns_at_once``
-    is the number of turns that a conversation may have between two updates.
+    is the number of turns, or parts, that a completion may have between two updates. ``part`` is
+    the largest number of tokens of a part; 0: completions are drawn whole.
     """
 
     turns_at_once: int = 1
+    part: int = 0
+
+    def begun(self, completions: list[list[Completion]]) -> list[list[Completion]]:
+        """Returns first parts as unfinished completions, first turns as conversations."""
+        if not self.part:
+            return self.opened(completions)
+        most = self.sampling.max_tokens
+        return [[parts.begun_by(c, most) for c in group] for group in completions]
 
 
 @dataclasses.dataclass
@@ -97,8 +106,8 @@ class Rollout:
 
     @property
     def is_open(self) -> bool:
-        """True while conversations go on."""
-        return any(d.is_open for group in self.conversations for d in group)
+        """True while conversations or partial completions go on."""
+        return bool(parts.open_ones(self.completions))
 
     @property
     def turns(self) -> int:
@@ -145,6 +154,8 @@ def members_of(config: GrpoSettings, base: Base) -> dict[str, Member]:
         if made.converses:
             _check_conversation(name, base, made)
             made.turns_at_once = -(-sampling.max_turns // (config.max_staleness + 1))
+        elif config.partial_rollouts:
+            made.part = -(-sampling.max_tokens // (config.max_staleness + 1))
         members[name] = made
     prompts = [[m.train, m.held_out] for m in members.values()]
     multihost.require_same("the prompts", lambda: prompts)
@@ -233,22 +244,44 @@ class PolicySampler:
         one for those with fixed adapters. ``spans`` are places in the order of a policy's prompts
         in this step, by default those of the first draw.
         """
+        return self.draw(names, step, spans)[0]
+
+    def draw(
+        self,
+        names: Sequence[str],
+        step: int,
+        spans: Mapping[str, range] = MappingProxyType({}),
+        unfinished: Mapping[tuple[int, str], Rollout] = MappingProxyType({}),
+    ) -> tuple[dict[str, Rollout], dict[tuple[int, str], Rollout]]:
+        """Samples as ``rollout``, and in the same call the next part of ``unfinished`` rollouts by
+        step and policy; returns these too.
+        """
         order = multihost.agree(
             "data order", lambda: {n: self._draw(n, step, spans.get(n)) for n in names}
         )
-        out = {}
+        out, rest = dict[str, Rollout](), dict[str, Iterator[list[Completion]]]()
         for is_fixed in (False, True):
-            rows = [
-                (name, self.members[name].train[i], self.members[name].sampling.group_size, seed)
-                for name in names
-                for i, seed in order[name]
-                if (name in self.fixed) == is_fixed
-            ]
+            rows = []
+            for name in names:
+                if (name in self.fixed) == is_fixed:
+                    member = self.members[name]
+                    n, most = member.sampling.group_size, member.part or member.sampling.max_tokens
+                    rows += [(name, member.train[i], n, seed, most) for i, seed in order[name]]
+            for (_, name), rollout in unfinished.items() if not is_fixed else ():
+                rows += parts.rows_of(name, self.members[name], rollout)
             for name, completions in self.sample(rows, is_fixed).items():
-                made, drawers = self.members[name].opened(completions), [self.drawer(name)]
-                out[name] = self._rollout(name, order[name], made, [drawers] * len(made))
+                new = len(order.get(name, ()))
+                made, drawers = self.members[name].begun(completions[:new]), [self.drawer(name)]
+                if new:
+                    out[name] = self._rollout(name, order[name], made, [drawers] * new)
+                rest[name] = iter(completions[new:])
                 self.tokens += sum(len(c.tokens) for group in completions for c in group)
-        return {name: out[name] for name in names}
+        decode = self.base.need_tokenizer().decode
+        grown = {
+            (step, n): parts.grown(self.members[n], one, rest[n], decode).marked(self.drawer(n))
+            for (step, n), one in unfinished.items()
+        }
+        return {name: out[name] for name in names}, grown
 
     def drawer(self, name: str) -> "Snapshot | str":
         """Returns what a policy's rollouts are drawn by: its present adapter, or a fixed digest."""
@@ -296,11 +329,13 @@ class PolicySampler:
         return out
 
     def sample(
-        self, rows: Sequence[tuple[str, list[int], int, int]], is_fixed: bool, *finished: Any
+        self, rows: Sequence[tuple[Any, ...]], is_fixed: bool, *finished: Any
     ) -> dict[str, list[list[Completion]]]:
-        """Samples rows of policy, prompt, number of completions and seed, in one engine call."""
+        """Samples rows of policy, prompt, number of completions and seed, and the largest number of
+        tokens if it is not the policy's, in one engine call.
+        """
         requests, out = [], {name: [] for name, *_ in rows}
-        for name, prompt, n, seed in rows:
+        for name, prompt, n, seed, *limit in rows:
             weights: dict[str, Any] = {"version": self.trainer.versions[name]}
             slot = self.trainer.slots[name]
             if is_fixed:
@@ -309,13 +344,15 @@ class PolicySampler:
             drawing = self.members[name].sampling.drawing
             how: Any = {"n": n, "seed": seed, "stop_ids": self.stop_ids, **drawing, **weights}
             how["drafts"] = self._last.get((name, tuple(prompt)), ())
+            how["max_tokens"] = limit[0] if limit else drawing["max_tokens"]
             requests.append(Request(tuple(prompt), slot, **how))
         stacks = self._stacks if is_fixed else self.trainer.stacks
         for (name, prompt, *_), some in zip(
             rows, self.engine.generate(requests, stacks, *finished)
         ):
             out[name].append(some)
-            if self.config.speculative_tokens and not self.members[name].converses:
+            member = self.members[name]
+            if self.config.speculative_tokens and not (member.converses or member.part):
                 self._last[name, tuple(prompt)] = tuple(tuple(c.tokens) for c in some)
         return out
 

@@ -41,6 +41,8 @@ def reward(sampler: TurnSampler, name: str, rollout: Rollout) -> tuple[Rollout, 
         return rollout, np.zeros((0, 0))
     if sampler.members[name].converses:
         return answer(sampler, name, rollout)
+    if rollout.is_open:
+        return rollout, np.zeros((0, 0))
     env, known = sampler.members[name].env, len(rollout.rewards)
     pairs = zip(rollout.examples[known:], rollout.completions[known:])
     rows = scoring.each(

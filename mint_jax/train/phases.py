@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from mint_jax import multihost
@@ -56,10 +57,21 @@ class Unit:
         default_factory=dict
     )
 
-    def score(self, reward: Callable[[str, Any], Any], samples: Mapping[str, Any]) -> None:
-        """Submits ``reward(name, samples[name])`` of each policy to worker threads."""
-        pending = {name: self._submit(reward, name, samples[name]) for name in self.names}
-        self._flight[self.step] = samples, pending
+    def score(
+        self,
+        reward: Callable[[str, Any], Any],
+        samples: Mapping[str, Any],
+        earlier: Mapping[int, Mapping[str, Any]] = MappingProxyType({}),
+    ) -> None:
+        """Submits ``reward(name, samples[name])`` of each policy to worker threads, and those of
+        ``earlier`` steps, some of whose samples have changed.
+        """
+        flight = dict(self._flight)
+        for step, some in {**earlier, self.step: samples}.items():
+            before, pending = flight.get(step, ({}, {}))
+            new = {name: self._submit(reward, name, one) for name, one in some.items()}
+            flight[step] = {**before, **some}, pending | new
+        self._flight = flight  # at once: an interruption finds all or none
 
     def scored(self) -> dict[str, Any]:
         """Returns the rewards by policy; raises the exception of a failed one."""

@@ -147,7 +147,7 @@ def assert_same_run(one: Path, other: Path) -> None:
 
 
 def train(
-    steps: int, workdir: Path, vary=False, schedule="batched", stale=0, turns=1
+    steps: int, workdir: Path, vary=False, schedule="batched", stale=0, turns=1, parts=False
 ) -> dict[str, str]:
     """Runs the job of configs/tiny/grpo.py; returns the last revision of every policy."""
     changes = {"steps": steps, "export_every": 1, "tensorboard": False, "schedule": schedule}
@@ -156,6 +156,7 @@ def train(
         config.policies.reinforce.dropout = 0.2
         if stale:
             config.max_staleness, config.checkpoint.every = stale, 1
+            config.partial_rollouts = parts
             config.policies.reinforce.loss.kind = "importance_sampling"
     for policy in config.policies.values():
         policy.env = {"name": "varied:make", "vary": vary, "turns": turns}
@@ -209,24 +210,34 @@ def count_of(workdir: Path) -> int:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("steps", "kills", "schedule", "stale", "turns", "number"),
+    ("steps", "kills", "how", "number"),
     [
-        (4, 1, "batched", 0, 1, signal.SIGKILL),
-        (4, 1, "overlapped", 0, 3, signal.SIGKILL),
-        (4, 1, "batched", 1, 1, signal.SIGKILL),
-        (4, 1, "batched", 1, 3, signal.SIGKILL),
-        pytest.param(9, 2, "overlapped", 2, 1, signal.SIGTERM, marks=pytest.mark.slow),
-        pytest.param(24, 4, "overlapped", 0, 1, signal.SIGKILL, marks=pytest.mark.slow),
+        (4, 1, {}, signal.SIGKILL),
+        (4, 1, {"schedule": "overlapped", "turns": 3}, signal.SIGKILL),
+        (4, 1, {"stale": 1}, signal.SIGKILL),
+        (4, 1, {"stale": 1, "turns": 3}, signal.SIGKILL),
+        (4, 1, {"stale": 1, "parts": True}, signal.SIGKILL),
+        pytest.param(
+            *(9, 2, {"schedule": "overlapped", "stale": 2}, signal.SIGTERM), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            *(9, 2, {"schedule": "overlapped", "stale": 2, "parts": True}, signal.SIGTERM),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(24, 4, {"schedule": "overlapped"}, signal.SIGKILL, marks=pytest.mark.slow),
     ],
+    ids=str,
 )
 def test_grpo_killed_and_run_again_is_grpo_uninterrupted(
-    steps, kills, schedule, stale, turns, number, one_device, tmp_path, rng, monkeypatch
+    steps, kills, how, number, one_device, tmp_path, rng, monkeypatch
 ):
     """Each kill falls at a random moment, later than the one before. Tokens know the revision that
-    drew them: that of ``stale`` updates before, and further turns spread over the updates since.
+    drew them: that of ``stale`` updates before, and further turns and parts are spread over the
+    updates since.
     """
     write_environment(tmp_path, monkeypatch)
-    how = {"schedule": schedule, "stale": stale, "turns": turns}
+    stale = how.get("stale", 0)
+    turns = stale + 1 if "parts" in how else how.get("turns", 1)
     whole = train(steps, tmp_path / "whole", **how)
     drawers, digests = drawn_by(tmp_path / "whole"), exported(tmp_path / "whole")
     assert max(turn for *_, turn in drawers) == turns

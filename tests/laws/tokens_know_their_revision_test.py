@@ -45,13 +45,15 @@ def run_job(tmp_path, one_device, monkeypatch):
     monkeypatch.setattr(recorder, "digest_of", off_the_loop)
     write_environment(tmp_path, monkeypatch)
 
-    def run(workdir, names, tenant="default", **changes):
+    def run(workdir, names, tenant="default", settings=None, **changes):
         config = tiny("grpo")
         for name in list(config.policies):
             if name not in names:
                 del config.policies[name]
         config.update({"steps": 2, "export_every": 1, "tensorboard": False, "tenant": tenant})
         config.catalog = str(tmp_path / "catalog")
+        with config.unlocked():
+            config.update(settings or {})
         for policy in config.policies.values():
             policy.unlock()
             policy.env = {"name": "varied:make"}
@@ -126,6 +128,37 @@ def test_every_sampled_token_names_the_revision_that_drew_it(run_job, tmp_path):
         job = grpo.ConcurrentGrpo(read(config), base)
         with job.sampling_from({"ppo": digest}, jobs, str):
             check_fixed(job, base, loaded, digest, kept)
+
+
+@pytest.mark.long
+def test_each_part_of_a_completion_is_its_revisions(run_job, tmp_path, monkeypatch):
+    """Oracle: the scorer's pass over the whole completion under each of the revisions. The parts of
+    two steps are drawn in one call.
+    """
+    calls, generate = [], grpo.PolicySampler.sample
+    monkeypatch.setattr(
+        grpo.PolicySampler,
+        "sample",
+        lambda self, rows, *how: (rows and calls.append(rows), generate(self, rows, *how))[1],
+    )
+    late = {"max_staleness": 1, "partial_rollouts": True, "steps": 4}
+    how = {"sampling": {"prompts": 2, "group_size": 2, "max_tokens": 7}}
+    run_job("parts", ("ppo",), settings=late, **how)
+    assert len(calls) == 2 + 4 + 1  # evaluations, rollouts, the last part of the last step
+    base = base_lib.load("tiny-random", mesh.make_mesh({"data": 1}))
+    with Catalog.open(tmp_path / "catalog") as catalog:
+        by_step = {revision.step: revision.digest for revision in catalog.revisions("ppo")}
+        kept = records(catalog, "ppo")
+        for step in (2, 3):
+            rows = [row for group in kept[step].revisions for row in group]
+            older, newer = by_step[step - 1], by_step[step]
+            assert all(row == [older] * 4 + [newer] * (len(row) - 4) for row in rows)
+            sampled = np.concatenate([row for group in kept[step].logprobs for row in group])
+            drawers = np.concatenate(rows)
+            for digest in (older, newer):
+                own = np.abs(scores(base, catalog, digest, kept[step]) - sampled)
+                assert own[drawers == digest].max() < ATOL
+                assert own[drawers != digest].max() > 10 * ATOL
 
 
 def check_fixed(job, base, loaded, digest, kept):

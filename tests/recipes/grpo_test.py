@@ -14,7 +14,7 @@ from mint_jax.errors import UserError
 from mint_jax.harness import start
 from mint_jax.harness.options import GrpoSampling
 from mint_jax.harness.recorder import Snapshot
-from mint_jax.recipes import dialogues, in_flight
+from mint_jax.recipes import dialogues, in_flight, parts
 from mint_jax.recipes.grpo import rollout_groups
 from mint_jax.recipes.rollouts import Rollout, missing_prompts, rollout_metrics, trained
 from mint_jax.rollout.request import Completion
@@ -143,7 +143,8 @@ def test_rollouts_in_flight_come_back_from_a_checkpoint_as_they_were(rng):
         return Completion(rng.integers(0, 99, n).tolist(), *logprobs, "stop", "é", routes)
 
     talk = dialogues.continued(dialogues.begun_by(completion(3)), [5] * 4, [7, 8], completion(2))
-    made = [[completion(n) for n in (3, 1)], [dataclasses.replace(talk, reward=0.5)]]
+    part = dataclasses.replace(completion(4), finish="length")
+    made = [[completion(3), parts.begun_by(part, 9)], [dataclasses.replace(talk, reward=0.5)]]
     drawn_by = [[Snapshot.known("ab" * 32, 7)], ["cd" * 32, Snapshot.known("ef" * 32, 8)]]
     rollout = Rollout(["examples"], ["prompts"], made, drawn_by, [[rng.normal()]])
     restored = types.SimpleNamespace(
@@ -160,6 +161,38 @@ def test_rollouts_in_flight_come_back_from_a_checkpoint_as_they_were(rng):
             without = {"routes": None}
             assert type(one) is type(other)
             assert dataclasses.replace(one, **without) == dataclasses.replace(other, **without)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "stop", "expected"),
+    [
+        (["abcd", "efgh", "ij"], (), ("abcdefghij", "abcdefghij", "length")),
+        (["abcd", "efgh", "ij"], ("de",), ("abcde", "abc", "stop")),  # begins in the first part
+        (["abcd", "efgh", "ij"], ("hij",), ("abcdefghij", "abcdefg", "stop")),
+        (["abcd", "e"], (), ("abcde", "abcde", "stop")),
+    ],
+)
+def test_completions_in_parts_end_where_whole_ones_do(pieces, stop, expected, rng):
+    def decode(ids):
+        return "".join(map(chr, ids))
+
+    def part_of(text):
+        logprobs = (-rng.exponential(size=(2, len(text)))).tolist()
+        finish = "length" if len(text) == len(pieces[0]) or text == "ij" else "stop"
+        return Completion([*map(ord, text)], *logprobs, finish, text)
+
+    first, *others = drawn = [*map(part_of, pieces)]
+    whole = parts.begun_by(first, 10)
+    for part in others:
+        if whole.is_open:
+            whole = parts.continued(whole, [7, 8], part, 10, stop, decode)
+    tokens, text, finish = expected
+    assert (decode(whole.tokens), whole.text, whole.finish) == expected
+    assert not whole.is_open
+    assert whole.turns == [1 + i // 4 for i in range(len(tokens))]
+    for name in ("logprobs", "drawn_logprobs"):
+        joined = [x for part in drawn for x in getattr(part, name)]
+        assert getattr(whole, name) == joined[: len(tokens)]
 
 
 @pytest.mark.long

@@ -168,16 +168,26 @@ def test_a_reward_that_hangs_costs_its_row_where_processes_compute_it(tmp_path, 
             "max_staleness is 1, but policies.ppo.loss.kind is 'reinforce'.*importance_sampling",
         ),
         (lambda p: p.sampling.update({"temperature": 0.0}), "sampling: temperature is 0.0"),
+        (
+            lambda p: p.update({"rollout_revision": "ppo@1"}),
+            "partial_rollouts is True, but policies.ppo.rollout_revision is 'ppo@1'.*drop one",
+        ),
     ],
 )
 def test_a_bad_policy_is_refused_before_anything_is_sampled(change, says, tmp_path, monkeypatch):
     config = only(tiny("grpo"), "ppo")
     with config.unlocked():
+        config.policies.ppo.unlock()
         change(config.policies.ppo)
-        config.max_staleness = 1
+        config.max_staleness, config.partial_rollouts = 1, True
     monkeypatch.setattr(rollouts.Engine, "generate", lambda *a, **k: pytest.fail("sampled"))
     with pytest.raises(UserError, match=says):
         run_config(config, tmp_path)
+
+
+def test_partial_rollouts_need_an_update_before_their_own():
+    with pytest.raises(UserError, match=r"max_staleness is 0, so that no .*set max_staleness to 1"):
+        run_config(tiny("grpo", partial_rollouts=True), "unused")
 
 
 def test_sft_and_dpo_move_their_metric(tmp_path):
