@@ -1,4 +1,4 @@
-# make quickstart | serve | test | bench | figures | lint | docs: each works from a fresh clone and makes .venv first. PYTHON= chooses the interpreter.
+# make quickstart | serve | fleet | test | bench | figures | lint | docs: each works from a fresh clone and makes .venv first. PYTHON= chooses the interpreter.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -26,7 +26,7 @@ comma := ,
 SETUP := $(VENV)/.setup$(EXTRAS:%=-with-%)
 SETUP_DEV := $(VENV)/.setup-dev$(EXTRAS:%=-with-%)
 
-.PHONY: setup setup-dev quickstart serve test test-long test-gpu-aot test-changed test-slow test-device test-clients test-evals test-old-clients test-console bench sweeps figures lint docs format clean
+.PHONY: setup setup-dev quickstart serve fleet test test-long test-gpu-aot test-changed test-slow test-device test-clients test-evals test-old-clients test-console bench sweeps figures lint docs format clean
 
 setup: $(SETUP)
 setup-dev: $(SETUP_DEV)
@@ -58,6 +58,12 @@ SERVE ?=
 serve:
 	$(MAKE) setup EXTRAS=$(EXTRAS:%=%$(comma))serve
 	$(BIN)/python -m mint_jax.launch --config=configs/serve.py --workdir=runs/serve $(SERVE)
+
+# The same over two engines; FLEET="--config.engines=4" passes settings to it.
+FLEET ?=
+fleet:
+	$(MAKE) setup EXTRAS=$(EXTRAS:%=%$(comma))fleet
+	$(BIN)/python -m mint_jax.launch --config=configs/fleet.py --workdir=runs/fleet $(FLEET)
 
 test: setup-dev
 	$(PYTEST) -q $(TESTS)

@@ -19,7 +19,7 @@ from benchmarks import timing
 from mint_jax import host, launch, stamp
 from mint_jax.errors import UserError, choice
 from mint_jax.files import write_file
-from mint_jax.harness import settings
+from mint_jax.harness import settings, start
 
 Config = Any  # a ConfigDict, or the settings class of the benchmark
 BENCHES = sorted(path.stem for path in Path(__file__).parents[1].glob("configs/bench/*.py"))
@@ -84,7 +84,7 @@ def main(argv: Sequence[str]) -> None:
     config = load(args.config, changes)
     workdir = args.workdir or launch.default_workdir(args.config, config.bench)
     print(f"[benchmarks] {args.config}; results in {workdir}", file=sys.stderr, flush=True)
-    launch.prepare()
+    start.prepare()
     result = run(config, Path(workdir).expanduser())
     print(json.dumps(result), flush=True)
     if result.get("failed"):  # points of a sweep; its report has their reasons

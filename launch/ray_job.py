@@ -185,7 +185,8 @@ class Node:
         """Runs the process and returns its status; its output is the actor's, which Ray shows with
         the node's address.
         """
-        self.process = subprocess.Popen(command, cwd=directory, env=os.environ | environment)
+        own = {"RAY_ADDRESS": "auto"}  # a fleet starts its engines on this cluster
+        self.process = subprocess.Popen(command, cwd=directory, env=os.environ | own | environment)
         return self.process.wait()
 
     def stop(self) -> None:

@@ -10,7 +10,6 @@ environment. Programs in launch/ do this on TPU slices, GKE, SLURM and Ray.
 
 import argparse
 import errno
-import functools
 import inspect
 import json
 import logging
@@ -160,20 +159,6 @@ def _check_workdir(workdir: Path) -> None:
         raise UserError(f"workdir {workdir} cannot be written ({why}): choose another --workdir")
 
 
-@functools.cache
-def prepare() -> None:
-    """Imports JAX, which takes seconds, and sets up the process once."""
-    from mint_jax import compiling, host
-    from mint_jax.models.names import cache_dir
-
-    host.leave_out_absent_tpu()
-    host.threads_for_simulated_devices()
-    host.keep_freed_memory()
-    host.run_in_the_calling_thread()
-    host.use_compilation_cache(cache_dir() / "compiled")
-    compiling.announce()
-
-
 def _with_jax(args: argparse.Namespace, config: RecipeSettings, workdir: Path) -> None:
     """Runs the job, or describes it for a dry run."""
     from mint_jax import host, multihost
@@ -185,7 +170,7 @@ def _with_jax(args: argparse.Namespace, config: RecipeSettings, workdir: Path) -
         host.leave_out_absent_tpu()
         print(json.dumps(dry_run.describe(config, workdir), indent=1))
         return
-    prepare()
+    start.prepare()
     multihost.join(detect=args.distributed is not None, expected=args.distributed or 0)
     if multihost.count() > 1:
         host.keep_stdout()

@@ -135,6 +135,7 @@ def test_a_dry_run_refuses_what_the_run_refuses(folder, args, message, dry):
         ("pyarrow", (TRAIN, "--config.policies.*.data.path=rows.parquet"), "data"),
         ("psycopg", (TRAIN, "--config.catalog=postgresql://localhost/mint"), "postgres"),
         ("starlette", (SERVE,), "serve"),
+        ("ray", (SERVE.replace("serve.py", "fleet.py"),), "fleet"),
         ("libtpu", (POD,), "tpu-aot"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",

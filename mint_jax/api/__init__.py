@@ -28,6 +28,7 @@ from mint_jax.api.inputs import as_seed
 from mint_jax.api.model import Model, Policy
 from mint_jax.api.store import Store, Stored, open
 from mint_jax.errors import UserError
+from mint_jax.harness import start
 from mint_jax.harness.options import RecipeSettings
 from mint_jax.models import base as base_lib
 
@@ -62,7 +63,7 @@ def load(
     if not isinstance(name, str | Path):
         raise UserError(f"base is {name!r}; expected a directory, a packaged base or a Hub name")
     seed = as_seed(seed)
-    launch.prepare()
+    start.prepare()
     return Model(
         base_lib.load(str(name), mesh or mesh_lib.make_mesh(), dtype, quantise=quantise), seed
     )
@@ -118,5 +119,5 @@ def run(config: RecipeSettings, workdir: str | Path) -> dict[str, Any]:
             f"config is {config!r:.80}; expected a config from mint.config or mint.read_config"
         )
     config.preflight()
-    launch.prepare()
+    start.prepare()
     return launch.run(config, Path(workdir))

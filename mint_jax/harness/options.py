@@ -608,6 +608,37 @@ class ServeSettings(SamplerSettings):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class FleetSettings(ServeSettings):
+    """Settings of a fleet: of its front, and of the service of each engine."""
+
+    engines: Count = setting("number of engines, each with the whole base", 2)
+    gpus: Natural = setting("GPUs of an engine", 0)
+    tpus: Natural = setting("TPU chips of an engine", 0)
+    engine_host: Annotated[str, ("", "0.0.0.0")] = setting(
+        "where engines listen: empty: loopback; 0.0.0.0: on several machines, which needs keys", ""
+    )
+
+    def preflight(self) -> None:
+        super().preflight()
+        need_package("ray", "fleet", "the fleet")
+        if self.gpus and self.tpus:
+            raise UserError(
+                f"gpus is {self.gpus} and tpus {self.tpus}; expected one kind of accelerator: set"
+                " the other to 0"
+            )
+        if self.engine_host and not self.api_keys:
+            raise UserError(
+                f"engine_host is {self.engine_host!r} without keys: anybody could use the engines;"
+                " set --config.api_keys, or leave engine_host empty"
+            )
+        if self.precompile == "only":
+            raise UserError(
+                "precompile is 'only', which ends after compiling; expected 'background' or"
+                " 'before': fill the cache with configs/serve.py"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ConvertSettings(RecipeSettings):
     """Settings of a conversion."""
 

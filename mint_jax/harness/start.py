@@ -1,6 +1,7 @@
 """The first steps of every recipe: messages, the base, and the policies with their seeds."""
 
 import dataclasses
+import functools
 import hashlib
 import math
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from mint_jax import host, mesh, multihost
+from mint_jax import compiling, host, mesh, multihost
 from mint_jax.data import chat
 from mint_jax.data.order import epoch_indices, further_indices
 from mint_jax.errors import UserError
@@ -19,7 +20,19 @@ from mint_jax.harness.options import BaseSettings, PolicySettings
 from mint_jax.metrics import Progress
 from mint_jax.models import base as base_lib
 from mint_jax.models.base import Base
+from mint_jax.models.names import cache_dir
 from mint_jax.train.config import PolicyConfig
+
+
+@functools.cache
+def prepare() -> None:
+    """Sets up the process for JAX, once."""
+    host.leave_out_absent_tpu()
+    host.threads_for_simulated_devices()
+    host.keep_freed_memory()
+    host.run_in_the_calling_thread()
+    host.use_compilation_cache(cache_dir() / "compiled")
+    compiling.announce()
 
 
 def say(message: str) -> None:

@@ -18,6 +18,7 @@ SETTINGS: dict[str, type[RecipeSettings]] = {
     "sample": options.SampleSettings,
     "score": options.ScoreSettings,
     "serve": options.ServeSettings,
+    "fleet": options.FleetSettings,
     "convert": options.ConvertSettings,
     "scale_up": ScaleUpSettings,
 }

@@ -9,6 +9,7 @@ Everything acknowledged is in the workdir: the same command continues from there
 import contextlib
 import json
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +50,44 @@ def sizes_of(config: ServeSettings) -> Any:
     )
 
 
+def limits_of(config: ServeSettings) -> Any:
+    """Returns ``service.gate.Limits`` of the settings."""
+    from mint_jax.service.gate import Limits
+
+    return Limits(
+        body_bytes=config.body_mb << 20,
+        tenant=config.tenant_requests,
+        held_bytes=int(config.bodies_gib * 2**30),
+    )
+
+
+def say(event: dict[str, Any]) -> None:
+    """Prints an event as a line of JSON."""
+    print(json.dumps(event), flush=True)
+
+
 def run(config: ServeSettings, folder: Path) -> dict[str, Any]:
     """Serves until a signal; ``precompile=only`` fills the compilation cache and returns."""
+    return serve(config, folder)
+
+
+def serve(
+    config: ServeSettings,
+    folder: Path,
+    engine: str = "",
+    say: Callable[[dict[str, Any]], None] = say,
+    on_web: Callable[[Any], None] = lambda web: None,
+    on_server: Callable[[Any], None] = lambda server: None,
+) -> dict[str, Any]:
+    """Serves in any thread; see ``run``.
+
+    Args:
+        engine: name of this engine of a fleet.
+        say: called with ``{"listening": true, "url": ...}`` and ``{"ready": true, "url": ...}``.
+        on_web, on_server: called with the web server and the ``Server`` once they exist.
+    """
     # after the check of the extra's packages
-    from mint_jax.service import app, binding, gate
+    from mint_jax.service import app, binding
     from mint_jax.service.keys import Keys
     from mint_jax.service.quotas import Quota, Quotas
     from mint_jax.service.server import Server
@@ -65,11 +100,7 @@ def run(config: ServeSettings, folder: Path) -> dict[str, Any]:
     sizes, tenant_bytes = sizes_of(config), int(config.tenant_gib * 2**30) or None
     tokens, policies = config.tenant_tokens or None, config.tenant_policies or None
     default = Quota(tokens=tokens, policies=policies, bytes=tenant_bytes)
-    limits = gate.Limits(
-        body_bytes=config.body_mb << 20,
-        tenant=config.tenant_requests,
-        held_bytes=int(config.bodies_gib * 2**30),
-    )
+    limits = limits_of(config)
     bars: list[Progress] = []
 
     def compiling(name: str, done: int, total: int) -> None:
@@ -90,6 +121,7 @@ def run(config: ServeSettings, folder: Path) -> dict[str, Any]:
             peft_folder=Path(config.peft_folder) if config.peft_folder else None,
             adapter_uris=config.adapter_uris,
             quotas=Quotas(default, key_folder),
+            engine=engine,
         )
 
     tls: dict[str, Any] = {}
@@ -101,7 +133,7 @@ def run(config: ServeSettings, folder: Path) -> dict[str, Any]:
     servers: list[Server] = []
     failed: list[BaseException] = []
 
-    def serve() -> None:
+    def open_and_serve() -> None:
         try:
             starting.doing = f"loading {config.base}"
             server = open_server()
@@ -114,23 +146,24 @@ def run(config: ServeSettings, folder: Path) -> dict[str, Any]:
                     return
                 opened.enter_context(server.running())
                 servers.append(server)
+            on_server(server)
             made = app.make(server, keys, limits, config.hosts, config.openai_limits)
             starting.begin(made, server.end_waits)
             if programs.wait():
-                print(json.dumps({"ready": True, "url": url}), flush=True)
+                say({"ready": True, "url": url})
             elif programs.failed is not None:
                 raise programs.failed
         except BaseException as error:  # the main thread raises it below
             failed.append(error)
             web.should_exit = True
 
-    starter = threading.Thread(target=serve, name="starter", daemon=True)
+    starter = threading.Thread(target=open_and_serve, name="starter", daemon=True)
 
     def started(port: int) -> None:
         nonlocal url
         where = f"[{config.host}]" if ":" in config.host else config.host
         url = f"{'https' if tls else 'http'}://{where}:{port}"
-        print(json.dumps({"listening": True, "url": url}), flush=True)
+        say({"listening": True, "url": url})
         host.may_abandon(starter)
         starter.start()
 
@@ -145,6 +178,7 @@ def run(config: ServeSettings, folder: Path) -> dict[str, Any]:
                     raise programs.failed
                 return {"job": "serve", "compiled": programs.total}
         web = app.Web(starting, starting, config.host, config.port, started, **tls)
+        on_web(web)
         with contextlib.suppress(SystemExit):  # uvicorn raises it for a port in use
             web.run()
         if not web.started:

@@ -73,7 +73,7 @@ class ColdLoads:
         niceness: int = 10,
     ):
         self.workers, self.depth, self._work, self._clock = workers, depth, work, clock
-        self._niceness, self._mean_s = niceness, 0.0
+        self._niceness, self.mean_s = niceness, 0.0
         self._lock = threading.RLock()
         self._loads: dict[str, ColdLoad] = {}
         self._queue: queue.PriorityQueue[tuple[int, int, int, Any]] = queue.PriorityQueue()
@@ -108,7 +108,7 @@ class ColdLoads:
             if (count := len(self._loads)) >= self.depth:
                 idle = [x for x in self._loads.values() if x.priority == PREFETCH and x.queued]
                 if priority == PREFETCH or not idle:
-                    wait = max(0.001, count * (self._mean_s or _ASSUMED_S) / self.workers / 2)
+                    wait = max(0.001, count * (self.mean_s or _ASSUMED_S) / self.workers / 2)
                     what = f"{count} loads are unfinished, the maximum; retry in {wait:.3g} s"
                     raise QueueFull(what, wait)
                 dropped = max(idle, key=lambda load: load.number)
@@ -128,8 +128,8 @@ class ColdLoads:
         with self._lock:
             self._remove(load)
             if load.cold and load.seconds:
-                old = self._mean_s or load.seconds
-                self._mean_s = (1 - _SMOOTH) * old + _SMOOTH * load.seconds
+                old = self.mean_s or load.seconds
+                self.mean_s = (1 - _SMOOTH) * old + _SMOOTH * load.seconds
 
     def withdraw(self, load: ColdLoad) -> None:
         """Removes a load that no worker has started."""

@@ -18,6 +18,13 @@ class Piece(NamedTuple):
     logprobs: list[float]
     top: list[list[tuple[int, float]]] | None = None
 
+    def part(self, begin: int, end: int) -> "Piece":
+        """Returns the piece of some of these tokens."""
+        of, top = slice(begin, end), self.top
+        return Piece(
+            self.sample, self.tokens[of], self.logprobs[of], None if top is None else top[of]
+        )
+
 
 class Stream:
     """One request's output: each ``Piece`` to the callback of ``listen``, then ``result``."""

@@ -74,8 +74,9 @@ class Answers:
         clock: Callable[[], float] = time.monotonic,
         start: int = 0,
         kept_bytes: int = KEPT_BYTES,
+        new_id: Callable[[], str] = lambda: uuid.uuid4().hex,
     ):
-        self._clock, self.kept_bytes, self._nbytes = clock, kept_bytes, 0
+        self._clock, self.kept_bytes, self._nbytes, self._new_id = clock, kept_bytes, 0, new_id
         self._lock, self._waker = threading.Lock(), Waker()
         self._answers: dict[str, Answer] = {}
         self._numbers: dict[tuple[str, int | None], Answer] = {}
@@ -95,7 +96,7 @@ class Answers:
                     text = f"request {number} of {group!r} was another one"
                     raise Conflict(f"{text}: give a new request a new number")
                 return found, False
-            answer = Answer(PREFIX + uuid.uuid4().hex, group, number, body)
+            answer = Answer(PREFIX + self._new_id(), group, number, body)
             self._answers[answer.id] = answer
             if number is not None:
                 self._numbers[group, number] = answer

@@ -5,7 +5,7 @@ import functools
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import uvicorn
 from starlette.applications import Starlette
@@ -24,7 +24,6 @@ from mint_jax.service.gate import Gate, Limits
 from mint_jax.service.keys import Keys
 from mint_jax.service.openai import OpenAI
 from mint_jax.service.server import Server
-from mint_jax.service.starting import Starting
 from mint_jax.service.tinker import Tinker
 from mint_jax.service.tinker_rest import Rest
 from mint_jax.service.tinker_sampling import Sampling
@@ -89,6 +88,13 @@ async def exchange(tokens: Tokens, request: Request) -> Response:
     return JSONResponse({"jwt": tokens.make(getattr(request.state, "key", "-"))})
 
 
+class Waits(Protocol):
+    """Long polls that can be ended."""
+
+    @property
+    def end_waits(self) -> Callable[[], None]: ...
+
+
 class Web(uvicorn.Server):
     """Serves an application until a signal (``stopped_by``) or ``should_exit`` stops it. Requests
     in flight are finished; the ``server`` ends long polls at once.
@@ -100,7 +106,7 @@ class Web(uvicorn.Server):
 
     def __init__(
         self,
-        server: Server | Starting,
+        server: Waits,
         app: Any,
         host: str,
         port: int,

@@ -11,7 +11,6 @@ import datetime
 import json
 import sqlite3
 import time
-import uuid
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -128,7 +127,7 @@ class Book:
 
     def open_session(self, tenant: str, details: Mapping[str, Any], id: str | None = None) -> str:
         """Returns the id of a new session; ``id`` names one, which is created unless it exists."""
-        id = id or uuid.uuid4().hex
+        id = id or self.database.new_id()
         new = id, tenant, json.dumps(dict(details)), self.clock(), None
         self._insert("IGNORE", "sessions", *new)
         return id
@@ -261,12 +260,12 @@ class Book:
     ) -> Checkpoint:
         """Returns a tenant's checkpoint, or if ``published`` a public one."""
         where = f"{_KEY} AND {_LIVE} AND (tenant = ? OR (? AND public))"
-        found = self._page(
-            Checkpoint, where, (model, kind, name, self.clock(), tenant, published), 1
-        )
-        if not found:
+        values = model, kind, name, self.clock(), tenant, published
+        query = f"SELECT * FROM checkpoints WHERE {where}"
+        # another engine of a fleet may have saved it
+        if not (rows := self.database.read_of(model, query, *values)):
             raise _no_checkpoint(f"tinker://{model}/{kind}/{name}")
-        return found[0]
+        return _record(Checkpoint, rows[0])
 
     def checkpoints(
         self, tenant: str, model: str | None = None, limit: int | None = None, offset: int = 0

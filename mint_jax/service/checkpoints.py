@@ -247,7 +247,7 @@ class Checkpoints:
             with self.reading(call.tenant, call.path) as row:
                 self.need_base(row)
                 file = kept.with_name(f"{kept.name}-{row.digest}")
-                files.link(self._file(row.digest), file)
+                files.link(self._file(row.digest, row.model), file)
         data, digest = file.read_bytes(), file.name.removeprefix(f"{kept.name}-")
         if blake3_of(data) != digest:
             raise UserError(
@@ -256,8 +256,11 @@ class Checkpoints:
         state = HostState.from_bytes(data, call.path)
         return state if call.optimizer else state.fresh()
 
-    def _file(self, digest: str) -> Path:
-        return self.folder / f"{digest}.safetensors"
+    def _file(self, digest: str, model: str = "") -> Path:
+        """Returns the file of a state; ``model``: of any engine of a fleet."""
+        other = self.book.database.other_folder(model)
+        folder = self.folder if other is None else other / self.folder.name
+        return folder / f"{digest}.safetensors"
 
     # sampling
 

@@ -12,7 +12,6 @@ import enum
 import sqlite3
 import threading
 import time
-import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, NamedTuple
@@ -156,7 +155,7 @@ class Futures:
         refuses, and the request may be sent again. By the future: ``Conflict``; ``Gone``: the
         request ran long ago.
         """
-        new, accepted = uuid.uuid4().hex, Future[str]()
+        new, accepted = self._database.new_id(), Future[str]()
         accepted.set_running_or_notify_cancel()  # a caller that leaves cancels nothing
 
         def apply(connection: Connection) -> tuple[str, int]:

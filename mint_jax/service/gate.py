@@ -38,7 +38,7 @@ log = logging.getLogger("mint_jax.service")
 
 Headers = list[tuple[bytes, bytes]]
 _KEY_LIKE = re.compile(r"[A-Za-z0-9_-]{43,}")
-_POLLS = ("/retrieve_future", "/retrieve_futures")  # not counted: they use a connection alone
+POLLS = ("/retrieve_future", "/retrieve_futures")  # not counted: they use a connection alone
 # of the gate alone: the app gets a whole, plain body and no key
 _HIDDEN = (b"content-encoding", b"content-length", b"transfer-encoding", b"x-api-key")
 _HIDDEN += (b"authorization",)
@@ -164,7 +164,7 @@ class Gate:
                 own = f"this key has {', '.join(client.scopes)}: use another key"
                 where = f"{scope['method']} {path}"
                 raise Refusal(403, f"{where} needs scope {' or '.join(needed)}, and {own}")
-            counted = not is_open and not path.rstrip("/").endswith(_POLLS)
+            counted = not is_open and not path.rstrip("/").endswith(POLLS)
             with self._count(client.tenant, int(counted)), self.budget.share() as take:
                 body = await self._body(scope["headers"], source, endpoint, take)
                 state = scope.get("state", {}) | client._asdict() | {"request_id": reply.id}

@@ -23,11 +23,12 @@ import mint_jax
 from mint_jax.models.paged import PAGE
 from mint_jax.rollout.request import BadField, ContextExceeded
 from mint_jax.rollout.stream import Piece, Stream
-from mint_jax.service import errors, responses
+from mint_jax.service import errors, pins, responses
 from mint_jax.service import openai_types as types
 from mint_jax.service.durable import Unavailable
 from mint_jax.service.handover import Handover
 from mint_jax.service.openai_answers import Answer
+from mint_jax.service.pins import Pin
 from mint_jax.service.responses import Response, ResponseBody, Store
 from mint_jax.service.server import Server
 from mint_jax.service.text_stream import TokenTexts
@@ -57,7 +58,9 @@ class OpenAI:
 
     async def _serve(self, kind: Any, request: Request) -> HttpResponse:
         raw, tenant = await request.body(), tenant_of(request)
-        answer, streams = await asyncio.to_thread(self._start, raw, tenant, kind)
+        header = request.headers.get(pins.HEADER)
+        pin = None if header is None else Pin.parse(header)
+        answer, streams = await asyncio.to_thread(self._start, raw, tenant, kind, pin)
         headers = {"x-mint-revision": answer.model.digest or "base"}
         if not answer.spec.body.stream:
             async with _watched(streams, request):
@@ -80,7 +83,9 @@ class OpenAI:
     chats = functools.partialmethod(_serve, types.ChatBody)
     responses = functools.partialmethod(_serve, ResponseBody)
 
-    def _start(self, raw: bytes, tenant: str, kind: Any) -> tuple[Answer, list[Stream]]:
+    def _start(
+        self, raw: bytes, tenant: str, kind: Any, pin: Pin | None
+    ) -> tuple[Answer, list[Stream]]:
         """Validates a body and submits its prompts to the engine, one stream for each; runs in a
         thread.
 
@@ -88,30 +93,42 @@ class OpenAI:
             UserError, QueueFull: none of its prompts are left in the engine.
         """
         body = parse(kind, raw)
-        model, base = self._server.weights.resolve(body.model, tenant), self._server.base
+        model, base = self._model(body.model, tenant, pin), self._server.base
         if not self._server.engine.is_serving:
             raise Unavailable("sampling has stopped: retry once the server is up again")
         # an answer may take the cache's capacity for one sample, less a page at each end
         room = min(base.cfg.context, max(1, self._server.engine.calls.most - 2) * PAGE)
         limits = base.need_tokenizer(), room, self.strict
         if not isinstance(body, ResponseBody):
-            answer = Answer(types.spec_of(body, *limits), model, self._texts, self._fingerprint)
-            return answer, self._submit(answer.spec, model, tenant)
+            spec = types.spec_of(body, *limits)
+            answer = Answer(spec, model, self._texts, self._fingerprint, pin)
+            return answer, self._submit(spec, model, tenant, pin)
         items = responses.items_of(body, tenant, self._store)
         keep = functools.partial(self._store.put, tenant, items)
         try:
             spec = types.spec_of(responses.chat_of(body, items), *limits)
-            answer = Response(spec, model, self._texts, body, keep)
-            return answer, self._submit(spec, model, tenant)
+            answer = Response(spec, model, self._texts, body, keep, pin)
+            return answer, self._submit(spec, model, tenant, pin)
         except BadRequest as error:
             raise responses.own_names(error) from None
 
-    def _submit(self, spec: types.Spec, model: Model, tenant: str) -> list[Stream]:
+    def _model(self, name: str, tenant: str, pin: Pin | None) -> Model:
+        """Returns the revision of a name, or the one that is pinned, under this name."""
+        if pin is None or not pin.revision:
+            return self._server.weights.resolve(name, tenant)
+        if pin.revision == pins.BASE:
+            return Model(name)
+        return dataclasses.replace(self._server.weights.resolve(pin.revision, tenant), name=name)
+
+    def _submit(self, spec: types.Spec, model: Model, tenant: str, pin: Pin | None) -> list[Stream]:
         request = dataclasses.replace(spec.request, revision=model.digest, tenant=tenant)
         streams: list[Stream] = []
         try:
-            for prompt in spec.prompts:
-                seed = secrets.randbits(32) if spec.body.seed is None else request.seed
+            for number, prompt in enumerate(spec.prompts):
+                seed = request.seed
+                if spec.body.seed is None:
+                    drawn = secrets.randbits(32) if pin is None else pin.seed + number
+                    seed = drawn % (1 << 32)
                 one = dataclasses.replace(request, prompt=prompt.tokens, seed=seed)
                 streams.append(self._server.submit(one))
         except BaseException as error:
@@ -148,15 +165,18 @@ class OpenAI:
     async def _events(
         self, answer: Answer, streams: list[Stream], request: Request
     ) -> AsyncIterator[str]:
-        """Yields the text of a streamed answer, all events of a dispatch at once."""
+        """Yields the text of a streamed answer, all events of a dispatch at once. Behind each a
+        comment says what was sent, if the answer is pinned.
+        """
         started = False
         async with _watched(streams, request):
             try:
                 async for arrived in self._arrivals(streams, pieces=True):
-                    chunks = answer.chunks((n, piece) for n, piece in arrived if piece is not None)
+                    pieces = [(n, piece) for n, piece in arrived if piece is not None]
+                    chunks = answer.chunks(answer.unsent(pieces))
                     for number in (n for n, piece in arrived if piece is None):
                         chunks += answer.last_chunks(number, streams[number].result(0))
-                    yield _written(chunks)
+                    yield _written(chunks) + answer.progress(chunks)
                     started = True
                 yield _written(answer.finish([stream.result(0) for stream in streams]))
             except Exception as error:

@@ -8,10 +8,13 @@ from typing import Any
 
 from mint_jax.rollout.request import Completion
 from mint_jax.rollout.stream import Piece
+from mint_jax.service import pins
 from mint_jax.service.openai_types import Prompt, Spec
+from mint_jax.service.pins import Pin
 from mint_jax.service.text_stream import Offsets, TextStream, TokenTexts
 from mint_jax.service.weights import Model
 
+ENDED = 10**9  # tokens sent of a choice that has ended
 FINISH = {"cancelled": "abort"}  # vLLM's word; no word of OpenAI's fits
 
 # a token, its log-probability, and the likeliest tokens at its position
@@ -36,16 +39,29 @@ class Part:
 
 
 class Answer:
-    """The answer to one body; ``fingerprint`` is the server's, for ``system_fingerprint``."""
+    """The answer to one body; ``fingerprint`` is the server's, for ``system_fingerprint``. A pinned
+    one leaves out what its client has.
+    """
 
     end = "data: [DONE]\n\n"  # of a stream
 
-    def __init__(self, spec: Spec, model: Model, texts: TokenTexts, fingerprint: str = ""):
-        self.spec, self.model, self._texts = spec, model, texts
+    def __init__(
+        self,
+        spec: Spec,
+        model: Model,
+        texts: TokenTexts,
+        fingerprint: str = "",
+        pin: Pin | None = None,
+    ):
+        self.spec, self.model, self._texts, self._is_pinned = spec, model, texts, pin is not None
+        self._pin = pin or Pin("", secrets.token_hex(12), 0, int(time.time()))
+        self._skip, self._events = dict(self._pin.sent), self._pin.events
+        self._ended = {index for index, count in self._skip.items() if count == ENDED}
+        self._sent = self._skip.copy()
         self._frame: Object = {
-            "id": f"{'chatcmpl' if spec.chat else 'cmpl'}-{secrets.token_hex(12)}",
+            "id": f"{'chatcmpl' if spec.chat else 'cmpl'}-{self._pin.id}",
             "object": "chat.completion.chunk" if spec.chat else "text_completion",
-            "created": int(time.time()),
+            "created": self._pin.at,
             "model": spec.body.model,
             "system_fingerprint": fingerprint,
         }
@@ -97,8 +113,29 @@ class Answer:
         """Returns the last chunks of a prompt's choices."""
         out = []
         for index, done in enumerate(results, number * self.spec.request.n):
-            out += self._chunks(index, self._rest(index, done))
+            chunks = self._chunks(index, self._rest(index, done))
+            out += [] if index in self._ended else chunks
+            self._sent[index] = ENDED
         return out
+
+    def unsent(self, pieces: Iterable[tuple[int, Piece]]) -> list[tuple[int, Piece]]:
+        """Returns pieces without the tokens that the client has, which pass through the choices."""
+        out = []
+        for number, piece in pieces:
+            index, count = number * self.spec.request.n + piece.sample, len(piece.tokens)
+            skip = min(self._skip.get(index, 0), count)
+            if skip:
+                self._skip[index] -= skip
+                self.chunks([(number, piece.part(0, skip))])
+            if skip < count:
+                self._sent[index] = self._sent.get(index, 0) + count - skip
+                out.append((number, piece.part(skip, count)))
+        return out
+
+    def progress(self, chunks: Sequence[Object]) -> str:
+        """Counts chunks as sent; returns the comment that says so, if the answer is pinned."""
+        self._events += len(chunks)
+        return pins.comment_of(self._events, self._sent) if self._is_pinned else ""
 
     def finish(self, results: Sequence[Sequence[Completion]]) -> list[Object]:
         """Returns the chunk with the usage, if the body asks for it."""

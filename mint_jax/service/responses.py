@@ -8,7 +8,6 @@ import collections
 import copy
 import itertools
 import json
-import secrets
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, Literal
@@ -21,6 +20,7 @@ from mint_jax.service import openai_types as types
 from mint_jax.service.chat import RefusalPart
 from mint_jax.service.openai_answers import Answer, Object, Part
 from mint_jax.service.openai_types import SamplingFields, Spec, refusing
+from mint_jax.service.pins import Pin
 from mint_jax.service.text_stream import TokenTexts
 from mint_jax.service.validation import BadRequest, Body, Like, Text, check
 from mint_jax.service.weights import Model
@@ -242,12 +242,14 @@ class Response(Answer):
         texts: TokenTexts,
         body: ResponseBody,
         keep: Callable[[Object], None],
+        pin: Pin | None = None,
     ):
-        super().__init__(spec, model, texts)
-        self._keep, self._numbers = keep, itertools.count()
+        super().__init__(spec, model, texts, pin=pin)
+        self._keep, self._numbers = keep, itertools.count(self._events)
+        self._opened |= {0} if self._events else set()
         given = {name: getattr(body, name) for name in ECHOED}
         self._body: Object = {
-            "id": "resp_" + secrets.token_hex(16),
+            "id": f"resp_{self._pin.id}",
             "object": "response",
             "created_at": self._frame["created"],
             "status": "in_progress",
@@ -269,6 +271,11 @@ class Response(Answer):
         self._opened.add(0)
         events = [self._event(kind, response=self._body) for kind in opening]
         return events + super().chunks(pieces)
+
+    def unsent(self, pieces: Iterable[tuple[int, Piece]]) -> list[tuple[int, Piece]]:
+        out = super().unsent(pieces)
+        self._numbers = itertools.count(self._events)  # what was sent already is not counted twice
+        return out
 
     def finish(self, results: Sequence[Sequence[Completion]]) -> list[Object]:
         """Returns the event with the complete response, and stores the response."""

@@ -111,6 +111,7 @@ class Server:
         tokenizer: name on the hub, or folder, from which clients load the tokenizer.
         peft_folder: PEFT adapters below it may be loaded by path; None: none may.
         adapter_uris: see ``AdapterUris``.
+        engine: see ``ServerDatabase``.
     """
 
     def __init__(
@@ -125,6 +126,7 @@ class Server:
         peft_folder: Path | None = None,
         adapter_uris: Sequence[str] = (),
         quotas: Quotas | None = None,
+        engine: str = "",
     ):
         self.base, self.folder, self.sizes, self.quotas = base, folder, sizes, quotas or Quotas()
         self.name, self.tokenizer = name or base.name, tokenizer or name or base.name
@@ -142,7 +144,8 @@ class Server:
         )
         self.metrics = CollectorRegistry()
         with contextlib.ExitStack() as opened:
-            self.database = opened.enter_context(ServerDatabase(folder / "server.db"))
+            database = ServerDatabase(folder / "server.db", engine=engine)
+            self.database = opened.enter_context(database)
             self.book = Book(self.database)
             self.catalog = Catalog.open(catalog or folder / "catalog", payloads, actor="service")
             opened.callback(self.catalog.close)
@@ -194,7 +197,7 @@ class Server:
                 on_end=self.quotas.end_request,
             )
             opened.callback(self.durable.close)
-            self.answers = Answers(start=self.book.count_start())
+            self.answers = Answers(start=self.book.count_start(), new_id=self.database.new_id)
             self.sequences = Sequences(base.cfg.routed)
             # by tenant and id: rows that never change
             self.sampler = functools.lru_cache(SAMPLERS)(self.book.sampler)

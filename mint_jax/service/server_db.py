@@ -14,6 +14,8 @@ import logging
 import os
 import sqlite3
 import threading
+import urllib.parse
+import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -74,6 +76,8 @@ class ServerDatabase:
     Args:
         path: file, created if missing; ``PATH.lock`` next to it is locked while it is open.
         queue_bytes: limit of the bytes that wait to be written.
+        engine: name in all new ids, ``e0`` for example, by which a front finds the engine, and the
+            engines of one folder find each other's checkpoints; empty: it is alone.
 
     Raises:
         FolderBusy: it is open elsewhere.
@@ -81,8 +85,8 @@ class ServerDatabase:
         DatabaseFailed: the disk refuses.
     """
 
-    def __init__(self, path: Path, queue_bytes: int = 64 << 20):
-        self.path, self.queue_bytes, self.trouble = path, queue_bytes, ""
+    def __init__(self, path: Path, queue_bytes: int = 64 << 20, engine: str = ""):
+        self.path, self.queue_bytes, self.trouble, self.engine = path, queue_bytes, "", engine
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)  # a change is queued, or the writer must end
         self._queue: collections.deque[_Change] = collections.deque()
@@ -112,6 +116,31 @@ class ServerDatabase:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def new_id(self) -> str:
+        """Returns a new id, with the engine's name."""
+        return f"{self.engine}." * bool(self.engine) + uuid.uuid4().hex
+
+    def other_folder(self, id: str) -> Path | None:
+        """Returns the folder of the engine that made an id; None: it is this one, or unknown."""
+        engine, dot, _ = id.partition(".")
+        if not dot or not engine.isalnum() or self.engine in ("", engine):
+            return None
+        folder = self.path.parent.with_name(engine)
+        return folder if (folder / self.path.name).exists() else None
+
+    def read_of(self, id: str, query: str, *values: Any) -> list[sqlite3.Row]:
+        """Returns ``read`` of the database of the engine that made an id."""
+        if (folder := self.other_folder(id)) is None:
+            return self.read(query, *values)
+        uri = f"file:{urllib.parse.quote(str(folder / self.path.name))}?mode=ro"
+        try:
+            with contextlib.closing(sqlite3.connect(uri, uri=True)) as connection:
+                connection.row_factory = sqlite3.Row
+                connection.execute("PRAGMA busy_timeout=30000")
+                return connection.execute(query, values).fetchall()
+        except Exception as error:
+            raise self._explained(error) from None
 
     def read(self, query: str, *values: Any) -> list[sqlite3.Row]:
         """Returns the rows of a query, over everything that is acknowledged."""

@@ -178,7 +178,7 @@ def test_other_configs_build():
         elif config.job == "sample":
             base = types.SimpleNamespace(tokenizer=None)
             sample.request_of(base, {"tokens": [1]}, vars(config.sampling), name)  # type: ignore[arg-type]
-        elif config.job == "serve":
+        elif config.job in ("serve", "fleet"):
             assert serve.sizes_of(config).slots
         elif config.job == "convert":
             assert min(config.sizes.values()) == 1

@@ -28,7 +28,7 @@ ONLY_IN = {  # optional packages, and what only one place may know
     "torch": (),
     "transformers": (),
     "peft": (),
-    "starlette": "service/",
+    "starlette": ("fleet/", "service/"),
     "pydantic": "service/",
     "jwt": "service/",
     "uvicorn": "service/",
@@ -37,11 +37,12 @@ ONLY_IN = {  # optional packages, and what only one place may know
     "reasoning_gym": "envs/",
     "pyarrow": "data/sources.py",
     "huggingface_hub": "models/base.py",
+    "ray": ("fleet/", "recipes/fleet.py"),
     "gguf": "models/gguf.py",
     "llguidance": "rollout/grammar.py",
     "sqlalchemy": ("catalog/", "service/book.py"),
     "psycopg": "catalog/",
-    "prometheus_client": ("residency/", "service/", "top.py"),
+    "prometheus_client": ("fleet/", "residency/", "service/", "top.py"),
 }
 FILES = sorted((ROOT / "mint_jax").rglob("*.py"))
 

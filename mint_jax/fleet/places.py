@@ -1,0 +1,87 @@
+"""The engine that a request names, and the lists that all engines answer together."""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+# of every id that an engine makes, see ``ServerDatabase.new_id`` and ``Pin``
+_ID = re.compile(rb"(?:^|[^0-9A-Za-z.])(?:tinker://|a-|resp_|chatcmpl-|cmpl-)?(e[0-9]{1,4})\.")
+# fields that name an engine, the strongest first: a checkpoint is copied where it is, and anything
+# else of a session or a model is where that is
+_FIELDS = ("source_path", "model_id", "session_id", "sampling_session_id", "request_id")
+_FIELDS += ("request_ids", "target", "previous_response_id", "model_path", "path", "tinker_path")
+SMALL = 1 << 16  # bytes of a body that is parsed; ids come first in larger ones
+
+
+def named(path: str, body: bytes, is_json: bool) -> str | None:
+    """Returns the engine that made the ids in a request's path or body; None if there are none."""
+    if (found := _ID.search(path.encode())) is not None:
+        return found[1].decode()
+    if is_json and len(body) <= SMALL:
+        try:
+            fields = json.loads(body or b"{}")
+        except ValueError:
+            return None
+        if not isinstance(fields, dict):
+            return None
+        given = (fields.get(name) for name in _FIELDS)
+        body = b"\n".join(json.dumps(one).encode() for one in given if one)
+    found = _ID.search(body)
+    return None if found is None else found[1].decode()
+
+
+Answers = Sequence[Mapping[str, Any]]  # of all engines, to one request for a list
+
+
+def _paged(field: str, order: str = "") -> Callable[[Answers, int, int], dict[str, Any]]:
+    """Returns the merge of pages, the newest row by ``order`` first."""
+
+    def merge(answers: Answers, limit: int, offset: int) -> dict[str, Any]:
+        rows = [row for answer in answers for row in answer[field]]
+        if order:
+            rows.sort(key=lambda row: row[order], reverse=True)
+        merged: dict[str, Any] = {field: rows[offset : offset + limit]}
+        if "cursor" in answers[0]:
+            total = sum(answer["cursor"]["total_count"] for answer in answers)
+            merged["cursor"] = {"offset": offset, "limit": limit, "total_count": total}
+        return merged
+
+    return merge
+
+
+def _summed(
+    field: str, names: Sequence[str], order: str
+) -> Callable[[Answers, int, int], dict[str, Any]]:
+    """Returns the merge of rows that count: those with equal ``names`` are added."""
+
+    def merge(answers: Answers, limit: int, offset: int) -> dict[str, Any]:
+        sums: dict[tuple, dict[str, Any]] = {}
+        for row in (row for answer in answers for row in answer[field]):
+            one = sums.setdefault(tuple(row.get(name) for name in names), {})
+            for name, value in row.items():
+                one[name] = value if name in names else one.get(name, 0) + value
+        rows = sorted(sums.values(), key=lambda row: row[order], reverse=True)
+        more = len(rows) > offset + limit or any(answer.get("has_more") for answer in answers)
+        merged: dict[str, Any] = {field: rows[offset : offset + limit]}
+        return merged | ({"has_more": more} if "has_more" in answers[0] else {})
+
+    return merge
+
+
+def _usage(answers: Answers, limit: int, offset: int) -> dict[str, Any]:
+    rows = [row for answer in answers for row in answer["data"]]
+    sessions = {id: notes for answer in answers for id, notes in answer["sessions"].items()}
+    return {"data": sorted(rows, key=lambda row: row["bucket_start"]), "sessions": sessions}
+
+
+# lists of which every engine has a part, by path; an engine is asked for its first rows
+LISTS: dict[str, Callable[[Answers, int, int], dict[str, Any]]] = {
+    "/api/v1/training_runs": _paged("training_runs", "last_request_time"),
+    "/api/v1/checkpoints": _paged("checkpoints", "time"),
+    "/api/v1/sessions": _paged("sessions"),
+    "/api/v1/billing/usage/events": _usage,
+    "/api/v1/billing/usage/checkpoints/current": _summed("data", ["project_id"], "size_bytes"),
+    "/admin/costs": _summed("costs", ["policy", "tenant"], "seconds"),
+}
+PAGED = {path for path in LISTS if "billing" not in path}
