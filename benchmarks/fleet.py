@@ -1,14 +1,13 @@
 """Routers of a simulated fleet at the same requests, and the time of the product's ``choose``.
 
-Only ``choose_us`` is measured. Everything else is simulated (``benchmarks.fleet_simulation``) with
-service curves from measured reports: no engine runs, and the other routers are written here in the
-style of the products they are named after. ``errors``: share of requests that ended refused;
-``refused_first``: share that the first engine refused. ``cold_loads`` and ``host_loads``: adapters
-that came from storage, from host memory. ``distinct``: names that nobody had loaded, so no router
-has fewer cold loads. Figures are medians over seeds; ratios compare routers at the same seeds.
+Only ``choose_us`` is measured. All else is simulated (``benchmarks.fleet_simulation``) with service
+curves of measured reports; other routers are written here in the style of the products that have
+them. ``errors``: share of requests refused in the end; ``refused_first``: by their first engine.
+``cold_loads``, ``host_loads``: loads from storage, from host memory. ``distinct``: names that no
+engine had loaded; no router has fewer cold loads. Figures are medians over seeds.
 
 - ``row``: MinT's row, two engines; ``half`` is one engine with half of the clients.
-- ``limits``: the row with engines that take fewer unfinished loads.
+- ``limits``: the row, with engines that accept fewer unfinished loads.
 - ``engines``: Zipf's law over more names than host memory holds, at a fixed rate per engine.
 - ``million``: how many engines keep 2,300 requests in flight over a million names.
 """
@@ -122,20 +121,18 @@ def _goals(runs: Mapping[tuple, Any], service: str) -> dict[str, Any]:
 
 
 def choose_us(engines: int, calls: int) -> dict[str, Any]:
-    """Measures ``choose`` in microseconds: for digests of which it knows the homes, for new ones,
-    with reports that are all stale, and for the bare base.
+    """Measures ``choose`` in microseconds: for new digests, again for the same, with stale reports,
+    and for the bare base.
     """
-    rng = np.random.default_rng(0)
-    names = tuple(f"engine-{i:03d}" for i in range(engines))
+    rng, view = np.random.default_rng(0), {}
     digests = [f"{engines:032x}{i:032x}" for i in range(100_000)]
-    view = {}
-    for name in names:
+    for i in range(engines):
         kept = [digests[i] for i in rng.integers(0, len(digests), 2048)]
         count, wait_s = int(rng.integers(30)), float(rng.random()) / 10
-        view[name] = Load(0.0, count, wait_s, slots={*kept[:32]}, host={*kept})
+        view[f"engine-{i:03d}"] = Load(0.0, count, wait_s, slots={*kept[:32]}, host={*kept})
 
     def timed(digests: list[Any], now: float) -> list[float]:
-        out = []
+        out, names = [], tuple(view)
         for draw, digest in enumerate(digests):
             began = time.perf_counter()
             choose(digest, names, view, now, 1, draw)
@@ -144,5 +141,4 @@ def choose_us(engines: int, calls: int) -> dict[str, Any]:
 
     some = digests[:calls]
     found = {"new": timed(some, 1.0), "known": timed(some, 1.0), "stale": timed(some, 9.0)}
-    found["base"] = timed([None] * calls, 1.0)
-    return timing.medians_of(found, 1e6)
+    return timing.medians_of(found | {"base": timed([None] * calls, 1.0)}, 1e6)

@@ -25,14 +25,9 @@ SMOOTH = 0.05  # weight of the newest sample in an engine's mean of tokens
 
 @dataclasses.dataclass(frozen=True)
 class Service:
-    """Curves and limits of one engine.
-
-    Attributes:
-        rows: samples that decode at once.
-        steps: (rows, seconds of a step), linear in between.
-        load_s, next_load_s: seconds of a cold load alone, and of each one of a queue.
-        slots, host: adapters on the device and in host memory.
-        depth: most unfinished loads.
+    """One engine: ``rows`` that decode at once, ``steps`` of (rows, seconds), linear in between;
+    seconds of a cold load alone and of each one of a queue; adapters in ``slots`` and in ``host``
+    memory; the most unfinished loads, ``depth``.
     """
 
     rows: int
@@ -107,18 +102,15 @@ class Engine:
         return max(0, over) * self.mean_tokens * self.step_s[-1] / self.service.rows
 
     def load_s(self) -> float:
-        """Returns the estimate of the time that a cold load would take now: loads and slots that
-        others wait for come first.
-        """
+        """Returns the estimate of a cold load now, after the loads and slots others wait for."""
         warm, cold = map(len, self.queue)
         ahead = (HOST_SHARE * warm + cold + self.loading) * self.service.next_load_s
         slot = len(self.parked) * self.mean_tokens * self.step_s[-1] / self.service.slots
         return self.service.load_s + ahead + slot
 
     def report(self) -> Load:
-        loaded, kept = set(self.device.copies), set(self.host.copies)
-        count = self.fleet.busy[self.index]
-        return Load(self.fleet.now, count, self.wait_s(), self.load_s(), loaded, kept)
+        busy, device, host = self.fleet.busy[self.index], set(self.device.copies), self.host.copies
+        return Load(self.fleet.now, busy, self.wait_s(), self.load_s(), device, set(host))
 
     def _next_load(self) -> None:
         while not self.loading and (queue := self.queue[0] or self.queue[1]):
@@ -197,8 +189,7 @@ class Fleet:
 
     def run(self, router: str, traffic: Traffic, seed: int) -> dict[str, Any]:
         """Serves all requests, the same ones for one seed; returns shares, seconds and counts."""
-        rng = np.random.default_rng(seed)
-        count = traffic.warm + traffic.requests
+        rng, count = np.random.default_rng(seed), traffic.warm + traffic.requests
         found = draws(traffic.kind, traffic.names, count, traffic.zipf, rng).tolist()
         numbers, unmeasured = [*range(traffic.prewarm), *found], traffic.prewarm + traffic.warm
         tokens = rng.geometric(1 / traffic.tokens, len(numbers)).tolist()
@@ -247,22 +238,20 @@ class Fleet:
 
         self.ended = ended
         report()
-        times = np.zeros(traffic.concurrency)
-        if not traffic.concurrency:
-            times = rng.exponential(1 / traffic.rate, len(numbers)).cumsum()
-        for time in times:
+        gaps = rng.exponential(1 / traffic.rate, len(numbers)) if traffic.rate else ()
+        for time in np.cumsum(gaps) if traffic.rate else np.zeros(traffic.concurrency):
             self.at(float(time), send)
         while self._events:
             self.now, _, call = heapq.heappop(self._events)
             call()
         if len(seconds) + len(errors) != len(numbers):
             raise RuntimeError(f"{len(seconds)} answers, {len(errors)} errors of {len(numbers)}")
-        measured = [s for k, s in seconds.items() if k >= unmeasured]
+        p50, p95 = np.quantile([s for k, s in seconds.items() if k >= unmeasured], (0.5, 0.95))
         return {
             "errors": sum(k >= unmeasured for k in errors) / traffic.requests,
             "refused_first": sum(k >= unmeasured for k in refused) / traffic.requests,
-            "p50_s": float(np.quantile(measured, 0.5)),
-            "p95_s": float(np.quantile(measured, 0.95)),
+            "p50_s": float(p50),
+            "p95_s": float(p95),
             "cold_loads": loaded()[0] - loads[0],
             "host_loads": loaded()[1] - loads[1],
             "distinct": len({*numbers} - {*numbers[traffic.prewarm : unmeasured]}),

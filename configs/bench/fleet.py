@@ -51,7 +51,7 @@ def get_config(size: str = "default") -> ConfigDict:
     }
     config.of_row = ("cpu", "h200", "published_loads")
     config.service = "h200"  # of the grids limits and engines
-    config.depths = (32, 96, 256)  # the product's default is 256
+    config.depths = (96, 112, 120, 256)  # the product's default is 256
     config.engines = (4, 16)
     config.zipf = {  # requests, warm, rate: per engine
         "kind": "zipf",

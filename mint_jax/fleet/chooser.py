@@ -32,7 +32,7 @@ class Load:
         at: time of the report, of the clock that ``choose`` gets ``now`` from.
         in_flight: samples admitted and not ended.
         wait_s: seconds until a new sample would start, by the engine's estimate.
-        load_s: seconds of a cold load there, a moving average.
+        load_s: seconds that a cold load takes there, with the wait for loads ahead if known.
         slots, host: sets of the digests in device slots and in host memory.
         refused_until: time before which it accepts nothing.
     """
@@ -101,12 +101,10 @@ def choose(
         candidates = [*homes, start, (pick & 0xFFFFFFFF) % len(names)]
         for i in homes:
             reasons[i] = "cold"
-        for i in [i for i, load in enumerate(loads) if digest in load.host]:
-            etas[i] -= (1.0 - HOST_SHARE) * seconds[i] * (1.0 - doubt.get(i, 0.0))
-            reasons[i] = "host"
-        for i in [i for i, load in enumerate(loads) if digest in load.slots]:
-            etas[i] = waits[i] + seconds[i] * doubt.get(i, 0.0)
-            reasons[i] = "resident"
+        for i in [i for i, x in enumerate(loads) if digest in x.slots or digest in x.host]:
+            share = 0.0 if digest in loads[i].slots else HOST_SHARE
+            etas[i] = waits[i] + seconds[i] * (share + (1.0 - share) * doubt.get(i, 0.0))
+            reasons[i] = "host" if share else "resident"
 
     def rank(i: int) -> tuple[bool, float, float]:
         adds_copy = reasons[i] in ("cold", "spill") and i not in homes[:replicas]
