@@ -337,6 +337,11 @@ class _Fields(dict[str, Any]):
             )
         return cast(value)
 
+    def positive(self, name: str, cast: type = int) -> Any:
+        value = self.number(name, cast)
+        _require(value > 0, f"{name} is {value}")
+        return value
+
     def or_zero(self, name: str) -> int:
         return 0 if self[name] is None else self.number(name)
 
@@ -466,8 +471,7 @@ def _windows(fields: _Fields, layers: int, family: Family, theta: float | None) 
         full = (*full[:-1], True)
     if all(full) or (fields["sliding_window"] is None and not family.full_every):
         return None
-    size = fields.number("sliding_window")
-    _require(size > 0, f"sliding_window is {size}")
+    size = fields.positive("sliding_window")
     return Windows(size, tuple(not one for one in full), theta)
 
 
@@ -531,9 +535,7 @@ def _delta(given: dict[str, Any], fields: _Fields, layers: int, joint: bool) -> 
         "value_head_dim",
         "conv_kernel_dim",
     )
-    sizes = [fields.number(f"linear_{name}") for name in names]
-    for name, size in zip(names, sizes):
-        _require(size > 0, f"linear_{name} is {size}")
+    sizes = [fields.positive(f"linear_{name}") for name in names]
     _require(
         sizes[1] % sizes[0] == 0,
         f"linear_num_value_heads is {sizes[1]}, which linear_num_key_heads {sizes[0]} does not"
@@ -576,9 +578,7 @@ def _kimi_linear(given: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]
 
 def _channel_delta(fields: _Fields, layers: int) -> Delta:
     names = "num_heads", "head_dim", "conv_kernel_dim"
-    heads, width, taps = sizes = [fields.number(f"linear_{name}") for name in names]
-    for name, size in zip(names, sizes):
-        _require(size > 0, f"linear_{name} is {size}")
+    heads, width, taps = (fields.positive(f"linear_{name}") for name in names)
     full = _full_layers(fields["layer_types"], layers, "linear_attention", 0)
     return Delta(heads, heads, width, width, taps, full=full, latent=width)
 
@@ -602,9 +602,7 @@ def _only_parts(given: dict[str, Any], fields: _Fields) -> tuple[str, ...]:
 
 def _ssm(fields: _Fields) -> Ssm:
     names = "n_groups", "mamba_num_heads", "ssm_state_size", "mamba_head_dim", "conv_kernel"
-    sizes = [fields.number(name) for name in names]
-    for name, size in zip(names, sizes):
-        _require(size > 0, f"{name} is {size}")
+    sizes = [fields.positive(name) for name in names]
     _require(
         sizes[1] % sizes[0] == 0,
         f"mamba_num_heads is {sizes[1]}, which n_groups {sizes[0]} does not divide",
@@ -629,8 +627,7 @@ def _experts(given: dict[str, Any], fields: _Fields, shared_gate: bool) -> Exper
         normalise=bool(fields.get("norm_topk_prob", True)),
     )
     if shared_gate:
-        width = number("shared_expert_intermediate_size")
-        _require(width > 0, f"shared_expert_intermediate_size is {width}")
+        width = fields.positive("shared_expert_intermediate_size")
         experts = dataclasses.replace(experts, shared=width, shared_gate=True)
     if grouped:
         own = "moe_shared_expert_intermediate_size"
@@ -798,9 +795,7 @@ def from_hf(given: dict[str, Any]) -> ModelConfig:
             layer_inputs=_layer_inputs(fields, cfg.vocab_size),
         )
     if "final_logit_softcapping" in known and fields["final_logit_softcapping"] is not None:
-        cap = fields.number("final_logit_softcapping", float)
-        _require(cap > 0, f"final_logit_softcapping is {cap}")
-        cfg = cfg.replace(logit_cap=cap)
+        cfg = cfg.replace(logit_cap=fields.positive("final_logit_softcapping", float))
     for kind in [cfg] if windows is None else [cfg, cfg.near]:
         _require(
             heads % kind.num_kv_heads == 0,
