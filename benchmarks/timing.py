@@ -52,11 +52,6 @@ def in_turn(
     return out
 
 
-def medians(times: Mapping[str, list[float]]) -> dict[str, float]:
-    """Median seconds of every side."""
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
 def median(values: Iterable[float], scale: float = 1.0) -> Figure:
     """The median of a sample, times ``scale``."""
     return _quantile(values, 0.5, scale, "median")
@@ -72,13 +67,11 @@ def percentile(values: Iterable[float], q: float, scale: float = 1.0) -> Figure:
     return _quantile(values, q / 100, scale, "percentile")
 
 
-def percentiles(
-    seconds: Collection[float], name: str = "", scale: float = 1e3
-) -> dict[str, Figure]:
+def percentiles(seconds: Collection[float], scale: float = 1e3) -> dict[str, Figure]:
     """Returns the 50th and the 99th percentile in milliseconds; empty without values."""
     if not len(seconds):
         return {}
-    return {f"p{q}{name}_ms": percentile(seconds, q, scale) for q in (50, 99)}
+    return {f"p{q}_ms": percentile(seconds, q, scale) for q in (50, 99)}
 
 
 def _quantile(values: Iterable[float], q: float, scale: float, name: str) -> Figure:

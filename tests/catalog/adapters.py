@@ -1,6 +1,5 @@
 """Small packed adapters, one per number."""
 
-import dataclasses
 import functools
 
 import numpy as np
@@ -9,7 +8,6 @@ from mint_jax.catalog.packed import Schema, pack
 from mint_jax.lora.tree import AdapterConfig
 
 SCHEMA = Schema("ab" * 32, AdapterConfig(1, 2.0, ("q",)))
-OTHER = dataclasses.replace(SCHEMA, base="cd" * 32)
 
 
 @functools.lru_cache(4096)

@@ -81,15 +81,10 @@ def test_the_layout_says_which_factors_experts_share():
     assert Schema.from_json(SCHEMA.to_json()) == SCHEMA
 
 
-def file_of(fields, data=b"", metadata=None) -> bytes:
+def file_of(fields, data=b"") -> bytes:
     """A file with any header: JSON text, or fields to which the schema is added."""
     if isinstance(fields, dict):
-        fields = json.dumps(
-            {
-                "__metadata__": {"schema": SCHEMA.to_json()} if metadata is None else metadata,
-                **fields,
-            }
-        )
+        fields = json.dumps({"__metadata__": {"schema": SCHEMA.to_json()}, **fields})
     text = fields if isinstance(fields, bytes) else fields.encode()
     return struct.pack("<Q", len(text)) + text + data
 

@@ -63,8 +63,8 @@ def sha(data) -> str:
     return blake3(data).hexdigest()
 
 
-def random_objects(rng, count, largest=30_000) -> list[bytes]:
-    return [rng.bytes(int(n)) for n in np.exp(rng.uniform(0, np.log(largest), count))]
+def random_objects(rng, count) -> list[bytes]:
+    return [rng.bytes(int(n)) for n in np.exp(rng.uniform(0, np.log(30_000), count))]
 
 
 def keys(store) -> list[str]:

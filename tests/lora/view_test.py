@@ -47,9 +47,9 @@ def _normal(rng, *shape):
     return rng.normal(size=shape).astype(np.float32)
 
 
-def _factors(rng, names, rank, slots=S, layers=L):
+def _factors(rng, names, rank):
     one = lambda n: {  # noqa: E731
-        f: _normal(rng, 1 if "embed" in n else layers, slots, rank, ENDS[n][f == "b"]) for f in "ab"
+        f: _normal(rng, 1 if "embed" in n else L, S, rank, ENDS[n][f == "b"]) for f in "ab"
     }
     flat = {n: one(n) for n in names}
     tables = {n: flat.pop(n) for n in ("embed", "unembed") if n in flat}

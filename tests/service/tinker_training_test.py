@@ -29,10 +29,10 @@ from tests.train.live_test import (
 CLIPPED = {"ppo", "cispo", "gspo"}
 
 
-def spanned(datum, id, sampled, offset=0):
+def spanned(datum, id, sampled):
     """A datum with provenance: targets of one sequence where they were sampled."""
     kinds = types.PromptProvenanceSpan, types.SampledProvenanceSpan
-    offsets = offset + np.cumsum(sampled) - sampled
+    offsets = np.cumsum(sampled) - sampled
     spans = [
         kinds[int(is_sampled)](sequence_id=id, offset=int(at * is_sampled), length=1)
         for is_sampled, at in zip(sampled, offsets)
@@ -66,10 +66,10 @@ def options(kind):
     return clips if kind in CLIPPED else None
 
 
-def data_for(rng, tenant, kind, longest=24):
-    data = random_data(rng, kind, longest)
+def data_for(rng, tenant, kind):
+    data = random_data(rng, kind, 24)
     while kind in CLIPPED and not away_from_edges(tenant, data, kind):
-        data = random_data(rng, kind, longest)
+        data = random_data(rng, kind, 24)
     return data
 
 

@@ -79,17 +79,15 @@ def sdk_datum(tokens, inputs, cuts=()):
     return types.Datum(model_input=types.ModelInput(chunks=chunks), loss_fn_inputs=inputs)
 
 
-def sdk_request(data, loss, config=None, model_id="s:train:0", seq_id=3):
+def sdk_request(data, loss, config=None):
     request = types.ForwardBackwardInput(data=data, loss_fn=loss, loss_fn_config=config)
     return types.ForwardBackwardRequest(
-        forward_backward_input=request, model_id=model_id, seq_id=seq_id
+        forward_backward_input=request, model_id="s:train:0", seq_id=3
     )
 
 
-def proto_body(request, forward_only=False):
-    message = forward_backward_request_to_proto(request)
-    message.forward_only = forward_only
-    return message.SerializeToString()
+def proto_body(request):
+    return forward_backward_request_to_proto(request).SerializeToString()
 
 
 def batch_of(request):
