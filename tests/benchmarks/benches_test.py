@@ -94,6 +94,14 @@ def check_fleet(report):
     assert errors[0]["median"] > 0.5 > errors[1]["median"] == 0
 
 
+def check_recipes(report):
+    """Every way has its revisions, in the order of their updates."""
+    for way in ("grpo", "on_policy", "stored"):
+        seconds = [row["seconds"] for row in report["rows"] if row["way"] == way]
+        assert len(seconds) == 2
+        assert report[way]["seconds"]["median"] == seconds[0] < seconds[1]
+
+
 CHECKS = {
     "active_wave": check_active_wave,
     "engine": check_engine,
@@ -101,6 +109,7 @@ CHECKS = {
     "gpu": check_gpu,
     "handoff": check_handoff,
     "packed_load": check_packed_load,
+    "recipes": check_recipes,
     "service": check_service,
     "service_load": check_service_load,
 }
