@@ -54,12 +54,12 @@ def own_rewards(monkeypatch):
     monkeypatch.setitem(sys.modules, "own_rewards", module)
 
 
-def revisions(folder, max_tokens: dict[str, int], stale=0, converses=False) -> dict[str, str]:
+def revisions(folder, max_tokens: dict[str, int], stale=0, converses=False, parts=False):
     """Returns the final revision of each policy after two steps one by one."""
     config = tiny("grpo", tensorboard=False, export_every=1, schedule="sequential", steps=2)
     usual = config.policies.ppo.to_dict()
     with config.unlocked():
-        config.max_staleness = stale
+        config.max_staleness, config.partial_rollouts = stale, parts
         config.policies = {
             name: usual
             | {"env": {"name": "own_rewards:make", "policy": name, "converses": converses}}
@@ -198,7 +198,15 @@ def test_completions_in_parts_end_where_whole_ones_do(pieces, stop, expected, rn
 @pytest.mark.long
 @pytest.mark.users  # the last bits of a rollout
 @pytest.mark.parametrize(
-    "how", [{}, {"stale": 1}, {"converses": True}, {"stale": 1, "converses": True}], ids=str
+    "how",
+    [
+        {},
+        {"stale": 1},
+        {"stale": 1, "parts": True},
+        {"converses": True},
+        {"stale": 1, "converses": True},
+    ],
+    ids=str,
 )
 def test_other_policies_change_nothing_of_a_policys_run(how, tmp_path):
     alone = revisions(tmp_path / "alone", {"b": 8}, **how)
