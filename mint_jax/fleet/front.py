@@ -16,13 +16,16 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterable
+import urllib.parse
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any, NamedTuple
 
-import httpx
+import aiohttp
+from multidict import CIMultiDict
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, generate_latest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
+from yarl import URL
 
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.records.leases import Lease
@@ -59,15 +62,15 @@ class EngineRefusal(NamedTuple):
     """The whole answer of an engine that refused."""
 
     status: int
-    headers: list[tuple[str, str]]
+    headers: Sequence[tuple[bytes, bytes]]
     body: bytes
 
     @property
     def retry_s(self) -> float:
-        given = dict(self.headers)
-        if (ms := given.get("retry-after-ms")) is not None:
+        given = {name.lower(): value for name, value in self.headers}
+        if (ms := given.get(b"retry-after-ms")) is not None:
             return float(ms) / 1e3
-        return float(given.get("retry-after", 0))
+        return float(given.get(b"retry-after", 0))
 
 
 class Leases:
@@ -159,28 +162,34 @@ class Front:
 
     async def send(
         self, member: FleetEngine, request: Request, body: bytes, *more: tuple[str, str]
-    ) -> httpx.Response:
-        """Returns an engine's response, whose body is not read. Raises ``httpx.TransportError``."""
+    ) -> aiohttp.ClientResponse:
+        """Returns an engine's response, whose body is not read. Raises ``aiohttp.ClientError``."""
         assert member.client is not None, "it has reported its address"
         sent = [*request.scope["state"]["sent"], *((k.encode(), v.encode()) for k, v in more)]
-        headers = [one for one in sent if one[0].lower() not in _OWN_HEADERS]
-        headers.append((b"x-forwarded-proto", request.url.scheme.encode()))
-        target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
-        outgoing = member.client.build_request(
-            request.method, target, content=body, headers=headers
+        sent.append((b"x-forwarded-proto", request.url.scheme.encode()))
+        headers = [
+            (name.decode("latin-1"), value.decode("latin-1"))
+            for name, value in sent
+            if name.lower() not in _OWN_HEADERS
+        ]
+        target = request.scope["raw_path"].decode("ascii")
+        if query := request.scope["query_string"].decode("latin-1"):
+            target += f"?{query}"
+        return await member.client.request(
+            request.method,
+            URL(target, encoded=True),
+            data=body or None,
+            headers=CIMultiDict(headers),
+            skip_auto_headers=("user-agent", "content-type", "accept", "accept-encoding"),
+            allow_redirects=False,
         )
-        return await member.client.send(outgoing, stream=True)
 
     async def _whole(
         self, member: FleetEngine, request: Request, body: bytes, *more: tuple[str, str]
     ) -> Response:
-        """Returns an engine's whole response. Raises ``httpx.TransportError``."""
-        upstream = await self.send(member, request, body, *more)
-        try:
-            data = b"".join([part async for part in upstream.aiter_raw()])
-        finally:
-            await upstream.aclose()
-        return _response(upstream.status_code, upstream.headers.raw, data)
+        """Returns an engine's whole response. Raises ``aiohttp.ClientError``."""
+        async with await self.send(member, request, body, *more) as found:
+            return _response(found.status, found.raw_headers, await found.read())
 
     async def _at(self, member: FleetEngine, request: Request, body: bytes) -> Response:
         """Returns the response of the engine that keeps what the request names; waits for it."""
@@ -192,7 +201,7 @@ class Front:
                 # every request of Tinker's clients may be sent again: they do so themselves
                 with self.view.sending(member, None):
                     return await self._whole(member, request, body)
-            except httpx.TransportError:
+            except aiohttp.ClientError:
                 self.view.lose(member)
         return _unavailable(request, f"engine {member.name} is being started again")
 
@@ -207,7 +216,7 @@ class Front:
                 member = self.view.members[choice.engine]
                 try:
                     response = await self._whole(member, request, body)
-                except httpx.TransportError:
+                except aiohttp.ClientError:
                     self.view.lose(member)
                     continue
                 if response.status_code not in REFUSALS:
@@ -240,7 +249,7 @@ class Front:
             return await self._first(request, b"")  # an engine says what is wrong
         if path in places.PAGED:
             query |= {"limit": str(limit + offset), "offset": "0"}
-        scope = {**request.scope, "query_string": str(httpx.QueryParams(query)).encode()}
+        scope = {**request.scope, "query_string": urllib.parse.urlencode(query).encode()}
         asked = Request(scope)
         answers = await asyncio.gather(
             *(self._at(member, asked, b"") for member in self.view.members.values())
@@ -286,9 +295,8 @@ class Front:
         if not kind.startswith("text/event-stream"):
             return await offer.whole(found)
         stream = offer.events(found)
-        headers = _kept(found.headers.raw)
-        response = StreamingResponse(stream, found.status_code)
-        response.raw_headers = headers
+        response = StreamingResponse(stream, found.status)
+        response.raw_headers = _kept(found.raw_headers)
         return response
 
     # -- operators
@@ -349,7 +357,7 @@ class _Offer:
         choices.sort(key=lambda one: one[0] != self.near)  # stable
         return [(self.view.members[name], reason) for name, reason in choices]
 
-    async def next(self) -> httpx.Response | Response:
+    async def next(self) -> aiohttp.ClientResponse | Response:
         """Returns the response of the first engine that accepts, its body unread; or the refusal of
         all of them: of 429 the one that may be tried first, and 404 only if all say so.
         """
@@ -367,39 +375,36 @@ class _Offer:
                 self._counted.enter_context(self.view.sending(member, self.key))
                 try:
                     found = await self.front.send(member, self.request, self.body, header)
-                    if found.status_code not in REFUSALS:
+                    if found.status not in REFUSALS:
                         self.member = member
                         self._pin_revision(found)
                         return found
                     refused.append(await _read(found))
-                except httpx.TransportError:
+                except aiohttp.ClientError:
                     self.view.lose(member)
                     continue
-                self.front.refusals.labels(member.name, str(found.status_code)).inc()
-                if found.status_code == 429:
+                self.front.refusals.labels(member.name, str(found.status)).inc()
+                if found.status == 429:
                     member.refused_until = time.monotonic() + refused[-1].retry_s
         self._counted.close()
         if not refused:
             return _unavailable(self.request, "no engine is up")
         best = min(refused, key=lambda one: (one.status == 404, one.status != 429, one.retry_s))
-        headers = [(name.encode(), value.encode()) for name, value in best.headers]
-        return _response(best.status, headers, best.body)
+        return _response(best.status, best.headers, best.body)
 
-    def _pin_revision(self, found: httpx.Response) -> None:
+    def _pin_revision(self, found: aiohttp.ClientResponse) -> None:
         """Keeps the revision that the first engine resolved the name to."""
         if not self.pin.revision:
             self.pin = self.pin._replace(revision=found.headers.get("x-mint-revision", ""))
 
-    async def whole(self, found: httpx.Response) -> Response:
+    async def whole(self, found: aiohttp.ClientResponse) -> Response:
         """Returns a whole answer, of the next engine if one dies while it samples."""
         while True:
             try:
-                data = b"".join([part async for part in found.aiter_raw()])
-                return _response(found.status_code, found.headers.raw, data)
-            except httpx.TransportError:
+                async with found:
+                    return _response(found.status, found.raw_headers, await found.read())
+            except aiohttp.ClientError:
                 self._lose()
-            finally:
-                await found.aclose()
             again = await self.next()
             if isinstance(again, Response):
                 return again
@@ -409,21 +414,20 @@ class _Offer:
         assert self.member is not None, "it has accepted"
         self.view.lose(self.member)
 
-    async def events(self, found: httpx.Response) -> AsyncIterator[bytes]:
+    async def events(self, found: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
         """Yields the events of a stream; where an engine dies, the next one's from there on."""
         self.has_begun = True
         while True:
             try:
-                async for event in _events(found):
-                    if pins.is_comment(event):
-                        self.pin = self.pin.after(event)
-                    else:
-                        yield event.encode()
+                async with found:
+                    async for event in _events(found):
+                        if pins.is_comment(event):
+                            self.pin = self.pin.after(event)
+                        else:
+                            yield event.encode()
                 return
-            except httpx.TransportError:
+            except aiohttp.ClientError:
                 self._lose()
-            finally:
-                await found.aclose()
             self.front.continued.inc()
             again = await self.next()
             if isinstance(again, Response):
@@ -432,10 +436,10 @@ class _Offer:
             found = again
 
 
-async def _events(found: httpx.Response) -> AsyncIterator[str]:
+async def _events(found: aiohttp.ClientResponse) -> AsyncIterator[str]:
     """Yields whole events of a stream, each with its blank line."""
     text = b""
-    async for part in found.aiter_raw():
+    async for part in found.content.iter_any():
         *events, text = (text + part).split(b"\n\n")
         for event in events:
             yield event.decode() + "\n\n"
@@ -446,10 +450,9 @@ async def _left(receive: Any) -> None:
         pass
 
 
-async def _read(found: httpx.Response) -> EngineRefusal:
-    data = b"".join([part async for part in found.aiter_raw()])
-    await found.aclose()
-    return EngineRefusal(found.status_code, list(found.headers.items()), data)
+async def _read(found: aiohttp.ClientResponse) -> EngineRefusal:
+    async with found:
+        return EngineRefusal(found.status, found.raw_headers, await found.read())
 
 
 def _kept(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:

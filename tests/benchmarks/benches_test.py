@@ -48,6 +48,18 @@ def check_packed_load(report):
     assert report["decode_loads"] == load("packed_load").pause.windows
 
 
+def check_fleet_real(report):
+    """No client saw an error or another token, though an engine was killed."""
+    found = report["kills"]
+    assert (found["errors"], found["differing"], found["kills"]) == (0, 0, 1)
+    assert min(found["samples"], found["policies"]) > 0
+
+
+def check_fleet_timed(report):
+    """Every request was answered."""
+    assert report["errors"]["timed"]["median"] == 0
+
+
 def check_engine(report):
     """Continuous batching gives the tokens of the lockstep loop."""
     assert report["continuous_same_tokens"]

@@ -28,6 +28,7 @@ ONLY_IN = {  # optional packages, and what only one place may know
     "torch": (),
     "transformers": (),
     "peft": (),
+    "aiohttp": "fleet/",
     "starlette": ("fleet/", "service/"),
     "pydantic": "service/",
     "jwt": "service/",

@@ -1,0 +1,187 @@
+"""MinT's row on timed engines behind the product's front, and the same row simulated.
+
+A timed engine is that of ``benchmarks.fleet_simulation`` in real time behind HTTP: it decodes
+nothing and answers when the model says so. Front, gate, catalog, chooser, HTTP are the product's.
+``timed_over_simulated`` says what the simulation leaves out.
+"""
+
+import asyncio
+import contextlib
+import functools
+import json
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import uvicorn
+from prometheus_client import CollectorRegistry
+from starlette.responses import JSONResponse
+
+from benchmarks import catalog_fill, timing
+from benchmarks.fleet_simulation import Ask, Engine, Fleet, Service, Traffic
+from benchmarks.traffic import draws
+from mint_jax.catalog.lifecycle import Catalog
+from mint_jax.fleet.engine import EngineReport
+from mint_jax.fleet.front import Front, make
+from mint_jax.fleet.view import FleetEngine, FleetView
+from mint_jax.metrics import Progress
+from mint_jax.service.gate import Limits
+
+COMPARED = "p50_s", "p95_s", "cold_loads"
+
+
+def run(config: Any, workdir: Path) -> dict[str, Any]:
+    """Runs the bench; returns its report."""
+    service = Service(**config.service.to_dict(), slots=config.slots, host=config.host)
+    traffic = Traffic(**config.row)
+    plan = catalog_fill.Plan(traffic.names, 1, min(traffic.names, 512), config.seed)
+    sides: dict[str, list[dict[str, Any]]] = {"timed": [], "simulated": []}
+    with tempfile.TemporaryDirectory(dir=workdir) as folder:
+        catalog_fill.fill(Path(folder), plan)
+        with catalog_fill.open_catalog(Path(folder)) as catalog:
+            for seed in range(config.seed, config.seed + config.n):
+                row = _timed(config, service, traffic, catalog, plan, seed)
+                sides["timed"].append(asyncio.run(row))
+                fleet = Fleet(service, config.engines, config.report_s, seed)
+                sides["simulated"].append(fleet.run("chooser", traffic, seed))
+    report: dict[str, Any] = {"engines": config.engines, "requests": traffic.requests}
+    for name in ("errors", *COMPARED):
+        taken = {side: [one[name] for one in found] for side, found in sides.items()}
+        report[name] = timing.medians_of(taken)
+        if name in COMPARED:
+            report[name]["timed_over_simulated"] = timing.ratio(taken, "timed", "simulated")
+    return report
+
+
+class _Timed:
+    """Timed engines: to ``Engine`` they are its fleet, with the real time."""
+
+    def __init__(self, service: Service, count: int):
+        self.busy, self.ends = [0] * count, dict[int, asyncio.Future]()
+        self.engines = [Engine(service, self, i) for i in range(count)]  # type: ignore[arg-type]
+        self.urls = [""] * count
+
+    @property
+    def now(self) -> float:
+        return time.monotonic()
+
+    def at(self, seconds: float, call: Any) -> None:
+        asyncio.get_running_loop().call_later(seconds, call)
+
+    def ended(self, i: int, ask: Ask) -> None:
+        self.busy[i] -= 1
+        self.ends.pop(ask.number).set_result(None)
+
+    async def answer(self, i: int, scope: Any, receive: Any, send: Any) -> None:
+        """Answers one request of engine ``i``, as an ASGI application."""
+        body = json.loads((await receive())["body"])
+        ask = Ask(body["seed"], body["model"], body["max_tokens"])
+        if wait := self.engines[i].offer(ask):
+            headers = {"retry-after-ms": str(int(1e3 * wait) + 1)}
+            await JSONResponse({}, 429, headers)(scope, receive, send)
+            return
+        self.busy[i] += 1
+        self.ends[ask.number] = end = asyncio.get_running_loop().create_future()
+        await end
+        await JSONResponse({})(scope, receive, send)
+
+    async def report(self, i: int) -> EngineReport:
+        one = self.engines[i]
+        waiting = len(one.waiting) + sum(map(len, one.loads.values()))
+        return EngineReport(
+            url=self.urls[i],
+            ready=True,
+            serving=True,
+            rows=one.service.rows,
+            running=len(one.rows),
+            waiting=waiting,
+            loads=len(one.loads),
+            load_s=one.service.next_load_s,
+            slots=frozenset(one.device.resident()),
+            host=frozenset(one.host.resident()),
+            places=one.service.slots,
+        )
+
+
+async def _timed(
+    config: Any,
+    service: Service,
+    traffic: Traffic,
+    catalog: Catalog,
+    plan: catalog_fill.Plan,
+    seed: int,
+) -> dict[str, Any]:
+    """Returns shares, seconds and counts of the row on timed engines."""
+    timed = _Timed(service, config.engines)
+    async with contextlib.AsyncExitStack() as serving:
+        for i in range(config.engines):
+            app = functools.partial(timed.answer, i)
+            timed.urls[i] = await serving.enter_async_context(_served(app))
+        view = FleetView(
+            [
+                FleetEngine(f"e{i}", functools.partial(timed.report, i), lambda digest: None)
+                for i in range(config.engines)
+            ]
+        )
+        front = Front(view, catalog, CollectorRegistry())
+        await serving.enter_async_context(view.watching())
+        limits = Limits(tenant=1 << 20, total=1 << 20)
+        url = await serving.enter_async_context(_served(make(front, keys=None, limits=limits)))
+        await view.wait(lambda: len(view.up()) == config.engines, 60.0)
+        seconds, errors = await _clients(url, traffic, plan, seed)
+    measured = [s for number, s in seconds.items() if number >= traffic.prewarm]
+    return {
+        "errors": errors / traffic.requests,
+        "p50_s": float(np.quantile(measured, 0.5)),
+        "p95_s": float(np.quantile(measured, 0.95)),
+        "cold_loads": sum(one.cold for one in timed.engines),
+    }
+
+
+async def _clients(
+    url: str, traffic: Traffic, plan: catalog_fill.Plan, seed: int
+) -> tuple[dict[int, float], int]:
+    """Sends all requests, the simulation's ones; returns their seconds and the errors."""
+    rng = np.random.default_rng(seed)
+    found = draws(traffic.kind, traffic.names, traffic.requests, traffic.zipf, rng).tolist()
+    names = [*range(traffic.prewarm), *found]
+    tokens = rng.geometric(1 / traffic.tokens, len(names)).tolist()
+    asks: Iterator[tuple[int, int, int]] = zip(range(len(names)), names, tokens, strict=True)
+    progress, seconds, errors = Progress("row", len(names)), dict[int, float](), 0
+    unlimited = {"connector": aiohttp.TCPConnector(limit=0), "timeout": aiohttp.ClientTimeout(None)}
+    async with aiohttp.ClientSession(**unlimited) as client:
+
+        async def go_on() -> None:
+            nonlocal errors
+            for number, name, count in asks:
+                body = {"model": plan.policy(name), "max_tokens": count, "seed": number}
+                began = time.monotonic()
+                async with client.post(f"{url}/v1/completions", json=body) as answer:
+                    await answer.read()
+                errors += answer.status != 200 and number >= traffic.prewarm
+                seconds[number] = time.monotonic() - began
+                if len(seconds) % 100 == 0:
+                    progress.update(len(seconds), f"{errors} errors")
+
+        await asyncio.gather(*(go_on() for _ in range(traffic.concurrency)))
+    return seconds, errors
+
+
+@contextlib.asynccontextmanager
+async def _served(app: Any) -> AsyncIterator[str]:
+    """Yields the URL of an ASGI application on loopback."""
+    options = {"log_config": None, "access_log": False, "ws": "none", "lifespan": "off"}
+    options["interface"] = "asgi3"  # a partial function does not say so
+    server = uvicorn.Server(uvicorn.Config(app, "127.0.0.1", 0, backlog=2048, **options))
+    task = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await task
