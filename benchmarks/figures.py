@@ -93,6 +93,10 @@ RUNS = (
     Run("service", "bench/service.py", 15),
     Run("service_load", "bench/service_load.py", 25),
     Run("revision_stores", "bench/revision_stores.py", 3),
+    Run(
+        *("fleet", "bench/fleet.py", 15),
+        pictures=tuple((f"fleet_{one}.png",) * 2 for one in ("errors", "cold_loads", "million")),
+    ),
 )
 BASES = (
     *("qwen3_4b", "qwen3_30b_a3b", "qwen3_30b_a3b_experts", "qwen3_235b_a22b", "kimi_k2"),
