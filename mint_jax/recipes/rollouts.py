@@ -152,7 +152,7 @@ def members_of(config: GrpoSettings, base: Base) -> dict[str, Member]:
         own = start.policy_config(name, policy, config.seed)
         made = Member(own, train, held_out, sampling.prompts, env, sampling, variables)
         if made.converses:
-            _check_conversation(name, base, made)
+            _check_conversation(name, base, made, config.partial_rollouts)
             made.turns_at_once = -(-sampling.max_turns // (config.max_staleness + 1))
         elif config.partial_rollouts:
             made.part = -(-sampling.max_tokens // (config.max_staleness + 1))
@@ -162,8 +162,13 @@ def members_of(config: GrpoSettings, base: Base) -> dict[str, Member]:
     return members
 
 
-def _check_conversation(name: str, base: Base, member: Member) -> None:
+def _check_conversation(name: str, base: Base, member: Member, partial: bool) -> None:
     """Raises ``UserError`` if a policy's settings or its base do not allow further turns."""
+    if partial:
+        raise UserError(
+            f"policy {name!r}: partial_rollouts is True, and its environment is a conversation,"
+            " whose turns are spread over the updates anyway: drop partial_rollouts"
+        )
     if member.sampling.overlong_tokens:
         raise UserError(
             f"policy {name!r}: overlong_tokens is {member.sampling.overlong_tokens}, which measures"

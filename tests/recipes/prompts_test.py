@@ -73,6 +73,10 @@ def test_variables_without_a_place_are_refused(tmp_path, factory, variables, mes
     [
         ({"sampling": {"overlong_tokens": 2}}, "'one': overlong_tokens is 2, .*set it to 0"),
         ({"sampling": {"max_turns": 0}}, "max_turns is 0; expected"),
+        (
+            {"settings": {"partial_rollouts": True, "max_staleness": 1}},
+            "'one': partial_rollouts is True, and its environment is a conversation",
+        ),
         ({"sampling": {"max_tokens": 511}}, "exceed the context of 512"),
     ],
 )
