@@ -32,6 +32,7 @@ class FleetEngine:
         self.report, self.at, self.trouble = EngineReport(), -math.inf, ""
         self.in_flight, self.seconds, self.refused_until = 0, 0.0, 0.0
         self.sessions = 0  # opened there by this front
+        self.digests: collections.Counter[str] = collections.Counter()  # of requests in flight
         self.client: aiohttp.ClientSession | None = None
 
     @property
@@ -43,16 +44,12 @@ class FleetEngine:
         report = self.report
         samples = max(self.in_flight, report.running + report.waiting)
         ahead = max(0, samples + 1 - report.rows) / report.rows
-        load_s = report.load_s or ASSUMED_S
-        return Load(
-            self.at,
-            samples,
-            ahead * self.seconds + report.loads * load_s,
-            load_s,
-            report.slots,
-            report.host,
-            self.refused_until,
-        )
+        # A load waits for those before it; a sample of a loaded adapter does not. What is in flight
+        # is loaded, or will be.
+        load_s = (1 + report.loads) * (report.load_s or ASSUMED_S)
+        slots = report.slots | self.digests.keys()
+        wait_s = ahead * self.seconds
+        return Load(self.at, samples, wait_s, load_s, slots, report.host, self.refused_until)
 
 
 class FleetView:
@@ -134,15 +131,18 @@ class FleetView:
     def sending(self, member: FleetEngine, key: str | None) -> Iterator[None]:
         """Counts a request as in flight at an engine."""
         began = time.monotonic()
+        counters = () if key is None else (member.digests, self._by_digest)
         member.in_flight += 1
-        self._by_digest[key or ""] += 1
+        for counter in counters:
+            counter[key] += 1
         try:
             yield
         finally:
             member.in_flight -= 1
-            self._by_digest[key or ""] -= 1
-            if not self._by_digest[key or ""]:
-                del self._by_digest[key or ""]
+            for counter in counters:
+                counter[key] -= 1
+                if not counter[key]:
+                    del counter[key]
             seconds = time.monotonic() - began
             member.seconds += (_SMOOTH if member.seconds else 1.0) * (seconds - member.seconds)
 
@@ -154,7 +154,7 @@ class FleetView:
         """
         wanted = self._demand(key, now)
         homes = homes_of(key, tuple(view), wanted)
-        has = [home for home in homes if key in view[home].slots]
+        has = [home for home in homes if key in self.members[home].report.slots]
         for home in homes:
             if home not in has and has and (home, key) not in self._warming:
                 self._warming.add((home, key))
