@@ -10,8 +10,8 @@ engines follow, so affinity never refuses a request.
 import dataclasses
 import functools
 import struct
-from collections.abc import Collection, Mapping, Sequence
-from operator import add, mul
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from operator import mul
 from typing import NamedTuple
 
 from blake3 import blake3
@@ -66,8 +66,8 @@ def choose(
     now: float,
     replicas: int = 1,
     draw: int = 0,
-) -> list[Choice]:
-    """Returns all members in the order to offer; those that refuse come last.
+) -> Iterator[Choice]:
+    """Yields all members in the order to offer; those that refuse come last.
 
     The first is the soonest of the digest's ``replicas + 1`` homes and two engines picked by
     ``draw``, the request's number; the others follow by eta. The eta counts twice where a load
@@ -75,9 +75,8 @@ def choose(
     bare base (``None``) has no homes: the soonest, then the least loaded engine is first. A report
     older than ``FRESH_S`` loses weight to the mean of all; none counts as the mean, with no copies.
     """
-    names = tuple(_lines(tuple(members)))
-    if not names:
-        return []
+    if not (names := tuple(_lines(tuple(members)))):
+        return
     # Columns over the members: at 64 engines, each loop of Python statements takes 10 us or more.
     loads = [view.get(name, _UNKNOWN) for name in names]
     flights: list[float] = [load.in_flight for load in loads]
@@ -91,41 +90,39 @@ def choose(
     limit = BOUND * sum(flights) / len(names) + 1  # a nearly idle fleet keeps its copies
     pick = draw * _PICK % (1 << 64)
     start = (pick >> 32) % len(names)
-
     order = [*range(start, len(names)), *range(start)]  # equals follow in random order
-    if digest is None:
-        etas, reasons, homes, candidates = waits, ["base"] * len(names), [], order
-    else:
-        etas, reasons = list(map(add, waits, seconds)), ["spill"] * len(names)
-        homes = [names.index(name) for name in homes_of(digest, names, replicas + 1)]
-        candidates = [*homes, start, (pick & 0xFFFFFFFF) % len(names)]
-        for i in homes:
-            reasons[i] = "cold"
-        for i in [i for i, x in enumerate(loads) if digest in x.slots or digest in x.host]:
-            share = 0.0 if digest in loads[i].slots else HOST_SHARE
-            etas[i] = waits[i] + seconds[i] * (share + (1.0 - share) * doubt.get(i, 0.0))
-            reasons[i] = "host" if share else "resident"
+    homes = [names.index(name) for name in homes_of(digest, names, replicas + 1)] if digest else []
 
-    def rank(i: int) -> tuple[bool, float, float]:
-        adds_copy = reasons[i] in ("cold", "spill") and i not in homes[:replicas]
-        return flights[i] > limit, etas[i] * (1 + adds_copy), flights[i]
+    def choice(i: int) -> Choice:
+        load, share, reason = loads[i], 1.0, "cold" if i in homes else "spill"
+        if digest is None:
+            share, reason = 0.0, "base"
+        elif digest in load.slots:
+            share, reason = doubt.get(i, 0.0), "resident"
+        elif digest in load.host:
+            share, reason = HOST_SHARE + (1.0 - HOST_SHARE) * doubt.get(i, 0.0), "host"
+        eta_s = waits[i] + seconds[i] * share
+        if load.refused_until > now:
+            eta_s, reason = max(eta_s, load.refused_until - now), "refused"
+        return Choice(names[i], eta_s, reason)
 
-    refused = {i for i, load in enumerate(loads) if load.refused_until > now}
-    accepting = [i for i in candidates if i not in refused] if refused else candidates
-    best = min(accepting, key=rank, default=-1)
-    for i in refused:
-        etas[i], reasons[i] = max(etas[i], loads[i].refused_until - now), "refused"
-    order.sort(key=etas.__getitem__)
-    if refused:
-        order.sort(key=lambda i: loads[i].refused_until if i in refused else 0.0)
-    if accepting:
+    def rank(i: int) -> tuple[bool, bool, float, float]:
+        _, eta_s, reason = choice(i)
+        adds_copy = reason in ("cold", "spill") and i not in homes[:replicas]
+        return reason == "refused", flights[i] > limit, eta_s * (1 + adds_copy), flights[i]
+
+    picked = order if digest is None else [*homes, start, (pick & 0xFFFFFFFF) % len(names)]
+    best = min(picked, key=rank)
+    if loads[best].refused_until <= now:
+        yield choice(best)
         order.remove(best)
-        order.insert(0, best)
-    new = tuple.__new__  # in half the time of Choice(...)
-    return [new(Choice, (names[i], etas[i], reasons[i])) for i in order]
+    rest = [(loads[i].refused_until if loads[i].refused_until > now else 0.0, i) for i in order]
+    choices = [(until, choice(i)) for until, i in rest]
+    choices.sort(key=lambda one: (one[0], one[1].eta_s))
+    yield from (one for _, one in choices)
 
 
-@functools.lru_cache(1 << 16)
+@functools.lru_cache(1 << 13)  # of 10^6 names a front remembers these
 def homes_of(digest: str, members: tuple[str, ...], count: int) -> tuple[str, ...]:
     """Returns the first ``count`` members by rendezvous hashing. A member that joins or leaves
     changes only the homes that it enters or left.

@@ -17,7 +17,7 @@ import os
 import secrets
 import time
 import urllib.parse
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -31,6 +31,7 @@ from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.records.leases import Lease
 from mint_jax.errors import UserError
 from mint_jax.fleet import places
+from mint_jax.fleet.chooser import Choice
 from mint_jax.fleet.view import FleetEngine, FleetView
 from mint_jax.service import pins
 from mint_jax.service.endpoints import OPENAI_PREFIXES
@@ -352,10 +353,11 @@ class _Offer:
         # ends with the response, however that ends
         self._counted = request.scope["state"]["counted"].enter_context(contextlib.ExitStack())
 
-    def _order(self) -> Iterable[tuple[FleetEngine, str]]:
-        choices = [(one.engine, one.reason) for one in self.view.choices(self.key, self.number)]
-        choices.sort(key=lambda one: one[0] != self.near)  # stable
-        return [(self.view.members[name], reason) for name, reason in choices]
+    def _order(self) -> Iterator[tuple[FleetEngine, str]]:
+        choices: Iterable[Choice] = self.view.choices(self.key, self.number)
+        if self.near is not None:
+            choices = sorted(choices, key=lambda one: one.engine != self.near)  # stable
+        return ((self.view.members[one.engine], one.reason) for one in choices)
 
     async def next(self) -> aiohttp.ClientResponse | Response:
         """Returns the response of the first engine that accepts, its body unread; or the refusal of

@@ -31,6 +31,8 @@ class FleetEngine:
         self.name, self.ask, self.prefetch = name, ask, prefetch
         self.report, self.at, self.trouble = EngineReport(), -math.inf, ""
         self.in_flight, self.seconds, self.refused_until = 0, 0.0, 0.0
+        self.sent = 0  # requests
+        self._load: tuple[tuple, Load] | None = None
         self.sessions = 0  # opened there by this front
         self.digests: collections.Counter[str] = collections.Counter()  # of requests in flight
         self.client: aiohttp.ClientSession | None = None
@@ -41,6 +43,12 @@ class FleetEngine:
 
     def load(self) -> Load:
         """Returns what the chooser needs. Requests of this front count from when they are sent."""
+        state = self.at, self.sent, self.in_flight, self.refused_until
+        if self._load is None or self._load[0] != state:  # made once for many requests elsewhere
+            self._load = state, self._made_load()
+        return self._load[1]
+
+    def _made_load(self) -> Load:
         report = self.report
         samples = max(self.in_flight, report.running + report.waiting)
         ahead = max(0, samples + 1 - report.rows) / report.rows
@@ -120,10 +128,9 @@ class FleetView:
         """Returns the names of the bare base."""
         return {name for member in self.up() for name in member.report.names}
 
-    def choices(self, key: str | None, number: int) -> list[Choice]:
-        """Returns the engines that are up, in the order to offer request ``number``."""
-        now, up = time.monotonic(), self.up()
-        view = {member.name: member.load() for member in up}
+    def choices(self, key: str | None, number: int) -> Iterator[Choice]:
+        """Yields the engines that are up, in the order to offer request ``number``."""
+        now, view = time.monotonic(), {member.name: member.load() for member in self.up()}
         replicas = 1 if key is None else self._replicas(key, view, now)
         return choose(key, list(view), view, now, replicas, number)
 
@@ -131,18 +138,17 @@ class FleetView:
     def sending(self, member: FleetEngine, key: str | None) -> Iterator[None]:
         """Counts a request as in flight at an engine."""
         began = time.monotonic()
-        counters = () if key is None else (member.digests, self._by_digest)
-        member.in_flight += 1
-        for counter in counters:
-            counter[key] += 1
+        member.in_flight, member.sent = member.in_flight + 1, member.sent + 1
+        for counter in (member.digests, self._by_digest):
+            counter[key or ""] += 1
         try:
             yield
         finally:
             member.in_flight -= 1
-            for counter in counters:
-                counter[key] -= 1
-                if not counter[key]:
-                    del counter[key]
+            for counter in (member.digests, self._by_digest):
+                counter[key or ""] -= 1
+                if not counter[key or ""]:
+                    del counter[key or ""]
             seconds = time.monotonic() - began
             member.seconds += (_SMOOTH if member.seconds else 1.0) * (seconds - member.seconds)
 

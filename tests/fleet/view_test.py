@@ -76,29 +76,31 @@ def test_more_demand_loads_a_revision_on_more_homes_which_count_once_they_have_i
     homes = homes_of("d", names, 4)
 
     def report(*having):
+        now[0] += 0.01
         for name, one in fleet.members.items():
             slots = frozenset({"d"}) if name in having else frozenset[str]()
             one.report = EngineReport(serving=True, rows=2, slots=slots, places=8)
+            one.at = now[0]
 
     report(homes[0])
     first = fleet.members[homes[0]]
     assert {one.reason for one in fleet.choices("d", 0)} <= {"resident", "cold", "spill"}
     assert loaded == []
     with fleet.sending(first, "d"), fleet.sending(first, "d"), fleet.sending(first, "d"):
-        chosen = fleet.choices("d", 1)
+        chosen = [*fleet.choices("d", 1)]
         assert loaded == [(homes[1], "d")], "the second home warms up, once"
-        fleet.choices("d", 2)
+        list(fleet.choices("d", 2))
         assert len(loaded) == 1
         report(*homes[:2])
-        chosen = fleet.choices("d", 3)
+        chosen = [*fleet.choices("d", 3)]
     assert [one.reason for one in chosen].count("resident") == 2
     report(*homes[:1])
-    fleet.choices("d", 4)
+    list(fleet.choices("d", 4))
     assert len(loaded) == 2, "demand is remembered for a while"
     now[0] += HOLD_S + 1
     fleet._warming.clear()
-    fleet.choices("d", 5)
-    fleet.choices("d", 6)
+    list(fleet.choices("d", 5))
+    list(fleet.choices("d", 6))
     assert len(loaded) == 2, "and then forgotten"
     assert not fleet._wanted
 
