@@ -1,8 +1,7 @@
-"""Routers of a simulated fleet at the same requests, and the time of the product's ``choose``.
+"""Routers of a simulated fleet at the same requests.
 
-Only ``choose_us`` is measured. All else is simulated (``benchmarks.fleet_simulation``) with service
-curves of measured reports; other routers are written here in the style of the products that have
-them. ``errors``: share of requests refused in the end; ``refused_first``: by their first engine.
+All is simulated (``benchmarks.fleet_simulation``) with service curves of measured reports; other
+routers are written here in the style of the products that have them. ``errors``: share of requests refused in the end; ``refused_first``: by their first engine.
 ``cold_loads``, ``host_loads``: loads from storage, from host memory. ``distinct``: names that no
 engine had loaded; no router has fewer cold loads. Figures are medians over seeds.
 
@@ -14,12 +13,9 @@ engine had loaded; no router has fewer cold loads. Figures are medians over seed
 
 import dataclasses
 import itertools
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from benchmarks import timing
 from benchmarks.fleet_simulation import ROUTERS, Fleet, Service, Traffic
@@ -27,7 +23,6 @@ from benchmarks.sweeps import pictures
 from benchmarks.sweeps.grid import Picture
 from benchmarks.sweeps.report import table_of
 from mint_jax.files import write_file
-from mint_jax.fleet.chooser import Load, choose
 from mint_jax.metrics import Progress
 
 FIGURES = ("errors", "refused_first", "p50_s", "p95_s", "cold_loads", "host_loads", "distinct")
@@ -94,8 +89,7 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
     page = [f"## {one['grid']}, simulated\n\n{table_of([one], [])}\n" for one in grids]
     write_file(workdir / "fleet.md", "\n".join(page))
     return {
-        "simulated": "all but choose_us",
-        "choose_us": {str(n): choose_us(n, config.calls) for n in config.members},
+        "simulated": "all",
         "goals": {service: _goals(runs, service) for service in config.of_row},
         "engines_needed": needed,
         "pictures": drawn,
@@ -118,27 +112,3 @@ def _goals(runs: Mapping[tuple, Any], service: str) -> dict[str, Any]:
         "cold_over_oracle": timing.ratio(cold, "chooser", "oracle"),
         "cold_over_distinct": timing.ratio(cold, "chooser", "distinct"),
     }
-
-
-def choose_us(engines: int, calls: int) -> dict[str, Any]:
-    """Measures the first choice in microseconds: for new digests, again for the same, with stale
-    reports, and for the bare base.
-    """
-    rng, view = np.random.default_rng(0), {}
-    digests = [f"{engines:032x}{i:032x}" for i in range(100_000)]
-    for i in range(engines):
-        kept = [digests[i] for i in rng.integers(0, len(digests), 2048)]
-        count, wait_s = int(rng.integers(30)), float(rng.random()) / 10
-        view[f"engine-{i:03d}"] = Load(0.0, count, wait_s, slots={*kept[:32]}, host={*kept})
-
-    def timed(digests: list[Any], now: float) -> list[float]:
-        out, names = [], tuple(view)
-        for draw, digest in enumerate(digests):
-            began = time.perf_counter()
-            next(choose(digest, names, view, now, 1, draw))
-            out.append(time.perf_counter() - began)
-        return out
-
-    some = digests[:calls]
-    found = {"new": timed(some, 1.0), "known": timed(some, 1.0), "stale": timed(some, 9.0)}
-    return timing.medians_of(found | {"base": timed([None] * calls, 1.0)}, 1e6)

@@ -1,6 +1,7 @@
 """A fleet of real engines on this machine: the front's cost, streams while an engine is killed, and
 clients that go on under kills.
 
+- ``choose_us``: the chooser's first choice.
 - ``front_ms``: what the front adds to a request of one token, direct and through it in turn.
 - ``gap_s``: the longest pause of a stream whose engine is killed in its middle (SIGKILL), which
   another engine then draws again up to that token.
@@ -22,6 +23,7 @@ import numpy as np
 
 from benchmarks import timing
 from benchmarks.service_client import Served
+from mint_jax.fleet.chooser import Load, choose
 from mint_jax.metrics import Progress
 
 TOKENS = [5, 6, 7, 8, 9, 10]
@@ -37,6 +39,7 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
         return {
             "base": fleet.base,
             "engines": config.engines,
+            "choose_us": {str(n): choose_us(n, config.calls) for n in config.members},
             "front_ms": fleet.front_ms(),
             "gap_s": fleet.gap_s(),
             "kills": fleet.under_kills(),
@@ -160,3 +163,27 @@ class _Fleet:
         for one in clients:
             one.join()
         return counts
+
+
+def choose_us(engines: int, calls: int) -> dict[str, Any]:
+    """Measures the first choice in microseconds: for new digests, again for the same, with stale
+    reports, and for the bare base.
+    """
+    rng, view = np.random.default_rng(0), {}
+    digests = [f"{engines:032x}{i:032x}" for i in range(100_000)]
+    for i in range(engines):
+        kept = [digests[i] for i in rng.integers(0, len(digests), 2048)]
+        count, wait_s = int(rng.integers(30)), float(rng.random()) / 10
+        view[f"engine-{i:03d}"] = Load(0.0, count, wait_s, slots={*kept[:32]}, host={*kept})
+
+    def timed(digests: list[Any], now: float) -> list[float]:
+        out, names = [], tuple(view)
+        for draw, digest in enumerate(digests):
+            began = time.perf_counter()
+            next(choose(digest, names, view, now, 1, draw))
+            out.append(time.perf_counter() - began)
+        return out
+
+    some = digests[:calls]
+    found = {"new": timed(some, 1.0), "known": timed(some, 1.0), "stale": timed(some, 9.0)}
+    return timing.medians_of(found | {"base": timed([None] * calls, 1.0)}, 1e6)

@@ -14,6 +14,8 @@ def get_config(size: str = "default") -> ConfigDict:
     config.fleet = "configs/fleet.py"
     config.engines = 2
     config.n = 5  # rounds of the front's cost, and streams whose engine is killed
+    config.members = (4, 64)  # engines at which a choice is timed
+    config.calls = 5000
     config.requests = 40  # of a round
     config.tokens = 100  # of a stream
     config.clients = 3  # that sample, and that train
@@ -24,6 +26,7 @@ def get_config(size: str = "default") -> ConfigDict:
     if size == "ci":
         config.fleet = "configs/fleet.py:ci"
         config.n, config.requests, config.tokens = 1, 3, 48
+        config.calls = 100
         config.clients, config.kills, config.every_s = 1, 1, 1.0
     elif size != "default":
         raise ValueError(f"fleet_real size {size!r}; expected default or ci")
