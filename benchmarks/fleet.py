@@ -1,9 +1,10 @@
 """Routers of a simulated fleet at the same requests.
 
 All is simulated (``benchmarks.fleet_simulation``) with service curves of measured reports; other
-routers are written here in the style of the products that have them. ``errors``: share of requests refused in the end; ``refused_first``: by their first engine.
-``cold_loads``, ``host_loads``: loads from storage, from host memory. ``distinct``: names that no
-engine had loaded; no router has fewer cold loads. Figures are medians over seeds.
+routers are written here in the style of the products that have them. ``errors``: share of requests
+refused in the end; ``refused_first``: by their first engine. ``cold_loads``, ``host_loads``: loads
+from storage, from host memory. ``distinct``: names that no engine had loaded; no router has fewer
+cold loads. Figures are medians over seeds.
 
 - ``row``: MinT's row, two engines; ``half`` is one engine with half of the clients.
 - ``limits``: the row, with engines that accept fewer unfinished loads.
