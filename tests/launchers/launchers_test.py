@@ -15,6 +15,7 @@ import yaml
 
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import unpack
+from tests import configs
 from tests.launchers import stand_ins
 
 ROOT = Path(__file__).parents[2]
@@ -308,3 +309,20 @@ def test_two_processes_started_by_the_launcher_learn_what_one_with_two_devices_d
     # float32 sums, in another order between processes
     np.testing.assert_allclose(steps, expected, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(adapter, whole, rtol=1e-4, atol=1e-6)
+
+
+def test_the_fleet_on_kubernetes_has_settings_that_a_fleet_has():
+    job, service = yaml.safe_load_all((LAUNCH / "fleet_kuberay.yaml").read_text())
+    _, *arguments = job["spec"]["entrypoint"].split("mint_jax.launch")[1].split()
+    changes = [one for one in arguments if one.startswith("--config.")]
+    config = configs.load("configs/fleet.py", *changes)
+    workers = job["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]
+    [worker] = workers["template"]["spec"]["containers"]
+    assert config.engines * config.gpus == workers["replicas"] * int(
+        worker["resources"]["limits"]["nvidia.com/gpu"]
+    )
+    head = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]
+    assert head["metadata"]["labels"] == service["spec"]["selector"]
+    [container] = head["spec"]["containers"]
+    assert container["ports"][0]["containerPort"] == config.port
+    assert service["spec"]["ports"][0]["targetPort"] == container["ports"][0]["name"]
