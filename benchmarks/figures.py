@@ -93,6 +93,8 @@ RUNS = (
     Run("service", "bench/service.py", 15),
     Run("service_load", "bench/service_load.py", 25),
     Run("revision_stores", "bench/revision_stores.py", 3),
+    Run("fleet_timed", "bench/fleet_timed.py", 8),
+    Run("fleet_real", "bench/fleet_real.py", 20),
     Run(
         *("fleet", "bench/fleet.py", 15),
         pictures=tuple((f"fleet_{one}.png",) * 2 for one in ("errors", "cold_loads", "million")),
