@@ -238,9 +238,9 @@ def test_the_pod_of_the_pods_page(tmp_path):
 
 
 def test_every_command_on_a_page_is_run_by_a_test():
-    """Blocks by page: run above, by tests/api_test.py (Python), or by CI itself (make)."""
+    """Blocks by page: run above, by api_test.py (Python), fleet/ray_test.py, or by CI (make)."""
     known = {"README.md": 2} | {
-        f"docs/{name}.md": 1 for name in ("index", "catalog", "recipes", "sweeps")
+        f"docs/{name}.md": 1 for name in ("index", "catalog", "fleet", "recipes", "sweeps")
     }
     known |= {"docs/own_task.md": 4, "docs/pods.md": 2, "docs/service.md": 2}
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]

@@ -1,5 +1,5 @@
-"""The job ``fleet`` as a user starts it, on Ray: official clients go on while its engines and its
-front are killed.
+"""The job ``fleet`` as docs/fleet.md starts it, on Ray: official clients go on while its engines and
+its front are killed.
 """
 
 import os
@@ -15,6 +15,7 @@ import tinker
 from tinker import types
 
 from benchmarks.service_client import Served
+from tests.docs_commands_test import commands_of
 
 TOKENS = [5, 6, 7, 8, 9, 10]
 INPUTS = {"target_tokens": np.array(TOKENS[1:]), "weights": np.ones(5, np.float32)}
@@ -26,7 +27,10 @@ STEPS, ROUNDS = 6, 3
 def served(tmp_path_factory):
     workdir = tmp_path_factory.mktemp("fleet") / "fleet"
     environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "TINKER_TELEMETRY": "0"}
-    one = Served("mint_jax.launch", "configs/fleet.py:ci", workdir, {}, environment)
+    _, *words = commands_of("docs/fleet.md").split("mint_jax.launch --config=")[1].split()
+    given = [one.removeprefix("--config.").split("=") for one in words if "--config." in one]
+    options = dict(given) | {"port": 0}
+    one = Served("mint_jax.launch", "configs/fleet.py:ci", workdir, options, environment)
     try:
         yield one.ready(), one
     finally:
