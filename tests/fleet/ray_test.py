@@ -1,5 +1,5 @@
-"""The job ``fleet`` as docs/fleet.md starts it, on Ray: official clients go on while its engines and
-its front are killed.
+"""The job ``fleet`` as docs/fleet.md starts it, on Ray: official clients go on while its engines
+and its front are killed.
 """
 
 import os
