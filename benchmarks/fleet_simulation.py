@@ -23,6 +23,39 @@ FRONT_S = 0.005  # from a refusal to the client's next request
 SMOOTH = 0.05  # weight of the newest sample in an engine's mean of tokens
 
 
+# MinT's published probe of two replicas (arXiv 2605.13779)
+MINT_ROW = {
+    "kind": "uniform",
+    "names": 2048,
+    "zipf": 0.0,
+    "requests": 7360,
+    "tokens": 32,
+    "concurrency": 230,
+    "prewarm": 164,
+}
+SERVICES = {
+    # SmolLM2 on two CPU cores. Steps: reports/cpu-2-cores/engine.json (1 and 8 rows) and
+    # active_wave.json (32 rows of 32 adapters of rank 8). Loads: sweeps/cold_staircase, 13 MB, one
+    # alone and each of 64.
+    "cpu": {
+        "rows": 32,
+        "steps": ((1, 0.00373), (8, 0.00986), (32, 0.0373)),
+        "load_s": 0.00746,
+        "next_load_s": 0.00513,
+    },
+    # Qwen3-4B on an H200. Steps: reports/nvidia-h200/gpu.json (64 rows of 64 adapters). Loads were
+    # not measured there: cpu-2-cores/packed_load.json, 105 MB, one alone and each of 16.
+    "h200": {
+        "rows": 64,
+        "steps": ((1, 0.0041), (8, 0.00431), (64, 0.00778)),
+        "load_s": 0.0367,
+        "next_load_s": 0.03,
+    },
+}
+# Loads as MinT published them (arXiv 2605.13779): one at a time, 1.36 s each.
+SERVICES["published_loads"] = SERVICES["h200"] | {"load_s": 1.36, "next_load_s": 1.36}
+
+
 @dataclasses.dataclass(frozen=True)
 class Service:
     """One engine: ``rows`` that decode at once, ``steps`` of (rows, seconds), linear in between;

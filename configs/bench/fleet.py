@@ -7,27 +7,7 @@ Default size: about 15 minutes on one idle CPU core. All of it is simulated.
 
 from ml_collections import ConfigDict
 
-SERVICES = {
-    # SmolLM2 on two CPU cores. Steps: reports/cpu-2-cores/engine.json (1 and 8 rows) and
-    # active_wave.json (32 rows of 32 adapters of rank 8). Loads: sweeps/cold_staircase, 13 MB, one
-    # alone and each of 64.
-    "cpu": {
-        "rows": 32,
-        "steps": ((1, 0.00373), (8, 0.00986), (32, 0.0373)),
-        "load_s": 0.00746,
-        "next_load_s": 0.00513,
-    },
-    # Qwen3-4B on an H200. Steps: reports/nvidia-h200/gpu.json (64 rows of 64 adapters). Loads were
-    # not measured there: cpu-2-cores/packed_load.json, 105 MB, one alone and each of 16.
-    "h200": {
-        "rows": 64,
-        "steps": ((1, 0.0041), (8, 0.00431), (64, 0.00778)),
-        "load_s": 0.0367,
-        "next_load_s": 0.03,
-    },
-}
-# Loads as MinT published them (arXiv 2605.13779): one at a time, 1.36 s each.
-SERVICES["published_loads"] = SERVICES["h200"] | {"load_s": 1.36, "next_load_s": 1.36}
+from benchmarks.fleet_simulation import MINT_ROW, SERVICES
 
 
 def get_config(size: str = "default") -> ConfigDict:
@@ -40,15 +20,7 @@ def get_config(size: str = "default") -> ConfigDict:
     config.slots = 32
     config.host = 2048
     config.report_s = 0.5  # between an engine's reports to the front
-    config.row = {
-        "kind": "uniform",
-        "names": 2048,
-        "zipf": 0.0,
-        "requests": 7360,
-        "tokens": 32,
-        "concurrency": 230,
-        "prewarm": 164,
-    }
+    config.row = MINT_ROW
     config.of_row = ("cpu", "h200", "published_loads")
     config.service = "h200"  # of the grids limits and engines
     config.depths = (96, 112, 120, 256)  # the product's default is 256

@@ -134,7 +134,7 @@ def sites(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TINKER_TELEMETRY", "0")
         yield make
-        for site in made:
+        for site in reversed(made):  # each one has the mesh of the one before as its context
             if site.is_up:
                 site.close()
 
