@@ -62,6 +62,9 @@ _MISMATCHES = {  # report -> options by which the trainer differs from the sampl
     "grpo_moe_dtype": ("--config.dtype=bfloat16", "--config.trainer_dtype=float32"),
 }
 _REPLAY = {"": (), "_no_replay": ("--config.policies.*.sampling.replay=False",)}
+_FLEET = tuple(
+    (f"fleet_{name}.png", f"fleet_{name}.png") for name in ("errors", "cold_loads", "million")
+)
 RUNS = (
     Run(
         *("quickstart", "quickstart.py", 11, (), (0, 1)),
@@ -79,7 +82,12 @@ RUNS = (
     Run("train_vs_peft", "bench/train_vs_peft.py", 7, ("--config.compile_s=75",)),
     Run("concurrent_grpo", "bench/concurrent_grpo.py", 9, _MEMORY),
     Run("stale_grpo", "bench/concurrent_grpo.py:stale", 6),
-    Run("speculation", "bench/speculation.py", 15, pictures=(("speculation.png",) * 2,)),
+    Run(
+        "speculation",
+        "bench/speculation.py",
+        15,
+        pictures=(("speculation.png", "speculation.png"),),
+    ),
     Run("engine", "bench/engine.py", 10),
     Run("decode_vs_vllm", "bench/decode_vs_vllm.py", 8, (_VLLM,)),
     Run("active_wave", "bench/active_wave.py", 8),
@@ -95,10 +103,7 @@ RUNS = (
     Run("revision_stores", "bench/revision_stores.py", 3),
     Run("fleet_timed", "bench/fleet_timed.py", 8),
     Run("fleet_real", "bench/fleet_real.py", 20),
-    Run(
-        *("fleet", "bench/fleet.py", 15),
-        pictures=tuple((f"fleet_{one}.png",) * 2 for one in ("errors", "cold_loads", "million")),
-    ),
+    Run("fleet", "bench/fleet.py", 15, pictures=_FLEET),
 )
 BASES = (
     *("qwen3_4b", "qwen3_30b_a3b", "qwen3_30b_a3b_experts", "qwen3_235b_a22b", "kimi_k2"),
