@@ -57,6 +57,8 @@ LEASE_S = 120.0
 REFUSALS = (404, 429, 503)
 _OWN_HEADERS = {b"connection", b"keep-alive", b"transfer-encoding", b"content-length"}
 _OWN_HEADERS |= {b"expect", b"te", b"trailer", b"upgrade", b"content-encoding", b"date", b"server"}
+# of a client's request; pins are the front's own: a second one would be ignored
+_DROPPED = _OWN_HEADERS | {pins.HEADER.encode(), b"x-forwarded-proto"}
 
 
 class EngineRefusal(NamedTuple):
@@ -166,13 +168,10 @@ class Front:
     ) -> aiohttp.ClientResponse:
         """Returns an engine's response, whose body is not read. Raises ``aiohttp.ClientError``."""
         assert member.client is not None, "it has reported its address"
-        sent = [*request.scope["state"]["sent"], *((k.encode(), v.encode()) for k, v in more)]
+        sent = [one for one in request.scope["state"]["sent"] if one[0].lower() not in _DROPPED]
+        sent += [(name.encode(), value.encode()) for name, value in more]
         sent.append((b"x-forwarded-proto", request.url.scheme.encode()))
-        headers = [
-            (name.decode("latin-1"), value.decode("latin-1"))
-            for name, value in sent
-            if name.lower() not in _OWN_HEADERS
-        ]
+        headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in sent]
         target = request.scope["raw_path"].decode("ascii")
         if query := request.scope["query_string"].decode("latin-1"):
             target += f"?{query}"

@@ -5,8 +5,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-# of every id that an engine makes, see ``ServerDatabase.new_id`` and ``Pin``
-_ID = re.compile(rb"(?:^|[^0-9A-Za-z.])(?:tinker://|a-|resp_|chatcmpl-|cmpl-)?(e[0-9]{1,4})\.")
+# In every id that an engine makes, see ``ServerDatabase.new_id`` and ``Pin``. What comes before it
+# does not matter: in protobuf it is the text's length, any byte.
+_ID = re.compile(rb"(e[0-9]{1,4})\.[0-9a-f]{24}")
 # fields that name an engine, the strongest first: a checkpoint is copied where it is, and anything
 # else of a session or a model is where that is
 _FIELDS = ("source_path", "model_id", "session_id", "sampling_session_id", "request_id")

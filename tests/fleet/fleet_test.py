@@ -203,7 +203,7 @@ def test_the_promoted_revision_is_served_by_every_engine_at_once(fleet, rng):
 
 
 def test_an_engine_that_refuses_costs_nothing(fleet, policy, monkeypatch):
-    """Whatever one of them refuses, the other one serves; if both do, the soonest retry is told."""
+    """If one engine refuses, the other one serves. If both do, the client gets the shorter wait."""
     name, digest = policy
     servers = {name: site.server for name, site in fleet.sites.items()}
     from mint_jax.residency.loads import QueueFull
@@ -292,6 +292,16 @@ def test_a_malformed_pin_is_refused(fleet, header, why):
     answer = httpx.post(f"{site.url}/v1/completions", json=body, headers={"x-mint-pin": header})
     assert answer.status_code == 400
     assert why in answer.json()["error"]["message"]
+
+
+def test_the_front_drops_a_clients_pin(fleet):
+    """The answer's name is the front's, and its stream has none of the engines' comments."""
+    body = {"model": "tiny-random", "prompt": "a", "max_tokens": 4, "stream": True}
+    pin = {"x-mint-pin": "revision=base;id=mine;seed=1;at=1;events=0;sent="}
+    answer = httpx.post(f"{fleet.url}/v1/completions", json=body, headers=pin).raise_for_status()
+    assert ": sent" not in answer.text
+    assert "data: " in answer.text
+    assert "cmpl-mine" not in answer.text
 
 
 def test_a_client_that_leaves_cancels_its_samples(fleet, policy, slow):

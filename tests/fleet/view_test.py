@@ -12,6 +12,7 @@ from mint_jax.fleet.view import HOLD_S, FleetEngine, FleetView
 from tests.configs import load
 
 ID = "e1.0123456789abcdef0123456789abcdef"
+OTHER = "e0.0123456789abcdef0123456789abcdef"
 
 
 @pytest.mark.parametrize(
@@ -25,8 +26,8 @@ ID = "e1.0123456789abcdef0123456789abcdef"
         (f"/v1/responses/resp_{ID}", {}, "e1"),
         ("/v1/responses", {"previous_response_id": f"resp_{ID}", "input": "e2.f"}, "e1"),
         # the session decides where its sampler is, not the checkpoint, which may be elsewhere
-        ("/x", {"session_id": "e0.ab", "model_path": f"tinker://{ID}:train:0/weights/a"}, "e0"),
-        ("/x", {"session_id": "e0.ab", "source_path": f"tinker://{ID}:train:0/weights/a"}, "e1"),
+        ("/x", {"session_id": OTHER, "model_path": f"tinker://{ID}:train:0/weights/a"}, "e0"),
+        ("/x", {"session_id": OTHER, "source_path": f"tinker://{ID}:train:0/weights/a"}, "e1"),
         ("/x", {"user_metadata": {"model_id": f"{ID}:train:0"}}, None),
         ("/x", {"prompt": f"{ID} e1.5"}, None),
         ("/x", [ID], None),
@@ -37,9 +38,12 @@ def test_a_request_goes_to_the_engine_whose_ids_it_has(path, body, engine):
     assert places.named(path, json.dumps(body).encode(), True) == engine
 
 
+@pytest.mark.parametrize("number", [0, 10, 10**3, 10**5])
 @pytest.mark.parametrize("fill", [b"", b"\x00" * (1 << 17)], ids=["short", "long"])
-def test_protobuf_bodies_name_their_model(fill):
-    body = b"\x0a\x2a" + f"{ID}:train:0".encode() + fill
+def test_protobuf_bodies_name_their_model(fill, number):
+    """Whatever byte the length of the model's id is: a dot or a digit, too."""
+    model = f"{ID}:train:{number}".encode()
+    body = b"\x0a" + bytes([len(model)]) + model + fill
     assert places.named("/api/v1/forward_backward", body, False) == "e1"
     assert places.named("/api/v1/forward_backward", fill, False) is None
     assert places.named("/x", b"no json", True) is None
