@@ -369,13 +369,14 @@ class _Offer:
                 break
             for member, reason in self._order():
                 if not self.has_begun:
-                    self.pin = self.pin._replace(id=f"{member.name}.{secrets.token_hex(12)}")
-                header = (pins.HEADER, self.pin.to_header())
+                    self.pin.id = f"{member.name}.{secrets.token_hex(12)}"
+                length, body = self.pin.before(self.body)
                 self.front.offers.labels(member.name, reason).inc()
                 self._counted.close()
                 self._counted.enter_context(self.view.sending(member, self.key))
                 try:
-                    found = await self.front.send(member, self.request, self.body, header)
+                    header = (pins.HEADER, length)
+                    found = await self.front.send(member, self.request, body, header)
                     if found.status not in REFUSALS:
                         self.member = member
                         self._pin_revision(found)
@@ -396,7 +397,7 @@ class _Offer:
     def _pin_revision(self, found: aiohttp.ClientResponse) -> None:
         """Keeps the revision that the first engine resolved the name to."""
         if not self.pin.revision:
-            self.pin = self.pin._replace(revision=found.headers.get("x-mint-revision", ""))
+            self.pin.revision = found.headers.get("x-mint-revision", "")
 
     async def whole(self, found: aiohttp.ClientResponse) -> Response:
         """Returns a whole answer, of the next engine if one dies while it samples."""
@@ -423,7 +424,7 @@ class _Offer:
                 async with found:
                     async for event in _events(found):
                         if pins.is_comment(event):
-                            self.pin = self.pin.after(event)
+                            self.pin.follow(event)
                         else:
                             yield event.encode()
                 return

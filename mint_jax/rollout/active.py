@@ -238,7 +238,8 @@ class ActiveRequests:
             *(every, rows, self.parts, self.table, self.base.cfg.vocab_size, self.calls.stacks),
             self.calls.kinds,
         )
-        steps = self.steps if self.drafts is None else min(self.steps, LOOK_STEPS)
+        looks = self.drafts is not None and self.drafts.most > 0
+        steps = min(self.steps, LOOK_STEPS) if looks else self.steps
         if drafted or any(sample.matcher is not None for sample, *_ in running):
             steps = 1
         if self.schedule.waiting or self.schedule.swapped:

@@ -7,6 +7,7 @@ log-probabilities are therefore those of decoding token by token with the same p
 
 A draft is what followed the same tokens before (n-gram speculation): in samples of the same prompt,
 in sequences that the request gives, such as completions of an earlier revision, or in the prompt.
+Tokens that a request says its samples begin with need no such guess.
 """
 
 from collections import Counter
@@ -22,7 +23,8 @@ Following = dict[tuple[int, ...], Counter[int]]  # next tokens by the tokens bef
 
 class Draft(NamedTuple):
     """A token that may be drawn, and where it was seen: in samples of the same weights
-    (``siblings``) or of others (``family``), in what the request gives, or in the prompt.
+    (``siblings``) or of others (``family``), in what the request gives, or in the prompt. The
+    source is ``begun`` if the request says that the sample begins with it.
     """
 
     token: int
@@ -64,8 +66,16 @@ def _count(following: Following, tokens: Sequence[int], begin: int) -> None:
                 following.setdefault(tuple(tokens[i - n : i]), Counter())[tokens[i]] += 1
 
 
+def _known(sample: SampleState, most: int) -> list[Draft]:
+    """Returns up to ``most`` next tokens that the request says the sample has."""
+    own, begun = sample.own, sample.prompt.request.begun[sample.number :][:1]
+    if not begun or len(begun[0]) <= own or begun[0][:own] != tuple(sample.tokens):
+        return []
+    return [Draft(token, "begun") for token in begun[0][own : own + max(0, most)]]
+
+
 class Drafts:
-    """Drafts for the samples in progress, at most ``most`` tokens at once for each."""
+    """Drafts for the samples in progress, at most ``most`` guessed tokens at once for each."""
 
     def __init__(self, most: int):
         self.most = most
@@ -75,6 +85,8 @@ class Drafts:
 
     def began(self, prompt: CachedPrompt) -> None:
         """Begins to learn from a request's samples."""
+        if not self.most:
+            return
         key = prompt.request.tenant, prompt.request.prompt
         if key not in self._histories:
             self._histories[key] = _History(prompt.request.prompt)
@@ -84,6 +96,8 @@ class Drafts:
 
     def ended(self, prompt: CachedPrompt) -> None:
         """Forgets a prompt's samples with its last request."""
+        if not self.most:
+            return
         key = prompt.request.tenant, prompt.request.prompt
         self._histories[key].users -= 1
         if not self._histories[key].users:
@@ -91,21 +105,27 @@ class Drafts:
 
     def rows(self, running: Sequence[Row], most: int) -> list[Row]:
         """Returns rows that verify drafts of the running samples, while a part has fewer than
-        ``most`` rows; none if there are few, since a dispatch with them is one step.
+        ``most`` rows; none if only a few guesses are to be verified, since a dispatch with them is
+        one step.
         """
+        known = {r.sample: _known(r.sample, r.goal - r.own - 1) for r in running}
+        if not self.most and not any(known.values()):
+            self._drafts = {}
+            return []
         free = Counter(dict.fromkeys((row.sample.prompt.part for row in running), most))
         free.subtract(row.sample.prompt.part for row in running)
         self._drafts = {
-            row.sample: self.propose(row.sample, row.goal - row.own - 1) for row in running
+            row.sample: known[row.sample] or self.propose(row.sample, row.goal - row.own - 1)
+            for row in running
         }
         out = []
-        for j in range(1, self.most + 1):
+        for j in range(1, max(map(len, self._drafts.values()), default=0) + 1):
             for sample, *_ in running:
                 drafts = tuple(draft.token for draft in self._drafts[sample][:j])
                 if len(drafts) == j and free[sample.prompt.part] > 0:
                     free[sample.prompt.part] -= 1
                     out.append(Row(sample, sample.own + j + 1, drafts))
-        if 2 * len(out) < len(running):
+        if 2 * len(out) < len(running) and not any(known.values()):
             out = []
         verified = Counter(row.sample for row in out)
         self._drafts = {s: drafts[: verified[s]] for s, drafts in self._drafts.items()}
@@ -115,7 +135,8 @@ class Drafts:
         """Learns the last ``new`` tokens of a sample. Returns the number of its drafts and of those
         accepted, in all and by source.
         """
-        self._of(sample).learn(sample.prompt.key[1], sample.tokens, new)
+        if self.most:
+            self._of(sample).learn(sample.prompt.key[1], sample.tokens, new)
         counts: Counter[str] = Counter()
         for i, draft in enumerate(drafts := self._drafts.pop(sample, [])):
             counts.update(("drafted_tokens", f"drafted_{draft.source}"))
@@ -127,7 +148,9 @@ class Drafts:
         return counts
 
     def propose(self, sample: SampleState, most: int) -> list[Draft]:
-        """Returns up to ``most`` next tokens of a sample."""
+        """Returns up to ``most`` guesses of the next tokens of a sample."""
+        if not self.most:
+            return []
         history, own = self._of(sample), sample.prompt.key[1]
         others = [place for place in history.places if place not in (own, "given", "prompt")]
         order = [(own, "siblings"), ("given", "given"), *((place, "family") for place in others)]

@@ -64,6 +64,9 @@ class Request:
         tenant: owner of the request; prompts are shared and quotas counted per tenant.
         drafts: completions that these samples may resemble, such as an earlier revision's, for an
             engine with ``speculative_tokens``. They change the speed, never the tokens.
+        begun: the first tokens of each sample, if they are known, such as those that the client of
+            a broken stream has. Idle rows draw them again, many at once; they change the speed,
+            never the tokens.
     """
 
     prompt: tuple[int, ...]
@@ -94,6 +97,7 @@ class Request:
     version: int | None = None
     tenant: str = "default"
     drafts: tuple[tuple[int, ...], ...] = ()
+    begun: tuple[tuple[int, ...], ...] = ()
 
     @property
     def first_scored(self) -> int | None:
@@ -193,7 +197,8 @@ def check(request: Request, base: Base, stacks: Stacks, can_decode: bool) -> Non
     for i in request.stop_ids:
         if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < 2**31:
             raise BadField("stop_ids", f"stop_ids has {i!r}; expected token ids, 0 to {vocab - 1}")
-    _check_drafts(request.drafts, vocab)
+    _check_drafts("drafts", request.drafts, vocab)
+    _check_drafts("begun", request.begun, vocab)
     check_resident(request.adapter, stacks)
     _check_stop(request.stop, base, can_decode)
     if (count := len(stopping_by_id(request, base).stop_ids)) > MAX_STOP_IDS:
@@ -221,13 +226,13 @@ def _check_biases(biases: tuple[tuple[int, float], ...], vocab: int) -> None:
         )
 
 
-def _check_drafts(drafts: Any, vocab: int) -> None:
+def _check_drafts(name: str, drafts: Any, vocab: int) -> None:
     if isinstance(drafts, tuple) and all(isinstance(one, tuple) for one in drafts):
         every = [token for one in drafts for token in one]
         if all(type(token) is int and 0 <= token < vocab for token in every):
             return
     raise BadField(
-        "drafts", f"drafts is {drafts!r:.80}; expected tuples of token ids, 0 to {vocab - 1}"
+        name, f"{name} is {drafts!r:.80}; expected tuples of token ids, 0 to {vocab - 1}"
     )
 
 

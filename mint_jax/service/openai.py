@@ -57,9 +57,8 @@ class OpenAI:
         return Handover(asyncio.get_running_loop())
 
     async def _serve(self, kind: Any, request: Request) -> HttpResponse:
-        raw, tenant = await request.body(), tenant_of(request)
-        header = request.headers.get(pins.HEADER)
-        pin = None if header is None else Pin.parse(header)
+        tenant = tenant_of(request)
+        pin, raw = pins.split(request.headers.get(pins.HEADER), await request.body())
         answer, streams = await asyncio.to_thread(self._start, raw, tenant, kind, pin)
         headers = {"x-mint-revision": answer.model.digest or "base"}
         if not answer.spec.body.stream:
@@ -129,7 +128,12 @@ class OpenAI:
                 if spec.body.seed is None:
                     drawn = secrets.randbits(32) if pin is None else pin.seed + number
                     seed = drawn % (1 << 32)
+                begin = number * request.n
+                begun = (
+                    () if pin is None else (pin.sent.get(begin + i, ()) for i in range(request.n))
+                )
                 one = dataclasses.replace(request, prompt=prompt.tokens, seed=seed)
+                one = dataclasses.replace(one, begun=tuple(map(tuple, begun)))
                 streams.append(self._server.submit(one))
         except BaseException as error:
             for stream in streams:

@@ -14,7 +14,7 @@ from mint_jax.service.pins import Pin
 from mint_jax.service.text_stream import Offsets, TextStream, TokenTexts
 from mint_jax.service.weights import Model
 
-ENDED = 10**9  # tokens sent of a choice that has ended
+EVERY = 10**9  # more tokens than a choice has
 FINISH = {"cancelled": "abort"}  # vLLM's word; no word of OpenAI's fits
 
 # a token, its log-probability, and the likeliest tokens at its position
@@ -55,9 +55,10 @@ class Answer:
     ):
         self.spec, self.model, self._texts, self._is_pinned = spec, model, texts, pin is not None
         self._pin = pin or Pin("", secrets.token_hex(12), 0, int(time.time()))
-        self._skip, self._events = dict(self._pin.sent), self._pin.events
-        self._ended = {index for index, count in self._skip.items() if count == ENDED}
-        self._sent = self._skip.copy()
+        self._events, self._ended = self._pin.events, {*self._pin.ended}
+        self._skip = {index: len(tokens) for index, tokens in self._pin.sent.items()}
+        self._skip |= dict.fromkeys(self._ended, EVERY)
+        self._sent: dict[int, list[int]] = {}  # since the last comment
         self._frame: Object = {
             "id": f"{'chatcmpl' if spec.chat else 'cmpl'}-{self._pin.id}",
             "object": "chat.completion.chunk" if spec.chat else "text_completion",
@@ -115,7 +116,7 @@ class Answer:
         for index, done in enumerate(results, number * self.spec.request.n):
             chunks = self._chunks(index, self._rest(index, done))
             out += [] if index in self._ended else chunks
-            self._sent[index] = ENDED
+            self._ended.add(index)
         return out
 
     def unsent(self, pieces: Iterable[tuple[int, Piece]]) -> list[tuple[int, Piece]]:
@@ -128,14 +129,15 @@ class Answer:
                 self._skip[index] -= skip
                 self.chunks([(number, piece.part(0, skip))])
             if skip < count:
-                self._sent[index] = self._sent.get(index, 0) + count - skip
+                self._sent.setdefault(index, []).extend(piece.tokens[skip:])
                 out.append((number, piece.part(skip, count)))
         return out
 
     def progress(self, chunks: Sequence[Object]) -> str:
         """Counts chunks as sent; returns the comment that says so, if the answer is pinned."""
         self._events += len(chunks)
-        return pins.comment_of(self._events, self._sent) if self._is_pinned else ""
+        sent, self._sent = self._sent, {}
+        return pins.comment_of(self._events, sent, self._ended) if self._is_pinned else ""
 
     def finish(self, results: Sequence[Sequence[Completion]]) -> list[Object]:
         """Returns the chunk with the usage, if the body asks for it."""
