@@ -88,6 +88,7 @@ RUNS = (
         15,
         pictures=(("speculation.png", "speculation.png"),),
     ),
+    Run("recipes", "bench/recipes.py", 11, pictures=(("recipes.png", "recipes.png"),)),
     Run("engine", "bench/engine.py", 10),
     Run("decode_vs_vllm", "bench/decode_vs_vllm.py", 8, (_VLLM,)),
     Run("active_wave", "bench/active_wave.py", 8),
