@@ -17,7 +17,7 @@ from mint_jax.catalog.records import aliases as _aliases
 from mint_jax.catalog.records import exports, leases, lookup, sessions, training_records
 from mint_jax.catalog.records import policies as _policies
 from mint_jax.catalog.records import revisions as _revisions
-from mint_jax.catalog.records.database import Database
+from mint_jax.catalog.records.database import CACHE_BYTES, Database
 from mint_jax.catalog.records.handle import Handle
 from mint_jax.catalog.storage.payloads import PayloadStore
 from mint_jax.errors import UserError
@@ -67,6 +67,7 @@ class Catalog(Handle):
         *,
         actor: str | None = None,
         timeout_s: float = 30.0,
+        cache_bytes: int = CACHE_BYTES,
         clock: Callable[[], float] = time.time,
     ) -> "Catalog":
         """Opens a catalog, creating it if needed. Raises ``UserError``: database or folder cannot
@@ -77,6 +78,7 @@ class Catalog(Handle):
             payloads: URL or folder of the payloads; required with a database URL.
             actor: author of the changes where a method's ``by`` is None.
             timeout_s: seconds to wait for a locked or lost database.
+            cache_bytes: of database pages that each connection may keep, of an SQLite file.
             clock: seconds since 1970.
         """
         if "://" in str(place):
@@ -97,7 +99,7 @@ class Catalog(Handle):
                 ) from None
             url = "sqlite:///" + str(folder / "catalog.db")
             payloads = folder / "payloads" if payloads is None else payloads
-        database = Database(url, timeout_s)
+        database = Database(url, timeout_s, cache_bytes)
         try:
             return cls(database, PayloadStore(str(payloads)), actor, clock)
         except BaseException:

@@ -53,6 +53,7 @@ EVERYWHERE = {
 }
 WAIT_S = 120.0  # for an engine that starts again
 LEASE_S = 120.0
+CACHE_BYTES = 1 << 20  # of the catalog's pages: at 64 MiB, memory grows with the catalog's names
 # statuses that another engine may answer otherwise: it has no such thing, or no room
 REFUSALS = (404, 429, 503)
 _OWN_HEADERS = {b"connection", b"keep-alive", b"transfer-encoding", b"content-length"}

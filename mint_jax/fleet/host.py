@@ -12,7 +12,7 @@ import ray
 from prometheus_client import CollectorRegistry
 
 from mint_jax.catalog.lifecycle import Catalog
-from mint_jax.fleet.front import Front, make
+from mint_jax.fleet.front import CACHE_BYTES, Front, make
 from mint_jax.fleet.view import FleetEngine, FleetView
 from mint_jax.harness.options import FleetSettings
 from mint_jax.service.app import Web
@@ -75,7 +75,8 @@ class FrontActor:
             ]
         )
         keys = Keys(Path(config.api_keys)) if config.api_keys else None
-        with Catalog.open(place, config.payloads or None, actor="fleet") as catalog:
+        how: dict[str, Any] = {"actor": "fleet", "cache_bytes": CACHE_BYTES}
+        with Catalog.open(place, config.payloads or None, **how) as catalog:
             metrics = CollectorRegistry()
             front = Front(self._view, catalog, metrics)
             app = make(

@@ -13,7 +13,7 @@ from benchmarks import catalog_fill
 from mint_jax import host
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.fleet.engine import EngineReport
-from mint_jax.fleet.front import Front
+from mint_jax.fleet.front import CACHE_BYTES, Front
 from mint_jax.fleet.view import FleetEngine, FleetView
 
 ENGINES, ASKED = 16, 3000
@@ -42,7 +42,7 @@ def peak_bytes(folder: Path, names: int) -> int:
                 with view.sending(view.members[first.engine], key):
                     pass
 
-    with Catalog.open(folder) as catalog:
+    with Catalog.open(folder, cache_bytes=CACHE_BYTES) as catalog:
         asyncio.run(main())
     return host.peak_rss_bytes()
 

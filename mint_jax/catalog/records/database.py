@@ -29,6 +29,7 @@ from mint_jax.errors import UserError
 T = TypeVar("T")
 ATTEMPTS = 8
 WRITE = "catalog_write"  # execution option with the transaction's id, for the audit log
+CACHE_BYTES = 64 << 20
 _POOL: dict[str, Any] = {"pool_size": 8, "max_overflow": 32}
 _LOCK_KEY = 0x6D696E74  # PostgreSQL's advisory lock while tables are made
 # SQLSTATE of serialisation failure, deadlock, lock not available: certainly rolled back
@@ -67,15 +68,16 @@ class Database:
         read_only: True for an SQLite file that this user cannot write.
     """
 
-    def __init__(self, url: str | sa.URL, timeout_s: float = 30.0):
+    def __init__(self, url: str | sa.URL, timeout_s: float = 30.0, cache_bytes: int = CACHE_BYTES):
         """Opens the database and creates its tables if it has none. Raises ``UserError``: no such
         database, not a catalog, or a catalog of another version.
 
         Args:
             url: ``sqlite:///path`` or ``postgresql://…``.
             timeout_s: seconds that a write waits for the lock, or for a lost server.
+            cache_bytes: of pages that each connection to an SQLite file may keep.
         """
-        self.timeout_s = timeout_s
+        self.timeout_s, self._cache_bytes = timeout_s, cache_bytes
         places = "give a folder, sqlite:///path or postgresql://host/name"
         try:
             self.url = sa.make_url(url)
@@ -127,7 +129,7 @@ class Database:
             connect = functools.partial(sqlite3.connect, uri, uri=True, **args)
             return sa.create_engine("sqlite://", creator=connect, poolclass=sa.QueuePool, **_POOL)
         engine = sa.create_engine(self.url, connect_args=args, **_POOL)
-        event.listen(engine, "connect", _prepare_sqlite)
+        event.listen(engine, "connect", lambda new, _: _prepare_sqlite(new, self._cache_bytes))
         event.listen(engine, "begin", _begin_sqlite)
         return engine
 
@@ -288,10 +290,11 @@ class Database:
         self.engine.dispose()
 
 
-def _prepare_sqlite(connection, _record) -> None:
+def _prepare_sqlite(connection: sqlite3.Connection, cache_bytes: int) -> None:
     connection.isolation_level = None  # _begin_sqlite begins transactions
     _write_ahead(connection)
-    for pragma in ("synchronous=FULL", "foreign_keys=ON", "cache_size=-65536", "temp_store=MEMORY"):
+    cache = f"cache_size=-{cache_bytes // 1024}"
+    for pragma in ("synchronous=FULL", "foreign_keys=ON", cache, "temp_store=MEMORY"):
         connection.execute(f"PRAGMA {pragma}").close()
 
 
