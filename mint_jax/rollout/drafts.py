@@ -24,7 +24,7 @@ Following = dict[tuple[int, ...], Counter[int]]  # next tokens by the tokens bef
 class Draft(NamedTuple):
     """A token that may be drawn, and where it was seen: in samples of the same weights
     (``siblings``) or of others (``family``), in what the request gives, or in the prompt. The
-    source is ``begun`` if the request says that the sample begins with it.
+    source is ``prefix`` if the request says that the sample begins with it.
     """
 
     token: int
@@ -68,10 +68,10 @@ def _count(following: Following, tokens: Sequence[int], begin: int) -> None:
 
 def _known(sample: SampleState, most: int) -> list[Draft]:
     """Returns up to ``most`` next tokens that the request says the sample has."""
-    own, begun = sample.own, sample.prompt.request.begun[sample.number :][:1]
-    if not begun or len(begun[0]) <= own or begun[0][:own] != tuple(sample.tokens):
+    own, prefixes = sample.own, sample.prompt.request.prefixes[sample.number :][:1]
+    if not prefixes or len(prefixes[0]) <= own or prefixes[0][:own] != tuple(sample.tokens):
         return []
-    return [Draft(token, "begun") for token in begun[0][own : own + max(0, most)]]
+    return [Draft(token, "prefix") for token in prefixes[0][own : own + max(0, most)]]
 
 
 class Drafts:

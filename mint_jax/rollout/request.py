@@ -64,9 +64,9 @@ class Request:
         tenant: owner of the request; prompts are shared and quotas counted per tenant.
         drafts: completions that these samples may resemble, such as an earlier revision's, for an
             engine with ``speculative_tokens``. They change the speed, never the tokens.
-        begun: the first tokens of each sample, if they are known, such as those that the client of
-            a broken stream has. Idle rows draw them again, many at once; they change the speed,
-            never the tokens.
+        prefixes: the first tokens of each sample, if they are known, such as those that the client
+            of a broken stream has. Idle rows verify many at once; they change the speed, never the
+            tokens.
     """
 
     prompt: tuple[int, ...]
@@ -97,7 +97,7 @@ class Request:
     version: int | None = None
     tenant: str = "default"
     drafts: tuple[tuple[int, ...], ...] = ()
-    begun: tuple[tuple[int, ...], ...] = ()
+    prefixes: tuple[tuple[int, ...], ...] = ()
 
     @property
     def first_scored(self) -> int | None:
@@ -198,7 +198,7 @@ def check(request: Request, base: Base, stacks: Stacks, can_decode: bool) -> Non
         if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < 2**31:
             raise BadField("stop_ids", f"stop_ids has {i!r}; expected token ids, 0 to {vocab - 1}")
     _check_drafts("drafts", request.drafts, vocab)
-    _check_drafts("begun", request.begun, vocab)
+    _check_drafts("prefixes", request.prefixes, vocab)
     check_resident(request.adapter, stacks)
     _check_stop(request.stop, base, can_decode)
     if (count := len(stopping_by_id(request, base).stop_ids)) > MAX_STOP_IDS:

@@ -122,19 +122,17 @@ class OpenAI:
     def _submit(self, spec: types.Spec, model: Model, tenant: str, pin: Pin | None) -> list[Stream]:
         request = dataclasses.replace(spec.request, revision=model.digest, tenant=tenant)
         streams: list[Stream] = []
+        sent = {} if pin is None else pin.sent
         try:
             for number, prompt in enumerate(spec.prompts):
                 seed = request.seed
                 if spec.body.seed is None:
                     drawn = secrets.randbits(32) if pin is None else pin.seed + number
                     seed = drawn % (1 << 32)
-                begin = number * request.n
-                begun = (
-                    () if pin is None else (pin.sent.get(begin + i, ()) for i in range(request.n))
-                )
-                one = dataclasses.replace(request, prompt=prompt.tokens, seed=seed)
-                one = dataclasses.replace(one, begun=tuple(map(tuple, begun)))
-                streams.append(self._server.submit(one))
+                choices = range(number * request.n, (number + 1) * request.n)
+                prefixes = tuple(tuple(sent.get(choice, ())) for choice in choices)
+                own = {"prompt": prompt.tokens, "seed": seed, "prefixes": prefixes}
+                streams.append(self._server.submit(dataclasses.replace(request, **own)))
         except BaseException as error:
             for stream in streams:
                 stream.cancel()

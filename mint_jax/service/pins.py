@@ -2,7 +2,7 @@
 
 A front gives one pin to several engines in turn: the second one gives the answer that the first one
 would have given, token for token, from the token on that the client does not have yet. The tokens
-that the client has are verified many at once (``Request.begun``), so that it waits a short time.
+that the client has are verified many at once (``Request.prefixes``), so that it waits a short time.
 """
 
 import dataclasses

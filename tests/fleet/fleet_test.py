@@ -157,7 +157,7 @@ def test_a_stream_whose_engine_dies_goes_on_with_the_same_tokens(fleet, policy, 
     whole = call(**asked)
     before, events, killed = fleet.counted("continued"), [], ""
     counts = {name: site.server.engine.counts for name, site in fleet.sites.items()}
-    accepted = {name: one["accepted_begun"] for name, one in counts.items()}
+    accepted = {name: one["accepted_prefix"] for name, one in counts.items()}
     for event in call(**asked, stream=True):
         events.append(event)
         if not killed and len(events) >= 4:
@@ -165,7 +165,7 @@ def test_a_stream_whose_engine_dies_goes_on_with_the_same_tokens(fleet, policy, 
     fleet.revive()
     assert fleet.counted("continued") == before + 1
     other = "e1" if killed == "e0" else "e0"
-    assert counts[other]["accepted_begun"] > accepted[other], "what was sent is drawn at once"
+    assert counts[other]["accepted_prefix"] > accepted[other], "what was sent is drawn at once"
     if door == "responses":
         text_of = "".join(e.delta for e in events if e.type == "response.output_text.delta")
         assert text_of == whole.output_text
@@ -297,7 +297,7 @@ PIN = {"revision": "base", "id": "mine", "seed": 1, "at": 1}
         (PIN | {"id": "A/b"}, "pattern"),
         (PIN | {"seed": 1 << 32}, "less than"),
         (PIN | {"sent": {"0": ["x"]}}, "integer"),
-        (PIN | {"sent": {"0": [1 << 20]}}, "begun is"),
+        (PIN | {"sent": {"0": [1 << 20]}}, "prefixes is"),
         (PIN | {"more": 1}, "nexpected"),
         (None, "expected the number of bytes"),
     ],

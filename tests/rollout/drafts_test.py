@@ -76,20 +76,21 @@ def test_drafts_change_no_bit_of_any_family(rng, tiny_base, family):
 
     wanted = engine().generate(asked, stacks)
     # an engine that guesses nothing verifies what a request says, right or wrong
-    begun = [
-        dataclasses.replace(r, begun=tuple(tuple(c.tokens[:25]) for c in found))
+    known = [
+        dataclasses.replace(r, prefixes=tuple(tuple(c.tokens[:25]) for c in found))
         for r, found in zip(asked[:2], wanted)
     ]
-    begun += [
-        dataclasses.replace(r, begun=spoiled(rng, found)) for r, found in zip(asked[2:], wanted[2:])
+    known += [
+        dataclasses.replace(r, prefixes=spoiled(rng, found))
+        for r, found in zip(asked[2:], wanted[2:])
     ]
     verifying = engine()
-    same(verifying.generate(begun, stacks), wanted)
+    same(verifying.generate(known, stacks), wanted)
     counts = verifying.counts
     if "states" in device.kinds(base.cfg):
         assert not counts["drafted_tokens"], "a state cannot forget a wrong draft"
         return
-    assert 0 < counts["accepted_begun"] < counts["drafted_begun"] == counts["drafted_tokens"]
+    assert 0 < counts["accepted_prefix"] < counts["drafted_prefix"] == counts["drafted_tokens"]
     given = [dataclasses.replace(r, drafts=spoiled(rng, found)) for r, found in zip(asked, wanted)]
     drafting = engine(speculative_tokens=3)
     same(drafting.generate(given, stacks), wanted)
@@ -101,13 +102,13 @@ def test_drafts_change_no_bit_of_any_family(rng, tiny_base, family):
 
 
 @pytest.mark.parametrize("most", [0, 3])
-def test_what_has_begun_is_drawn_many_tokens_at_once(rng, tiny_base, most):
+def test_what_has_prefix_is_drawn_many_tokens_at_once(rng, tiny_base, most):
     """Beside samples that draw one token at a time, and in any engine."""
     prompts = [tuple(rng.integers(3, 96, n).tolist()) for n in (5, 9, 20, 30, 11)]
     requests = [Request(prompt, max_tokens=NEW) for prompt in prompts]
     wanted = Engine(tiny_base(), rows=(32,)).generate(requests)
     [first] = wanted[0]
-    requests[0] = dataclasses.replace(requests[0], begun=(tuple(first.tokens[: NEW - 4]),))
+    requests[0] = dataclasses.replace(requests[0], prefixes=(tuple(first.tokens[: NEW - 4]),))
     engine = Engine(tiny_base(), rows=(32,), speculative_tokens=most)
     dispatches = []
     with engine.serving():
@@ -115,7 +116,7 @@ def test_what_has_begun_is_drawn_many_tokens_at_once(rng, tiny_base, most):
         streams[0].listen(lambda piece: dispatches.append(engine.counts["decodes"]))
         same([stream.result() for stream in streams], wanted)
     assert dispatches[-1] <= 6, "15 tokens at once, then the few that are left"
-    assert engine.counts["accepted_begun"] == engine.counts["drafted_begun"] > NEW // 2
+    assert engine.counts["accepted_prefix"] == engine.counts["drafted_prefix"] > NEW // 2
 
 
 def test_right_drafts_save_dispatches(rng, tiny_base):
@@ -212,7 +213,7 @@ def test_settings_that_are_refused(tiny_base, how, family, wrong):
         Engine(tiny_base(family), **how)
 
 
-@pytest.mark.parametrize("field", ["drafts", "begun"])
+@pytest.mark.parametrize("field", ["drafts", "prefixes"])
 @pytest.mark.parametrize("tokens", [((97,),), ((-1,),), ((True,),), ("ab",), 5, ((0.5,),)])
 def test_drafts_that_are_no_tokens(tiny_base, field, tokens):
     with pytest.raises(UserError, match=f"{field} is"):
