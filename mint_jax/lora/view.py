@@ -23,7 +23,7 @@ from mint_jax.data.buckets import round_up
 from mint_jax.lora import slot_kernel
 from mint_jax.lora.dropout import Dropout
 from mint_jax.lora.slot_kernel import Ends
-from mint_jax.lora.tree import TABLES, UNDROPPED, AdapterStack, Slot, Stacks
+from mint_jax.lora.tree import BIAS, TABLES, UNDROPPED, AdapterStack, Slot, Stacks
 from pallas_kernels.products import product
 from pallas_kernels.slot_lora.pallas_gpu import Turn
 
@@ -396,6 +396,9 @@ def _named(stack: AdapterStack, slots_B: jax.Array, kernel: str, tokens: int) ->
 
 def _of_blocks(factors: Any, x: jax.Array, d_out: int) -> jax.Array:
     def delta(x_MD, factors):
+        if BIAS in factors:  # as a matmul, whose gradient is summed in float32
+            ones = jnp.ones((x_MD.shape[0], 1), x_MD.dtype)
+            return product("MR,RF->MF", ones, factors[BIAS])
         # Through the rank, R (D + F) numbers per row. B A would be D F numbers per adapter.
         if "a" in factors:
             x_MD = product("MD,RD->MR", x_MD, factors["a"])
@@ -441,12 +444,21 @@ def add_deltas(
     layer = jnp.int32(0) if first.layer is None else first.layer
     for buckets in zip(*(lora.buckets for lora in loras)):
         at = [i for i, bucket in enumerate(buckets) if bucket.factors]
-        if at:
+        if at and BIAS in buckets[at[0]].factors:
+            for i in at:
+                out[i] = out[i] + _bias_of_rows(buckets[i], layer, out[i].dtype)
+        elif at:
             args = x, tuple(out[i] for i in at), tuple(buckets[i] for i in at), layer
             made = slot_kernel.add(args, tuple(ends[i] for i in at), first.kernel, plain)
             for i, y in zip(at, made):
                 out[i] = y
     return out
+
+
+def _bias_of_rows(bucket: RankBucket, layer: jax.Array, dtype: Any) -> jax.Array:
+    """Returns the bias of each row's slot, ``[B, 1, F]``, zeros for rows without one."""
+    own = bucket.factors[BIAS][layer, jnp.maximum(bucket.slots, 0)].astype(dtype)
+    return jnp.where((bucket.slots >= 0)[:, None, None], own, jnp.zeros((), dtype))
 
 
 def embedding_delta(
