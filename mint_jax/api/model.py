@@ -311,7 +311,8 @@ class Model:
                     f" {next(iter(given))} out"
                 )
         else:
-            usual = {"targets": (ALL_LINEAR,)} | ({} if kind == BIAS else {"rank": 8})
+            usual: dict[str, Any] = {"targets": (ALL_LINEAR,)}
+            usual |= {} if kind == BIAS else {"rank": 8}
             adapter = AdapterConfig(**usual | given)
             if alpha is None and adapter.rank:
                 adapter = dataclasses.replace(adapter, alpha=2.0 * adapter.rank)

@@ -23,7 +23,10 @@ LINEAR_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 class AdapterConfig(Settings):
     """Shape and scale of an adapter."""
 
-    rank: int = setting("number of rows R of A and of columns of B, at least 1; a bias has none", 0)
+    rank: int = setting(
+        "number of rows R of A and of columns of B, at least 1; must be given unless kind is bias",
+        0,
+    )
     alpha: float = setting(
         "numerator of the scale: the delta is alpha / rank * B A x, or alpha / sqrt(rank) with "
         "rslora",
