@@ -1,4 +1,4 @@
-"""A policy of biases alone beside a policy of rank 8, on one task in one run: reward by bytes.
+"""Policies of biases alone beside LoRA of ranks 8 and 1, on one task in one run: reward by bytes.
 
 Command: python -m mint_jax.launch --config=configs/recipes/bias_only.py
   --workdir=runs/recipes/bias_only
@@ -29,7 +29,9 @@ def get_config() -> ConfigDict:
     config.policies = ConfigDict(
         {
             "rank8": _policy({"rank": 8, "alpha": 32.0}, 3e-4),  # 9.77 MB
-            "bias": _policy({"kind": "bias"}, 3e-3),  # 0.62 MB
+            "rank1": _policy({"rank": 1, "alpha": 32.0}, 3e-4),  # 1.22 MB
+            "bias": _policy({"kind": "bias"}, 1e-3),  # 0.62 MB
+            "bias_o_down": _policy({"kind": "bias", "targets": ("o", "down")}, 1e-3),  # 0.14 MB
         }
     )
     return config

@@ -115,7 +115,7 @@ class Policy:
 
     def adapter(self) -> Any:
         """Returns the current adapter, a tree of NumPy arrays: ``a`` ``[L, R, D]`` and ``b``
-        ``[L, R, F]`` of each projection.
+        ``[L, R, F]`` of each projection, or ``bias`` ``[L, 1, F]``.
         """
         return self.trainer.adapter(self.name)
 

@@ -255,7 +255,7 @@ def _orthonormal(x: np.ndarray) -> np.ndarray:
 class AdapterStack:
     """S slots of one rank bucket."""
 
-    factors: Any  # a tree of `[L, S, R, D]` and `[L, S, R, F]` float32
+    factors: Any  # a tree of `[L, S, R, D]` and `[L, S, R, F]`, or `[L, S, 1, F]`, float32
     scale: jax.Array  # `[S]` float32
     rank: int = struct.field(pytree_node=False)
 

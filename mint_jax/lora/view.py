@@ -39,8 +39,9 @@ Apply = Callable[[Any, jax.Array], jax.Array]
 class RankBucket:
     """The adapters of one rank bucket in a batch."""
 
-    # a tree of `[L, S, (E,) R, D]` and `[L, S, (E,) R, F]`, or a subtree below a name. Without
-    # `slots` those of each block, `[P, (E,) R, .]`, B including the scale
+    # a tree of `[L, S, (E,) R, D]` and `[L, S, (E,) R, F]`, or of biases `[L, S, 1, F]`, or a
+    # subtree below a name. Without `slots` those of each block, `[P, (E,) R, .]`, B including the
+    # scale
     factors: Any
     scale: Any = None  # `[S]` float32, `alpha / rank`
     # `[P]` int32 slot of each block; an out-of-range one, which is padding, reads the last. For
@@ -390,7 +391,7 @@ def _named(stack: AdapterStack, slots_B: jax.Array, kernel: str, tokens: int) ->
     distinct, order = (
         sharding.constrain(x, None) for x in (distinct, number[first].astype(jnp.int32))
     )
-    turn = slot_kernel.turn(slots_B, tokens, stack.slots, kernel)
+    turn = slot_kernel.turn(slots_B, tokens, stack.slots, kernel) if stack.rank else None
     return RankBucket(stack.factors, stack.scale, slots_B, None, form, distinct, order, turn)
 
 
