@@ -19,7 +19,7 @@ from mint_jax.harness import adapters
 from mint_jax.harness.adapters import AdapterSource, LoadedAdapter
 from mint_jax.harness.start import check_alpha, policy_seed
 from mint_jax.lora import peft
-from mint_jax.lora.tree import ALL_LINEAR, AdapterConfig, Slot, Stacks, spelled_out
+from mint_jax.lora.tree import ALL_LINEAR, BIAS, AdapterConfig, Slot, Stacks, spelled_out
 from mint_jax.models import hf, transformer
 from mint_jax.models.base import Base, public_name
 from mint_jax.models.outline import peft_tables
@@ -47,7 +47,7 @@ class Policy:
     def __repr__(self) -> str:
         if self.model.policies.get(self.name) is not self:
             return f"Policy({self.name!r}, not in training)"
-        about = f"rank {self.config.adapter.rank}, {self.config.loss.kind}, {self.steps} steps"
+        about = f"{self.config.adapter.size}, {self.config.loss.kind}, {self.steps} steps"
         return f"Policy({self.name!r}, {about})"
 
     @property
@@ -115,7 +115,7 @@ class Policy:
 
     def adapter(self) -> Any:
         """Returns the current adapter, a tree of NumPy arrays: ``a`` ``[L, R, D]`` and ``b``
-        ``[L, R, F]`` of each projection.
+        ``[L, R, F]`` of each projection, or ``bias`` ``[L, 1, F]``.
         """
         return self.trainer.adapter(self.name)
 
@@ -250,6 +250,7 @@ class Model:
         start: Stored | str | Path | None = None,
         alpha: float | None = None,
         targets: Sequence[str] | None = None,
+        kind: str | None = None,
         learning_rate: float | None = None,
         optimizer: OptimizerConfig | None = None,
         loss: Loss = "cross_entropy",
@@ -267,6 +268,8 @@ class Model:
                 zero.
             alpha: the adapter's scale is ``alpha / rank``; twice the rank by default.
             targets: projections to adapt, such as ``["q", "v"]``; all linear ones by default.
+            kind: ``lora``, the default, or ``bias``: a vector added to the outputs of each target,
+                without rank and alpha.
             learning_rate: AdamW's learning rate, 1e-4 by default.
             optimizer: an optimizer with its schedule, in place of ``learning_rate``.
             loss: a name, as ``kind`` of ``mint.LossConfig``; a ``LossConfig``; or a function of
@@ -298,7 +301,7 @@ class Model:
             optimizer = OptimizerConfig(rate)
         loaded = None if start is None else self._adapter(start, "start")
         compared = None if reference is None else self._adapter(reference, "reference")
-        given: dict[str, Any] = {"rank": rank, "alpha": alpha, "targets": targets}
+        given: dict[str, Any] = {"rank": rank, "alpha": alpha, "targets": targets, "kind": kind}
         given = {field: value for field, value in given.items() if value is not None}
         if loaded is not None:
             adapter = loaded.config
@@ -308,8 +311,10 @@ class Model:
                     f" {next(iter(given))} out"
                 )
         else:
-            adapter = AdapterConfig(**{"rank": 8, "targets": (ALL_LINEAR,)} | given)
-            if alpha is None:
+            usual: dict[str, Any] = {"targets": (ALL_LINEAR,)}
+            usual |= {} if kind == BIAS else {"rank": 8}
+            adapter = AdapterConfig(**usual | given)
+            if alpha is None and adapter.rank:
                 adapter = dataclasses.replace(adapter, alpha=2.0 * adapter.rank)
         check_alpha(adapter.alpha)
         if compared is not None:

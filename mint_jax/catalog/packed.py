@@ -17,15 +17,16 @@ from mint_jax import nested
 from mint_jax.catalog import header
 from mint_jax.digest import blake3_of
 from mint_jax.errors import UserError
-from mint_jax.lora.config import MAX_RANK, SHARED_OUTER, AdapterConfig
+from mint_jax.lora.config import BIAS, MAX_RANK, SHARED_OUTER, AdapterConfig
 from mint_jax.safetensors_header import parse_object
 
 FORMAT = "mint-adapter/2"
 # A [L, R, D] and B [L, R, F]; routed experts [L, E, R, D] and [L, E, R, F]
 LAYOUT = "layers-experts-rank-first"
-# Form of routed experts' factors -> layout. In the second the factor on the hidden side is shared,
-# [L, R, D], and names have ``shared_outer`` before the projection.
-LAYOUTS = {"each": LAYOUT, SHARED_OUTER: f"{LAYOUT}/{SHARED_OUTER}"}
+# Form of routed experts' factors, or bias -> layout. In the second the factor on the hidden side is
+# shared, [L, R, D], and names have ``shared_outer`` before the projection. In the third the rank is
+# 0, and a projection has one array, ``bias`` [L, 1, F].
+LAYOUTS = {"each": LAYOUT, SHARED_OUTER: f"{LAYOUT}/{SHARED_OUTER}", BIAS: f"{LAYOUT}/{BIAS}"}
 SCALES = {False: "alpha/rank", True: "alpha/sqrt(rank)"}
 MAX_TEXT = 1000  # characters of a base's fingerprint or a target's name
 
@@ -50,7 +51,7 @@ class Schema:
             "alpha": float(config.alpha),
             "scale": SCALES[bool(config.rslora)],
             "targets": list(config.targets),
-            "layout": LAYOUTS[config.experts],
+            "layout": LAYOUTS[BIAS if config.kind == BIAS else config.experts],
             "dtype": self.dtype,
         }
         return json.dumps(fields, sort_keys=True)
@@ -69,7 +70,7 @@ class Schema:
         checks = {
             "format": (lambda _: True, FORMAT),
             "base": (_is_text, "a fingerprint"),
-            "rank": (lambda x: header.is_size(x) and 1 <= x <= MAX_RANK, f"1 to {MAX_RANK}"),
+            "rank": (lambda x: header.is_size(x) and x <= MAX_RANK, f"0 to {MAX_RANK}"),
             "alpha": (lambda x: type(x) is float and math.isfinite(x), "a finite number"),
             "scale": (lambda x: x in list(scales), " or ".join(scales)),
             "targets": (
@@ -89,12 +90,13 @@ class Schema:
                 found = ascii(fields[name])[:60]
                 raise UserError(f"the schema's {name} is {found}; expected {expected}")
         forms = {layout: form for form, layout in LAYOUTS.items()}
+        form = forms[fields["layout"]]
         config = AdapterConfig(
             fields["rank"],
             fields["alpha"],
             tuple(fields["targets"]),
             scales[fields["scale"]],
-            forms[fields["layout"]],
+            *(("each", BIAS) if form == BIAS else (form,)),
         )
         return cls(fields["base"], config, fields["dtype"])
 

@@ -130,7 +130,7 @@ def read_adapter(name: str | Path, base: Base, catalog: JobCatalog | None = None
     is_unchecked = revision is not None and not revision.finite
     specs = transformer.abstract(base.cfg)
     bound = lora_tree.check_fits(adapter, config, specs, text, finite=is_unchecked)
-    say(f"adapter {text}: rank {config.rank}, {bound} modules bound")
+    say(f"adapter {text}: {config.size}, {bound} modules bound")
     return LoadedAdapter(adapter, config, digest, revision)
 
 

@@ -548,7 +548,10 @@ class ServeSettings(SamplerSettings):
     certificate: Place = setting("TLS certificate with its chain; empty: no TLS", "")
     private_key: Place = setting("key of the certificate, where its file has none", "")
     behind_tls: bool = setting("a proxy in front of the server encrypts", False)
-    ranks: tuple[int, ...] = setting("powers of two; a policy gets the next larger one", (32,))
+    ranks: tuple[int, ...] = setting(
+        "powers of two; a policy gets the next larger one. With 0, revisions of biases are sampled",
+        (32,),
+    )
     experts: Annotated[str, FORMS] = setting("factors of routed experts' adapters", "each")
     slots: Count = setting("policies in training on the device, for each of ranks", 4)
     adapters: Count = setting("revisions for sampling on the device, for each of ranks", 16)
@@ -586,8 +589,10 @@ class ServeSettings(SamplerSettings):
                     f"adapter_uris has {uri!r}; expected file:/FOLDER, s3://BUCKET, gs://BUCKET or"
                     " hf:ORG"
                 )
-        if not self.ranks:
-            raise UserError("ranks is empty; expected the ranks that policies may have: (8, 32)")
+        if not any(self.ranks):
+            raise UserError(
+                f"ranks is {self.ranks}; expected the ranks that policies may have: (8, 32)"
+            )
 
     creates_catalog = needs_one_process = True
 

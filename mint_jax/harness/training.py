@@ -134,7 +134,7 @@ class TrainingRun:
             size, stack = self.adapter_bytes(name), trainer.state[trainer.slots[name].bucket]
             whole = params.nbytes(stack) / stack.steps.shape[0]
             say(
-                f"policy {name}: rank {policy.adapter.rank}, adapter {size / 1e6:.2f} MB"
+                f"policy {name}: {policy.adapter.size}, adapter {size / 1e6:.2f} MB"
                 f" ({100 * size / base.full_bytes:.2f} % of the base), {whole / 1e6:.2f} MB with"
                 " gradients and optimizer state"
             )

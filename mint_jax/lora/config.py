@@ -1,6 +1,7 @@
 """Configuration of an adapter. Imports no jax: the catalog reads it for a million adapters."""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Annotated
 
 from mint_jax.errors import UserError
@@ -10,6 +11,9 @@ MAX_RANK = 1024
 # Form of routed experts' adapters: the factor on the hidden side is one for all of a layer.
 SHARED_OUTER = "shared_outer"
 FORMS = ("each", SHARED_OUTER)
+# Low-rank factors, or a bias of each target's outputs alone (BitFit, arXiv 2106.10199).
+BIAS = "bias"
+KINDS = ("lora", BIAS)
 # Of a new A: uniform as PEFT's, or rows of length 1 at right angles. B is zero.
 INITS = ("uniform", "orthonormal")
 LINEAR_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
@@ -19,7 +23,10 @@ LINEAR_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 class AdapterConfig(Settings):
     """Shape and scale of an adapter."""
 
-    rank: int = setting("number of rows R of A and of columns of B, at least 1")
+    rank: int = setting(
+        "number of rows R of A and of columns of B, at least 1; must be given unless kind is bias",
+        0,
+    )
     alpha: float = setting(
         "numerator of the scale: the delta is alpha / rank * B A x, or alpha / sqrt(rank) with "
         "rslora",
@@ -34,13 +41,26 @@ class AdapterConfig(Settings):
         " shared by all experts of a layer",
         "each",
     )
+    kind: Annotated[str, KINDS] = setting(
+        "lora, or bias: a vector added to the outputs of each target, without A, B and rank", "lora"
+    )
 
     def __post_init__(self):
         super().__post_init__()
-        bucket_of(self.rank)  # raises
+        if self.kind != BIAS:
+            bucket_of(self.rank)  # raises
+            return
+        for name in ("rank", "alpha", "rslora", "experts"):
+            if (value := getattr(self, name)) != type(self).__dataclass_fields__[name].default:
+                raise UserError(
+                    f"{name} is {value!r}, which an adapter of kind {BIAS!r} does not have: leave"
+                    " it out, or set kind to 'lora'"
+                )
 
     @property
     def scale(self) -> float:
+        if self.kind == BIAS:
+            return 1.0
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
     @property
@@ -51,7 +71,17 @@ class AdapterConfig(Settings):
 
     @property
     def bucket(self) -> int:
-        return bucket_of(self.rank)
+        return bucket_of(self.rank) if self.rank else 0
+
+    @property
+    def rows(self) -> int:
+        """Rows of a stored factor: the rank, and 1 of a bias."""
+        return self.rank or 1
+
+    @property
+    def size(self) -> str:
+        """The size in words: ``rank 8``, or ``bias alone``."""
+        return f"rank {self.rank}" if self.rank else "bias alone"
 
 
 def bucket_of(rank: int) -> int:
@@ -62,3 +92,8 @@ def bucket_of(rank: int) -> int:
             " itself)"
         )
     return 1 << (rank - 1).bit_length()
+
+
+def bucket_for(rank: int, buckets: Iterable[int]) -> int | None:
+    """Returns the smallest of these rank buckets that has room; a bias, rank 0, needs bucket 0."""
+    return min((bucket for bucket in buckets if bucket == rank or 0 < rank <= bucket), default=None)

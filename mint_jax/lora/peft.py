@@ -4,7 +4,8 @@ argument.
 ``lora_A`` is our ``a``, ``lora_B`` our ``b`` transposed; embeddings use ``lora_embedding_A`` and
 ``lora_embedding_B``. A tree has one rank and one scale: others are padded to the largest rank, and
 their scales folded into B. Routed experts are written one by one, which every program reads, and
-read in that form or fused (``fused.py``).
+read in that form or fused (``fused.py``). A bias is that of ``lora_B`` (PEFT's ``lora_bias``) with
+matrices of zeros: PEFT's ``bias`` saves those of modules alone that have one in the base.
 """
 
 import dataclasses
@@ -39,6 +40,7 @@ from mint_jax.lora.fused import (
     target_fields,
 )
 from mint_jax.lora.tree import (
+    BIAS,
     SHARED_OUTER,
     AdapterConfig,
     Projection,
@@ -56,12 +58,11 @@ _MLP = {"gate_proj", "up_proj", "down_proj"}
 # Every field of ``peft.LoraConfig`` is in READ, ONLY or NO_EFFECT.
 READ = {"peft_type", "peft_version", "r", "lora_alpha", "use_rslora", "rank_pattern"}
 READ |= {"alpha_pattern", "target_modules", "exclude_modules", "layers_to_transform"}
-READ |= {"target_parameters", "modules_to_save"}
+READ |= {"target_parameters", "modules_to_save", "lora_bias"}
 # Fields that change the computation -> supported values.
 ONLY: dict[str, tuple[Any, ...]] = {
     "use_dora": (False, None),
     "bias": ("none", None),
-    "lora_bias": (False, None),
     "trainable_token_indices": (None, [], {}),
     "layer_replication": (None, []),
     "alora_invocation_tokens": (None, []),
@@ -89,6 +90,9 @@ class BaseNames(dict[str, list[str]]):
     Args:
         alternate: its experts have the layout of ``fused.Fused.alternate``.
         fused: PEFT reads factors of its experts in the fused layout only.
+
+    Attributes:
+        widths: width of each projection's inputs, by path.
     """
 
     def __init__(
@@ -99,6 +103,7 @@ class BaseNames(dict[str, list[str]]):
     ):
         super().__init__()
         self.holds, self.alternate, self.fused = holds, alternate, fused
+        self.widths: dict[str, int] = {}
 
 
 def _alternate(names: Names) -> bool:
@@ -152,6 +157,13 @@ def write_peft(
     flat = dict(params_lib.leaves_with_path(expanded(adapter)))
     tensors: dict[str, np.ndarray] = {}
     targets: dict[str, Any] = {}
+    if is_bias := config.kind == BIAS:
+        if moe_type or layout != "peft":
+            raise UserError(
+                f"format {layout} has no biases for {'this base' if moe_type else 'LoRA'}: choose"
+                " --format=orbax or --packed FILE"
+            )
+        tensors, config = _take_biases(flat, names), AdapterConfig(1, 1.0, config.targets)
     if layout != "peft":
         paths = {leaf.rsplit("/", 1)[0] for leaf in flat}
         last = {module.rsplit(".", 1)[-1] for path in paths for module in names[path]}
@@ -181,6 +193,8 @@ def write_peft(
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
+    if is_bias:
+        fields["lora_bias"] = True
     if fused:  # the layout of experts that PEFT writes since this version
         fields["peft_version"] = ".".join(map(str, PLAIN_SINCE))
     with new_directory(directory) as staging:
@@ -188,6 +202,43 @@ def write_peft(
         (staging / CONFIG).write_text(json.dumps(fields, indent=2))
         # safetensors makes files readable by their owner only
         (staging / WEIGHTS).chmod((staging / CONFIG).stat().st_mode)
+
+
+def _take_biases(flat: dict[str, Any], names: Names) -> dict[str, np.ndarray]:
+    """Replaces biases by factors of zeros; returns their tensors."""
+    assert isinstance(names, BaseNames)
+    tensors = {}
+    for leaf, bias in list(flat.items()):
+        path = leaf.removesuffix(f"/{BIAS}")
+        for module, b_1F in zip(names[path], np.asarray(flat.pop(leaf))):
+            tensors[f"{_PREFIX}{module}.lora_B.bias"] = b_1F[0]
+        flat[f"{path}/a"] = np.zeros((*bias.shape[:-1], names.widths[path]), np.float32)
+        flat[f"{path}/b"] = np.zeros(bias.shape, np.float32)
+    return tensors
+
+
+def _read_biases(
+    tensors: dict[str, np.ndarray],
+    found: Found,
+    names: Names,
+    projections: Mapping[str, Projection],
+    directory: Path,
+) -> tuple[Any, AdapterConfig]:
+    """Removes the biases of found modules, which have no other factors, from a file's tensors."""
+    targets = tuple(dict.fromkeys(path.rsplit("/", 1)[-1] for path in names if path in found))
+    flat = {}
+    for path in [p for p in names if p.rsplit("/", 1)[-1] in targets]:
+        modules, F = names[path], projections[path].d_out
+        flat[f"{path}/{BIAS}"] = out = np.zeros((len(modules), 1, F), np.float32)
+        for i, (a, b, scale) in found.get(path, {}).items():
+            own = tensors.pop(f"{_PREFIX}{modules[i]}.lora_B.bias", None)
+            if own is None or own.shape != (F,) or (a.any() and b.any()):
+                raise UserError(
+                    f"{directory}: lora_bias is true, and {modules[i]} has factors that are not"
+                    f" zero, or no bias ({F},): biases are imported alone; train without lora_bias"
+                )
+            out[i] = own.astype(np.float32) * np.float32(scale)
+    return params_lib.nest(flat), AdapterConfig(targets=targets, kind=BIAS)
 
 
 def _targets(
@@ -318,6 +369,9 @@ def read_peft(
         return (tensors.pop(name_a), tensors.pop(name_b)) if name_a in tensors else None
 
     found, shares = _find(take, config, names, projections, directory)
+    biases = None
+    if config.get("lora_bias"):
+        biases = _read_biases(tensors, found, names, projections, directory)
     if isinstance(names, BaseNames):
         _take_base_weights(tensors, names, directory)
     if tensors:
@@ -330,6 +384,10 @@ def read_peft(
             f"{directory}: no module of the adapter binds to this base: the adapter was trained on"
             " another model"
         )
+    if biases:
+        if finite:
+            check_finite(biases[0], str(directory))
+        return biases
 
     rank = max(pair.a.shape[0] for pairs in found.values() for pair in pairs.values())
     alpha = float(Patterns(config).alpha_default)

@@ -10,6 +10,9 @@ Shared-outer adapters of experts have paths of their own, ``experts/shared_outer
 factor on the hidden side has no E. A stack whose policies have both forms therefore has both, each
 policy's other one zero. A common path would store a shared factor E times.
 
+An adapter of kind ``bias`` has one leaf for a projection, ``bias [L, 1, F]``: B of an input that is
+always 1, without A. Its stacks are those of bucket 0, so that it stores and moves no factor.
+
 Axes: L layers, S slots, E experts, R rank, D in, F out. Hu et al. 2021, arXiv 2106.09685.
 """
 
@@ -27,11 +30,13 @@ from mint_jax import params as params_lib
 from mint_jax import sharding
 from mint_jax.errors import UserError, choice
 from mint_jax.lora.config import (  # noqa: F401
+    BIAS,
     INITS,
     LINEAR_TARGETS,
     MAX_RANK,
     SHARED_OUTER,
     AdapterConfig,
+    bucket_for,
     bucket_of,
 )
 from mint_jax.lora.finite import all_finite
@@ -42,6 +47,8 @@ ALL_LINEAR = "all-linear"
 TABLES = ("embed", "unembed")  # projections outside the layers
 UNDROPPED = (*TABLES, "experts")  # their adapters' inputs have no dropout
 UNUSUAL = (*TABLES, "router")  # adapted only if a config names them
+# No biases: tables, routed experts, and the keys and values that MLA absorbs into queries
+UNBIASED = (*UNDROPPED, "kv_b")
 SLOT_AXIS = 1
 
 
@@ -112,11 +119,23 @@ def _adapted(base_specs: Any, config: AdapterConfig) -> dict[str, Projection]:
             f"experts is {SHARED_OUTER!r}, but no target is a projection of routed experts: set it"
             " to 'each'"
         )
+    if config.kind == BIAS and (without := [path for path in out if not _takes_bias(path)]):
+        barred = {*UNUSUAL, *(path.rsplit("/", 1)[-1] for path in without)}
+        raise UserError(
+            f"targets name {without[0]}, which takes no bias: set targets to some of"
+            f" {', '.join(name for name in target_paths(base_specs) if name not in barred)}"
+        )
     return out
+
+
+def _takes_bias(path: str) -> bool:
+    return set(UNBIASED).isdisjoint(path.split("/"))
 
 
 def check_dropout(base_specs: Any, config: AdapterConfig, rate: float) -> None:
     """Raises ``UserError`` if an adapter with dropout has targets whose inputs are not dropped."""
+    if rate and config.kind == BIAS:
+        raise UserError(f"dropout is {rate}, but a bias has no inputs: set dropout to 0")
     for path in projections(base_specs, config.names) if rate else ():
         if not set(UNDROPPED).isdisjoint(path.split("/")):
             raise UserError(
@@ -162,13 +181,17 @@ def adapter_specs(base_specs: Any, config: AdapterConfig) -> Any:
 
 
 def stack_specs(base_specs: Any, targets: Iterable[str], rank: int, *slots: int) -> Any:
-    """Returns the specs of a stack of ``slots`` policies, sharded as the base's projections."""
+    """Returns the specs of a stack of ``slots`` policies, sharded as the base's projections; of
+    rank 0 those of biases, for the targets that take one.
+    """
     flat = {}
     for path, p in projections(base_specs, targets).items():
+        if not rank and not _takes_bias(path):
+            continue
         flat[path] = {}
-        for f, end in (("a", p.d_in), ("b", p.d_out)):
+        for f, end in (("a", p.d_in), ("b", p.d_out)) if rank else ((BIAS, p.d_out),):
             L, *experts = p.stack_of(f)
-            shape, axes = (L, *slots, *experts, rank, end), _factor_axes(p, f, bool(slots))
+            shape, axes = (L, *slots, *experts, rank or 1, end), _factor_axes(p, f, bool(slots))
             flat[path][f] = ParamSpec(shape, axes, jnp.float32, "zeros")
     return params_lib.nest(flat)
 
@@ -185,7 +208,7 @@ def constrain(tree: Any, base_specs: Any) -> Any:
     def pin(keys: Any, leaf: jax.Array) -> jax.Array:
         path = "/".join(key.key for key in keys if isinstance(getattr(key, "key", None), str))
         owner, _, factor = path.rpartition("/")
-        if factor not in ("a", "b") or leaf.ndim < 4:
+        if factor not in ("a", "b", BIAS) or leaf.ndim < 4:
             return leaf
         return sharding.constrain(
             leaf, *_factor_axes(_projection_at(base_specs, owner), factor, True)
@@ -196,8 +219,8 @@ def constrain(tree: Any, base_specs: Any) -> Any:
 
 def init_adapter(base_specs: Any, config: AdapterConfig, seed: int, init: str = "uniform") -> Any:
     """Returns a new adapter with PEFT's initialisation, NumPy arrays: A uniform in ±1/sqrt(D), B
-    zero; for ``embed`` A zero, B normal. With ``orthonormal`` the rows of A, or its columns if it
-    has more rows than columns, are orthonormal.
+    zero, biases too; for ``embed`` A zero, B normal. With ``orthonormal`` the rows of A, or its
+    columns if it has more rows than columns, are orthonormal.
 
     The same seed gives the same adapter through every door, on any mesh and with any other targets.
     """
@@ -232,7 +255,7 @@ def _orthonormal(x: np.ndarray) -> np.ndarray:
 class AdapterStack:
     """S slots of one rank bucket."""
 
-    factors: Any  # a tree of `[L, S, R, D]` and `[L, S, R, F]` float32
+    factors: Any  # a tree of `[L, S, R, D]` and `[L, S, R, F]`, or `[L, S, 1, F]`, float32
     scale: jax.Array  # `[S]` float32
     rank: int = struct.field(pytree_node=False)
 
@@ -268,8 +291,8 @@ def write_slot(
         if path not in new:
             return leaf.at[:, slot].set(0.0)
         own = jnp.asarray(new[path], leaf.dtype)
-        rank = stack.rank - own.shape[-2]
-        return leaf.at[:, slot].set(jnp.pad(own, [(0, 0)] * (own.ndim - 2) + [(0, rank), (0, 0)]))
+        more = leaf.shape[-2] - own.shape[-2]
+        return leaf.at[:, slot].set(jnp.pad(own, [(0, 0)] * (own.ndim - 2) + [(0, more), (0, 0)]))
 
     return dataclasses.replace(
         stack,
@@ -379,7 +402,7 @@ def check_fits(
     for path, shape in found.items():
         if shape != specs[path].shape:
             raise UserError(
-                f"{what}: {path} has shape {shape}; this base and rank {config.rank} need"
+                f"{what}: {path} has shape {shape}; this base and {config.size} need"
                 f" {specs[path].shape}"
             )
     if finite:

@@ -23,7 +23,7 @@ from mint_jax.data.buckets import round_up
 from mint_jax.lora import slot_kernel
 from mint_jax.lora.dropout import Dropout
 from mint_jax.lora.slot_kernel import Ends
-from mint_jax.lora.tree import TABLES, UNDROPPED, AdapterStack, Slot, Stacks
+from mint_jax.lora.tree import BIAS, TABLES, UNDROPPED, AdapterStack, Slot, Stacks
 from pallas_kernels.products import product
 from pallas_kernels.slot_lora.pallas_gpu import Turn
 
@@ -39,8 +39,9 @@ Apply = Callable[[Any, jax.Array], jax.Array]
 class RankBucket:
     """The adapters of one rank bucket in a batch."""
 
-    # a tree of `[L, S, (E,) R, D]` and `[L, S, (E,) R, F]`, or a subtree below a name. Without
-    # `slots` those of each block, `[P, (E,) R, .]`, B including the scale
+    # a tree of `[L, S, (E,) R, D]` and `[L, S, (E,) R, F]`, or of biases `[L, S, 1, F]`, or a
+    # subtree below a name. Without `slots` those of each block, `[P, (E,) R, .]`, B including the
+    # scale
     factors: Any
     scale: Any = None  # `[S]` float32, `alpha / rank`
     # `[P]` int32 slot of each block; an out-of-range one, which is padding, reads the last. For
@@ -390,12 +391,15 @@ def _named(stack: AdapterStack, slots_B: jax.Array, kernel: str, tokens: int) ->
     distinct, order = (
         sharding.constrain(x, None) for x in (distinct, number[first].astype(jnp.int32))
     )
-    turn = slot_kernel.turn(slots_B, tokens, stack.slots, kernel)
+    turn = slot_kernel.turn(slots_B, tokens, stack.slots, kernel) if stack.rank else None
     return RankBucket(stack.factors, stack.scale, slots_B, None, form, distinct, order, turn)
 
 
 def _of_blocks(factors: Any, x: jax.Array, d_out: int) -> jax.Array:
     def delta(x_MD, factors):
+        if BIAS in factors:  # as a matmul, whose gradient is summed in float32
+            ones = jnp.ones((x_MD.shape[0], 1), x_MD.dtype)
+            return product("MR,RF->MF", ones, factors[BIAS])
         # Through the rank, R (D + F) numbers per row. B A would be D F numbers per adapter.
         if "a" in factors:
             x_MD = product("MD,RD->MR", x_MD, factors["a"])
@@ -441,12 +445,21 @@ def add_deltas(
     layer = jnp.int32(0) if first.layer is None else first.layer
     for buckets in zip(*(lora.buckets for lora in loras)):
         at = [i for i, bucket in enumerate(buckets) if bucket.factors]
-        if at:
+        if at and BIAS in buckets[at[0]].factors:
+            for i in at:
+                out[i] = out[i] + _bias_of_rows(buckets[i], layer, out[i].dtype)
+        elif at:
             args = x, tuple(out[i] for i in at), tuple(buckets[i] for i in at), layer
             made = slot_kernel.add(args, tuple(ends[i] for i in at), first.kernel, plain)
             for i, y in zip(at, made):
                 out[i] = y
     return out
+
+
+def _bias_of_rows(bucket: RankBucket, layer: jax.Array, dtype: Any) -> jax.Array:
+    """Returns the bias of each row's slot, ``[B, 1, F]``, zeros for rows without one."""
+    own = bucket.factors[BIAS][layer, jnp.maximum(bucket.slots, 0)].astype(dtype)
+    return jnp.where((bucket.slots >= 0)[:, None, None], own, jnp.zeros((), dtype))
 
 
 def embedding_delta(

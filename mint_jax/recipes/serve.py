@@ -39,7 +39,7 @@ def sizes_of(config: ServeSettings) -> Any:
         "session_s",
     )
     return Sizes(
-        slots=dict.fromkeys(config.ranks, config.slots),
+        slots={rank: config.slots for rank in config.ranks if rank},  # clients train LoRA
         adapters=dict.fromkeys(config.ranks, config.adapters),
         shapes=[BlockShape(*shape) for shape in config.shapes],
         cache_bytes=config.cache_bytes,

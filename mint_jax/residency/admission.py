@@ -56,7 +56,7 @@ class Admission:
 
     def bucket(self, rank: int) -> int | None:
         """Returns the smallest rank bucket with slots for a rank; None if all are too small."""
-        return min((bucket for bucket in self.projections if bucket >= rank), default=None)
+        return lora_tree.bucket_for(rank, self.projections)
 
     def check(self, digest: str, adapter: Any, schema: Any) -> int:
         """Returns the number of modules that bind. Raises ``UserError`` for the first mismatch of
@@ -72,7 +72,7 @@ class Admission:
         if bucket is None:
             have = ", ".join(map(str, sorted(self.projections))) or "none"
             raise UserError(
-                f"{what} has rank {config.rank}; there are slots for rank buckets {have}: configure"
+                f"{what} has {config.size}; there are slots for rank buckets {have}: configure"
                 f" some for {config.bucket}"
             )
         for path, leaf in params_lib.leaves_with_path(adapter):

@@ -198,8 +198,8 @@ class Pool:
                 residency.prefetch(digest)
             for name in wanted:
                 if name not in self._announced:
-                    lease, rank = leases[self.digests[name]], self._entries[name].known.config.rank
-                    self._say(f"adapter {name}: rank {rank}, {lease.modules} modules bound")
+                    lease, size = leases[self.digests[name]], self._entries[name].known.config.size
+                    self._say(f"adapter {name}: {size}, {lease.modules} modules bound")
                     self._announced.add(name)
             yield ResidentAdapters(
                 {name: leases[self.digests[name]].slot for name in wanted}, residency.stacks

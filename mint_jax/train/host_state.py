@@ -121,7 +121,7 @@ def padded(state: HostState, stack: TrainStack) -> TrainStack:
     def put(name: str, path: str, like: Any) -> np.ndarray:
         out = np.zeros(like.shape, like.dtype)
         if path in state.parts.get(name, {}):
-            out[..., : state.config.rank, :] = state.parts[name][path]
+            out[..., : state.config.rows, :] = state.parts[name][path]
         return out
 
     factors, *rest = (
@@ -146,7 +146,7 @@ def to_host(
             arrays = dict(params_lib.leaves_with_path(tree))
             arrays = jax.device_get({path: arrays[path] for path in arrays if path in paths})
             parts[name] = {
-                path: np.array(leaf)[..., : config.rank, :].copy() for path, leaf in arrays.items()
+                path: np.array(leaf)[..., : config.rows, :].copy() for path, leaf in arrays.items()
             }
     return HostState(config, parts, steps, skipped)
 

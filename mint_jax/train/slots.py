@@ -181,12 +181,13 @@ class Slots:
         config = lora_tree.spelled_out(state.config, self.specs)
         bucket = config.bucket
         if self._is_declared:
-            bucket = next((b for b in self.capacity if b >= config.rank), 0)
-            if not bucket:
+            found = lora_tree.bucket_for(config.rank, self.capacity)
+            if found is None:
                 raise UserError(
-                    f"policy {name!r} has rank {config.rank}; this server trains ranks up to"
+                    f"policy {name!r} has {config.size}; this server trains ranks up to"
                     f" {max(self.capacity)}"
                 )
+            bucket = found
             paths = lora_tree.projections(self.specs, config.names)
             if config.experts != self._experts and any("/experts/" in path for path in paths):
                 raise UserError(
@@ -394,12 +395,13 @@ def _number(member: _Member) -> np.int32:
 @functools.partial(jax.jit, static_argnames=("cfg", "slots", "targets"))
 def _empty(cfg: ModelConfig, slots: tuple[tuple[int, int], ...], targets: tuple[str, ...]) -> State:
     specs = transformer.abstract(cfg)
-    configs = [AdapterConfig(bucket, targets=targets) for bucket, _ in slots]
+    kinds = {True: "lora", False: lora_tree.BIAS}
+    configs = [AdapterConfig(b, targets=targets, kind=kinds[b > 0]) for b, _ in slots]
     return lora_tree.constrain(state_lib.empty(specs, configs, dict(slots)), specs)
 
 
 @functools.partial(jax.jit, static_argnames=("cfg", "adapter"))
 def _adapter(stack: AdapterStack, slot: jax.Array, cfg: ModelConfig, adapter: AdapterConfig) -> Any:
     return lora_tree.read_slot(
-        stack, slot, adapter.rank, lora_tree.adapter_specs(transformer.abstract(cfg), adapter)
+        stack, slot, adapter.rows, lora_tree.adapter_specs(transformer.abstract(cfg), adapter)
     )

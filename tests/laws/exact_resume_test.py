@@ -34,17 +34,19 @@ SERVER = multiprocessing.get_context("forkserver")  # imports once, forks for ev
 SERVER.set_forkserver_preload(
     ["mint_jax.launch", "mint_jax.checkpoint", "mint_jax.catalog.lifecycle", "pytest"]
 )
-RANKS = {"c": 1, "a": 3, "b": 3}
+RANKS = {"c": 1, "a": 3, "b": 3, "d": 0}  # d is a bias
 
 
 def make(base, seed) -> Trainer:
     optimizer = OptimizerConfig(
         learning_rate=1e-2, weight_decay=0.1, warmup_steps=2, total_steps=6, schedule="cosine"
     )
-    optimizers = optimizer, optimizer, dataclasses.replace(optimizer, kind="dimuon")
+    optimizers = optimizer, optimizer, dataclasses.replace(optimizer, kind="dimuon"), optimizer
+    kinds = {0: "bias"}
+    adapters = [AdapterConfig(r, kind=kinds.get(r, "lora")) for r in RANKS.values()]
     policies = [
-        PolicyConfig(n, AdapterConfig(r), own, LossConfig("ppo"), seed + i, dropout=0.3 * (i < 2))
-        for i, ((n, r), own) in enumerate(zip(RANKS.items(), optimizers))
+        PolicyConfig(n, adapters[i], own, LossConfig("ppo"), seed + i, dropout=0.3 * (i < 2))
+        for i, (n, own) in enumerate(zip(RANKS, optimizers))
     ]
     return Trainer(base, policies)
 

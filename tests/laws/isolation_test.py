@@ -25,6 +25,7 @@ from mint_jax.train import state as state_lib
 from mint_jax.train.state import OptimizerConfig
 from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
 from tests import oracles
+from tests.adapters import biased_targets
 from tests.groups import random_groups
 from tests.laws.shardings_equal_test import MESHES, save_checkpoint
 
@@ -122,7 +123,10 @@ class Company:
     def __init__(self, base, rng, ranks=RANKS, drops=False):
         vocab = base.cfg.vocab_size
         targets = TARGETS if "moe" not in base.cfg.stacks else (*TARGETS, "router")
-        configs = {n: AdapterConfig(r, targets=targets) for n, r in ranks.items()}
+        configs = {n: AdapterConfig(r, targets=targets) for n, r in ranks.items() if r}
+        biased = biased_targets(transformer.abstract(base.cfg))
+        bias = AdapterConfig(kind="bias", targets=biased)
+        configs = {n: configs.get(n, bias) for n in ranks}
         if drops:  # a and c adapt only what may be dropped
             known = lora_tree.target_paths(transformer.abstract(base.cfg))
             apart = {*lora_tree.UNDROPPED}
@@ -147,7 +151,7 @@ class Company:
         for name, rank in ranks.items():
             at = self.trainer.slots[name]
             for factor in jax.tree.leaves(self.start[at.bucket].adapters.factors):
-                mine = factor[:, at.index, ..., :rank, :]
+                mine = factor[:, at.index, ..., : rank or 1, :]
                 mine[...] = 0.2 * rng.normal(size=mine.shape)
         self.steps = [{n: random_groups(rng, vocab) for n in ranks} for _ in range(2)]
         self.texts = rng.integers(3, vocab, (len(ranks) + 1, 13)).tolist()
@@ -204,6 +208,16 @@ class Company:
             with pytest.raises(AssertionError):  # a did something unusual
                 assert_same_bits(quiet["a"], loud["a"])
             assert extreme not in SKIPS or skipped == [1, 1], f"{extreme}: a skipped {skipped}"
+
+
+# a is a bias, and so is its neighbour c; or only d is
+BIASES = ({"c": 0, "a": 0, "b": 3}, RANKS | {"d": 0})
+
+
+@pytest.mark.parametrize("ranks", BIASES, ids=["a", "d"])
+def test_a_bias_changes_no_bit_of_the_others_and_others_none_of_it(ranks, tiny_base, rng):
+    extremes = ("nan advantage", "nan weights", "weights that overflow activations")
+    Company(tiny_base("llama"), rng, ranks).check({n: EXTREMES[n] for n in extremes})
 
 
 MARKS = {"qwen3_moe": (), "llama": pytest.mark.long}

@@ -20,7 +20,7 @@ from tests.marks import first
 # sum of up to D = 576 terms behind 30 layers, each with a relative rounding error of 6e-8; the
 # largest gaps seen are 4e-6 (tiny) and 6e-5 (SmolLM2).
 GAP = 1e-4
-RANKS = {"one": 1, "three": 3, "also three": 3}
+RANKS = {"one": 1, "three": 3, "also three": 3, "bias": 0}
 SAMPLING = [  # the base and each policy meet each of these
     {"temperature": 1.0},
     {"temperature": 0.0},
@@ -29,11 +29,14 @@ SAMPLING = [  # the base and each policy meet each of these
 ]
 
 
+def adapter_of(rank: int) -> AdapterConfig:
+    return AdapterConfig(rank, 2.0 * rank) if rank else AdapterConfig(kind="bias")
+
+
 def trainer_with_random_adapters(base, rng) -> Trainer:
     specs = transformer.abstract(base.cfg)
     policies = [
-        PolicyConfig(name, AdapterConfig(rank, 2.0 * rank), loss=LossConfig("ppo"))
-        for name, rank in RANKS.items()
+        PolicyConfig(name, adapter_of(rank), loss=LossConfig("ppo")) for name, rank in RANKS.items()
     ]
     trainer = Trainer(base, policies)
     for p in policies:

@@ -156,7 +156,9 @@ def adapters_of(family):
     targets = ("q", "o", "down") if family == "dense" else ("all-linear",)  # split both ways
     form = "shared_outer" if family in ("experts", "hybrid", "with mlp") else "each"
     shared = AdapterConfig(1, targets=targets, experts=form)
-    return {"a": AdapterConfig(3, targets=targets), "c": shared}
+    own = {"a": AdapterConfig(3, targets=targets), "c": shared}
+    biases = {"d": AdapterConfig(kind="bias", targets=targets)} if family == "dense" else {}
+    return own | biases
 
 
 def seed_of(family):
@@ -188,7 +190,7 @@ def outcome(base, configs, adapters, groups, requests):
     drops = "all-linear" not in configs["a"].targets  # the targets of a base without experts
     policies = [
         PolicyConfig(n, c, optimizer, LossConfig("ppo", kl_kind="k3", kl=0.1), dropout=rate)
-        for (n, c), rate in zip(configs.items(), (0.3 * drops, 0.0))
+        for (n, c), rate in zip(configs.items(), (0.3 * drops, 0.0, 0.0))
     ]
     trainer = Trainer(base, policies)
     for name, adapter in adapters.items():
@@ -247,7 +249,8 @@ def pose(family, checkpoint):
         for n, tree in shapes.items()
     }
     groups = {n: [Group(ids(4), [sequence(6), sequence(4)]) for _ in range(2)] for n in configs}
-    requests = [(n, tuple(ids(k))) for n, k in (("a", 5), ("a", 7), ("c", 3), (None, 6))]
+    owners = ("a", "a", "c", None, *(["d"] * ("d" in configs)))
+    requests = [(n, tuple(ids(k))) for n, k in zip(owners, (5, 7, 3, 6, 4))]
     args = configs, adapters, groups, requests
     return args, outcome(base, *args)
 

@@ -36,16 +36,15 @@ B, T, M = 2, 24, 8
 
 
 def counts(ranks):
-    return dict(collections.Counter(map(bucket_of, ranks)))
+    return dict(collections.Counter(rank and bucket_of(rank) for rank in ranks))
 
 
 def shapes(ranks, resident, cfg, dtype=jnp.float32):
-    """Base parameters, training state and slots of policies of these ranks."""
+    """Base parameters, training state and slots of policies of these ranks; 0 is a bias."""
     specs = transformer.abstract(cfg, dtype)
+    configs = [AdapterConfig(r, kind="lora" if r else "bias") for r in ranks]
     slots = {b: jax.ShapeDtypeStruct((n,), jnp.int32) for b, n in counts(ranks).items()}
-    state = jax.eval_shape(
-        lambda: state_lib.empty(specs, [AdapterConfig(r) for r in ranks], dict(resident))
-    )
+    state = jax.eval_shape(lambda: state_lib.empty(specs, configs, dict(resident)))
     return params_lib.abstract(specs), state, slots
 
 
@@ -81,9 +80,9 @@ def flops(*args) -> float:
 # the inputs' gradients
 @pytest.mark.parametrize(("program", "per_weight"), [("forward_backward", 6), ("score", 2)])
 def test_flops_of_a_policy_follow_its_rank(program, per_weight):
-    low, high, mixed, odd = (
+    low, high, mixed, odd, biases = (
         flops(program, ranks)
-        for ranks in ((1, 1, 1, 1), (64, 64, 64, 64), (1, 1, 1, 64), (1, 1, 3, 33))
+        for ranks in ((1, 1, 1, 1), (64, 64, 64, 64), (1, 1, 1, 64), (1, 1, 3, 33), (0, 0, 0, 0))
     )
     per_rank = (high - low) / (4 * 63)
     # 10 %: the gradient of the first layer's input is not needed, and additions are counted too
@@ -96,6 +95,8 @@ def test_flops_of_a_policy_follow_its_rank(program, per_weight):
     assert odd - mixed == pytest.approx(3 * per_rank, abs=0.1 * 63 * per_rank), (
         "rank 3 pays for bucket 4, rank 33 for bucket 64"
     )
+    # the inputs are half of a rank's ends, and a bias has none
+    assert biases < low - 0.4 * 4 * per_rank, "a bias pays for its outputs only"
 
 
 def test_flops_of_an_update_follow_the_rank():

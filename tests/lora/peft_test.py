@@ -59,6 +59,8 @@ EXPORTS = [
     # each expert's copy of a shared factor
     ("qwen3_moe", AdapterConfig(3, 5.0, LINEAR_TARGETS, experts="shared_outer")),
     ("deepseek_v3", AdapterConfig(3, 5.0, (tree.ALL_LINEAR,), True, "shared_outer")),
+    ("llama", AdapterConfig(kind="bias")),
+    ("llama_bias", AdapterConfig(kind="bias", targets=("q", "down"))),
     ("qwen3_5", AdapterConfig(3, 5.0, (tree.ALL_LINEAR,))),
     ("qwen3_5_moe", AdapterConfig(3, 5.0, (tree.ALL_LINEAR, "router"), rslora=True)),
     ("qwen3_next", AdapterConfig(3, 5.0, (tree.ALL_LINEAR,))),
@@ -96,7 +98,7 @@ def test_peft_loads_what_we_write_and_reading_it_back_is_exact(
         looser(base.cfg),
     )
     back, read = read_peft(tmp_path / "out", names, shapes)
-    assert read == AdapterConfig(config.rank, config.alpha, read.targets, config.rslora)
+    assert read == dataclasses.replace(config, targets=read.targets, experts="each")
     # as jobs export it: its digest depends on the order
     assert read.targets == tree.spelled_out(config, transformer.abstract(base.cfg)).targets
     chex.assert_trees_all_equal(back, tree.expanded(adapter))
@@ -207,6 +209,7 @@ REFUSED_FIELDS = [
     # what changes the base or the delta, so that the factors alone would serve wrong logits
     *(({field: "other"}, f"{field} is 'other'") for field in ONLY if field != "peft_type"),
     ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),
+    ({"lora_bias": True}, "self_attn.q_proj has factors that are not zero, or no bias"),
 ]
 
 

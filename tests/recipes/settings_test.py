@@ -103,7 +103,7 @@ def test_a_value_of_another_type_is_refused(own, change, says):
             "pass",
             "base is not set .*: give it to the config file, or set --config.base=",
         ),
-        ('{"rank": 2}', "{}", "policies.adder.adapter.rank is not set"),
+        ('{"rank": 2}', "{}", "policies.adder.adapter: rank is 0; expected 1 to 1024"),
         ('{"rank": 2}', '{"rank": 0}', "policies.adder.adapter: rank is 0; expected 1 to 1024"),
         ('config.job = "sft"', 'config.bench = "engine"', "'engine': run it by python -m bench"),
         (
@@ -155,4 +155,4 @@ def test_help_lists_every_setting_with_its_present_value(capsys):
 def test_the_page_of_all_settings_is_up_to_date():
     """``python -m mint_jax.recipes.reference > docs/settings.md`` makes it anew."""
     assert (ROOT / "docs" / "settings.md").read_text() == reference.page()
-    assert "`policies.NAME.adapter.rank` |  |" in reference.page(), "what must be given"
+    assert "`policies.NAME.env.name` |  |" in reference.page(), "what must be given"

@@ -25,7 +25,7 @@ from mint_jax.models.paged import PAGE
 from mint_jax.rollout import device
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Request
-from tests.adapters import random_adapter
+from tests.adapters import biased_targets, random_adapter
 from tests.laws.shardings_equal_test import save_checkpoint
 from tests.rollout.invariants import check_schedule, is_idle, pieces
 
@@ -67,19 +67,24 @@ CONFIGS = {
     "more": AdapterConfig(5, 5.0, (*LINEAR, "embed", "unembed")),
     "nan": AdapterConfig(8, 8.0, LINEAR),
     "nan_one": AdapterConfig(1, 1.0, LINEAR),
+    "bias": AdapterConfig(kind="bias"),  # of all targets that take one
+    "nan_bias": AdapterConfig(kind="bias"),
 }
 # of a base with experts, where they are neighbours of the other form
 SHARED = ("more", "nan_one")
-SOUND = (None, "one", "eight", "more")
+SOUND = (None, "one", "eight", "more", "bias")
+NAN = ("nan", "nan_one", "nan_bias")
 
 
 def random_stacks(rng, cfg):
-    """Stacks of the buckets 1 and 8, and the slot of each name."""
+    """Stacks of the buckets 0, 1 and 8, and the slot of each name."""
     specs = transformer.abstract(cfg)
 
     def adapter(name: str, config: AdapterConfig):
         if cfg.routed and name in SHARED:
             config = dataclasses.replace(config, experts="shared_outer")
+        if config.kind == "bias":
+            config = dataclasses.replace(config, targets=biased_targets(specs))
         factors = random_adapter(rng, specs, config, np.nan if name.startswith("nan") else 0.7)
         return config, factors
 
@@ -127,7 +132,7 @@ class World:
             {"prompt": tokens(rng, 131), "max_tokens": 21, "n": 2} | top,
             {"prompt": (*begin, *tokens(rng, 9)), "max_tokens": 5} | LAST,
         ]
-        names = (None, "eight", "one", "more", "eight")
+        names = (None, "eight", "one", "more", "bias")
         self.asked = [
             Request(adapter=self.slots.get(name), seed=seed(rng), **how)
             for name, how in zip(names, fields)
@@ -145,7 +150,7 @@ class World:
         """
         rng, out = self.rng, []
         for i in range(count):
-            name = rng.choice(["nan", "nan_one"]) if i % 3 == 0 else SOUND[rng.integers(len(SOUND))]
+            name = rng.choice(NAN) if i % 3 == 0 else SOUND[rng.integers(len(SOUND))]
             begin = self.begin if rng.random() < 0.5 else ()
             how = {
                 "presence_penalty": float(rng.choice([0, rng.normal()])),
@@ -212,7 +217,7 @@ def test_other_rows_their_order_preemption_and_steps_change_no_bit(world):
         )
         world.expect([found[i] for i in range(len(world.asked))])
         for i, request in enumerate(others, len(world.asked)):
-            poor = request.adapter in (world.slots["nan"], world.slots["nan_one"])
+            poor = request.adapter in [world.slots[name] for name in NAN]
             assert all(
                 np.isnan(c.logprobs).all() if poor else np.isfinite(c.logprobs).all()
                 for c in found[i]

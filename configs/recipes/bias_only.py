@@ -1,0 +1,37 @@
+"""Policies of biases alone beside LoRA of ranks 8 and 1, on one task in one run: reward by bytes.
+
+Command: python -m mint_jax.launch --config=configs/recipes/bias_only.py
+  --workdir=runs/recipes/bias_only
+Hardware: two CPU cores; about ten minutes.
+"""
+
+from ml_collections import ConfigDict
+
+
+def _policy(adapter: dict, rate: float) -> dict:
+    return {
+        "env": {"name": "digit_sum"},
+        "adapter": adapter,
+        "optimizer": {"learning_rate": rate, "warmup_steps": 2},
+        "loss": {"kind": "ppo"},
+        "sampling": {"prompts": 4, "group_size": 8, "max_tokens": 6, "stop": ("\n",)},
+    }
+
+
+def get_config() -> ConfigDict:
+    config = ConfigDict()
+    config.job = "grpo"
+    config.base = "smollm2-135m-instruct"
+    config.seed = 0
+    config.steps = 12
+    config.export_every = 12
+    config.eval = ConfigDict({"examples": 16, "samples": 4})
+    config.policies = ConfigDict(
+        {
+            "rank8": _policy({"rank": 8, "alpha": 32.0}, 3e-4),  # 9.77 MB
+            "rank1": _policy({"rank": 1, "alpha": 32.0}, 3e-4),  # 1.22 MB
+            "bias": _policy({"kind": "bias"}, 1e-3),  # 0.62 MB
+            "bias_o_down": _policy({"kind": "bias", "targets": ("o", "down")}, 1e-3),  # 0.14 MB
+        }
+    )
+    return config
