@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from mint_jax.sharding import one_device
 from pallas_kernels.draw import draw
+from pallas_kernels.draw.xla import exponential
 
 # Rows that a CPU filters at once. A filter makes five arrays the size of its logits: all 32 rows of
 # SmolLM2 at once take 19 MB more.
@@ -198,6 +199,14 @@ def alternatives(
     top_BK, ids_BK = jax.lax.top_k(logits_BV, count)
     greedy = jnp.zeros((B,), jnp.float32), jnp.zeros((B, 2), jnp.uint32)
     return ids_BK, top_BK - draw(logits_BV, *greedy, rows, implementation=kernel).total[:, None]
+
+
+@functools.partial(jax.jit, static_argnames=("vocab",))
+def noise(seed_B: jax.Array, position_B: jax.Array, vocab: int) -> jax.Array:
+    """Returns the Gumbel noise that ``sample`` adds to a row's logits over the temperature, ``[B,
+    V]`` float32.
+    """
+    return -jnp.log(exponential(_keys(seed_B, position_B), vocab))
 
 
 def _keys(seed_B: jax.Array, position: jax.Array) -> jax.Array:

@@ -21,8 +21,9 @@ from starlette.responses import Response as HttpResponse
 
 import mint_jax
 from mint_jax.models.paged import PAGE
-from mint_jax.rollout.request import BadField, ContextExceeded
+from mint_jax.rollout.request import BadField, Completion, ContextExceeded
 from mint_jax.rollout.stream import Piece, Stream
+from mint_jax.rollout.witness import Witness
 from mint_jax.service import errors, pins, responses
 from mint_jax.service import openai_types as types
 from mint_jax.service.durable import Unavailable
@@ -101,7 +102,15 @@ class OpenAI:
         if not isinstance(body, ResponseBody):
             spec = types.spec_of(body, *limits)
             answer = Answer(spec, model, self._texts, self._fingerprint, pin)
-            return answer, self._submit(spec, model, tenant, pin)
+            streams = self._submit(spec, model, tenant, pin)
+            if body.mint_witness:
+
+                def witness(number: int, sample: int, done: Completion) -> dict[str, Any]:
+                    one = streams[number].request
+                    return Witness.of(one, sample, done, base.fingerprint).to_json()
+
+                answer.witness = witness
+            return answer, streams
         items = responses.items_of(body, tenant, self._store)
         keep = functools.partial(self._store.put, tenant, items)
         try:

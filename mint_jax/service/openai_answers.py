@@ -3,7 +3,7 @@
 import dataclasses
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from mint_jax.rollout.request import Completion
@@ -41,9 +41,14 @@ class Part:
 class Answer:
     """The answer to one body; ``fingerprint`` is the server's, for ``system_fingerprint``. A pinned
     one leaves out what its client has.
+
+    Attributes:
+        witness: returns the witness of a completion by the numbers of its prompt and sample; for a
+            body that asks for it.
     """
 
     end = "data: [DONE]\n\n"  # of a stream
+    witness: Callable[[int, int, Completion], Object] | None = None
 
     def __init__(
         self,
@@ -204,6 +209,8 @@ class Answer:
             ends = FINISH.get(done.finish, done.finish)
             choice["finish_reason"] = "tool_calls" if part.calls else ends
             chunk["mint_revision"] = self.model.digest
+            if self.witness is not None:
+                choice["mint_witness"] = self.witness(*divmod(index, self.spec.request.n), done)
         if body.return_token_ids:
             choice["token_ids"] = list(part.tokens)
             if first:

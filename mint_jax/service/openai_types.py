@@ -15,6 +15,7 @@ from pydantic import Field
 from mint_jax.data.tokenizer import Tokenizer
 from mint_jax.rollout.device import ALTERNATIVES
 from mint_jax.rollout.request import MAX_BIASES, MAX_STOP_IDS, Request
+from mint_jax.rollout.witness import GRAMMARS
 from mint_jax.service import chat
 from mint_jax.service.chat import ROLES, Message, Tool, Tools
 from mint_jax.service.validation import BadRequest, Body, Like, Text, TokenId, unsupported, wrong
@@ -107,6 +108,9 @@ class ChoicesBody(SamplingFields):
     max_tokens: Count | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    mint_witness: bool | None = Field(
+        None, description="Each choice carries what an auditor needs, see mint_jax.audit."
+    )
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
 
@@ -215,11 +219,26 @@ def spec_of(
         text = "stream_options is given, but stream is not true: leave it out, or stream"
         raise BadRequest("stream_options", text)
     if isinstance(body, CompletionBody):
-        return _completion(body, tokenizer)
+        return _witnessed(_completion(body, tokenizer))
     for i, message in enumerate(body.messages if strict else ()):
         if message["role"] not in ROLES:
             raise wrong(f"messages[{i}].role", message["role"], f"one of {', '.join(ROLES)}")
-    return _chat(body, tokenizer, context)
+    return _witnessed(_chat(body, tokenizer, context))
+
+
+def _witnessed(spec: Spec) -> Spec:
+    """Returns the spec. Raises ``BadRequest``: its tokens cannot be drawn again from a witness."""
+    if not spec.body.mint_witness:
+        return spec
+    reason = "max_tokens is 0, so no token is drawn" if spec.silent else ""
+    for name in GRAMMARS:
+        if getattr(spec.request, name) is not None:
+            reason = f"{spec.names[name]} allows only some tokens, and a witness does not say which"
+    if reason:
+        raise BadRequest(
+            "mint_witness", f"mint_witness is true, but {reason}: leave one of them out"
+        )
+    return spec
 
 
 def _completion(body: CompletionBody, tokenizer: Tokenizer) -> Spec:

@@ -28,6 +28,7 @@ from mint_jax.service.weights import Model
 # field -> values that mean "not used"
 UNSUPPORTED: dict[str, tuple[Any, ...]] = dict.fromkeys(("conversation", "prompt"), (None,))
 UNSUPPORTED |= {"background": (None, False), "truncation": (None, "disabled")}
+UNSUPPORTED |= {"mint_witness": (None, False)}
 UNSUPPORTED |= {"reasoning": (None, {}), "context_management": (None, [])}
 NAMES = {  # a chat's name of a field -> the name in responses
     "max_completion_tokens": "max_output_tokens",

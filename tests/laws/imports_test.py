@@ -12,7 +12,7 @@ ROOT_FILES |= {"trackers", "compiling", "data", "host", "digest", "stamp", "nest
 ROOT_FILES |= {"safetensors_header", "interrupts"}
 LEVELS = [
     {"api"},
-    {"launch", "top"},
+    {"launch", "top", "audit"},
     {"recipes"},
     {"fleet"},
     {"aot"},
