@@ -14,6 +14,7 @@ from pathlib import Path
 from mint_jax.catalog import gc as _gc
 from mint_jax.catalog import verify as _verify
 from mint_jax.catalog.records import aliases as _aliases
+from mint_jax.catalog.records import canaries as _canaries
 from mint_jax.catalog.records import exports, leases, lookup, sessions, training_records
 from mint_jax.catalog.records import policies as _policies
 from mint_jax.catalog.records import revisions as _revisions
@@ -40,6 +41,10 @@ class Catalog(Handle):
     promote, rollback = _aliases.promote, _aliases.rollback
     aliases, aliases_of = _aliases.list_aliases, _aliases.aliases_of
     audit = _aliases.list_audit
+
+    open_canary, end_canary = _canaries.open_canary, _canaries.end_canary
+    canary, canaries = _canaries.canary, _canaries.list_canaries
+    observe = _canaries.observe
 
     export, export_many = exports.export, exports.export_many
     resolve, resolve_many = lookup.resolve, lookup.resolve_many
