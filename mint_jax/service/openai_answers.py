@@ -40,7 +40,7 @@ class Part:
 
 class Answer:
     """The answer to one body; ``fingerprint`` is the server's, for ``system_fingerprint``. A pinned
-    one leaves out what its client has.
+    one leaves out what its client has. ``key``: its name behind a prefix, random by default.
     """
 
     end = "data: [DONE]\n\n"  # of a stream
@@ -52,9 +52,10 @@ class Answer:
         texts: TokenTexts,
         fingerprint: str = "",
         pin: Pin | None = None,
+        key: str = "",
     ):
         self.spec, self.model, self._texts, self._is_pinned = spec, model, texts, pin is not None
-        self._pin = pin or Pin("", secrets.token_hex(12), 0, int(time.time()))
+        self._pin = pin or Pin("", key or secrets.token_hex(12), 0, int(time.time()))
         self._skip, self._events = dict(self._pin.sent), self._pin.events
         self._ended = {index for index, count in self._skip.items() if count == ENDED}
         self._sent = self._skip.copy()
@@ -73,6 +74,11 @@ class Answer:
         ]
         self._entries: list[list[Entry]] = [[] for _ in self._streams]
         self._opened: set[int] = set()  # choices with a chunk
+
+    @property
+    def id(self) -> str:
+        """The id that clients know the answer by."""
+        return self._frame["id"]
 
     def whole(self, results: Sequence[Sequence[Completion]]) -> Object:
         """Returns the body: the last chunks have the whole choices, if they are the first.

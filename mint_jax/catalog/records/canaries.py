@@ -241,8 +241,8 @@ def _close(
     at = max(author.now, policy.touched_at)
     own = table.update().where(table.c.id == found.id)
     connection.execute(own.values(state=state, updated_at=at))
-    mine = aliases.update().where(aliases.c.canary_id == found.id)
-    connection.execute(mine.values(canary_id=None))
+    alias = aliases.update().where(aliases.c.canary_id == found.id)
+    connection.execute(alias.values(canary_id=None))
     evidence = found.evidence
     details = {"canary": found.id, "alias": found.alias, "parent": found.parent}
     details |= {"e_worse": evidence.e_worse, "e_fit": evidence.e_fit}
