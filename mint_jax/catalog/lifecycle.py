@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from mint_jax.catalog import cards as _cards
 from mint_jax.catalog import gc as _gc
 from mint_jax.catalog import verify as _verify
 from mint_jax.catalog.records import aliases as _aliases
@@ -60,6 +61,8 @@ class Catalog(Handle):
     drop_rollouts = training_records.drop_rollouts
     record_evaluation = training_records.record_evaluation
     evaluations = training_records.list_evaluations
+
+    card = _cards.card
 
     gc, stats = _gc.collect, _gc.stats
     verify = _verify.verify

@@ -19,6 +19,7 @@ from mint_jax.catalog.records import names
 from mint_jax.catalog.records.canaries import Canary
 from mint_jax.catalog.records.lookup import Resolved, Revision
 from mint_jax.catalog.records.policies import PolicyRecord
+from mint_jax.catalog.records.training_records import Evaluation
 from mint_jax.catalog.rollouts import unpack_rollouts
 from mint_jax.errors import UserError
 from mint_jax.files import write_file
@@ -181,7 +182,26 @@ def _show(args: Args, catalog: Catalog) -> Result:
     data |= {"policy": _policy_data(record), "tags": catalog.tags(named), "aliases": aliases}
     if named == policy:
         data["revisions"] = catalog.revisions(name, max(0, record.revisions - limit), limit)
-    return _shown(data | {"evaluations": catalog.evaluations(scored, limit)})
+    found = [_without_rewards(one) for one in catalog.evaluations(scored, limit)]
+    return _shown(data | {"evaluations": found})
+
+
+def _without_rewards(one: Evaluation) -> Evaluation:
+    """Returns an evaluation without the rewards of single prompts, which cards use."""
+    metrics = {name: value for name, value in one.metrics.items() if name != "rewards"}
+    return dataclasses.replace(one, metrics=metrics)
+
+
+@command(
+    "card",
+    "compare a revision with its parent",
+    arg("name", help="policy, policy@alias, policy@number or a digest"),
+    arg("--parent", metavar="REVISION", help="number, alias or digest (default: the one before)"),
+)
+def _card(args: Args, catalog: Catalog) -> Result:
+    found = catalog.resolve(args.name)
+    parent = None if args.parent is None else _which(args.parent)
+    return _shown(dataclasses.asdict(catalog.card(found.policy, found.number, parent)))
 
 
 def _find_revision(catalog: Catalog, name: str) -> Revision:
