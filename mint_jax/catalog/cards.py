@@ -76,10 +76,10 @@ def card(
     """
     own, score, change, tokens = lookup.revision(catalog, policy, revision), None, None, None
     other = _before(catalog, own) if parent is None else lookup.revision(catalog, policy, parent)
-    absent = dict.fromkeys(UNRECORDED, "the catalog does not record it")
+    absent: dict[str, str] = dict.fromkeys(UNRECORDED, "the catalog does not record it")
     if other is None:
-        no_parent = "it has no parent in the catalog"
-        return RevisionCard(own, None, None, None, None, absent | dict.fromkeys(_PAIRED, no_parent))
+        absent |= dict.fromkeys(_PAIRED, "it has no parent in the catalog")
+        return RevisionCard(own, None, None, None, None, absent)
     try:
         score = _score(
             training_records.list_evaluations(catalog, own.digest, _MOST),
