@@ -201,6 +201,28 @@ def test_the_examples_of_the_services_page(tmp_path):
 
 
 @pytest.mark.long
+def test_the_canary_of_the_page_on_what_is_beyond(tmp_path, rng):
+    base, config = outline.outline("tiny-random"), AdapterConfig(2, 4.0, ("q", "v"))
+    with Catalog.open(tmp_path / "runs/serve/catalog") as catalog:
+        for step in range(2):
+            specs = tree.adapter_specs(base.specs, config)
+            data = jax.tree.map(lambda s: rng.normal(0, 0.02, s.shape).astype(np.float32), specs)
+            catalog.export("adder", pack(data, Schema(base.fingerprint, config)), step, create=True)
+    bash(commands_of("docs/beyond.md"), tmp_path)
+    server = served(tmp_path / "runs/serve", ranks="(2,)")
+    try:
+        [code] = [text for kind, text in blocks("docs/beyond.md", {}) if kind == "python"]
+        (tmp_path / "code.py").write_text(code.replace("http://127.0.0.1:8000", server.ready()))
+        out = bash(f"{sys.executable} code.py", tmp_path)
+        assert "'state': 'open'" in out
+    finally:
+        server.stop()
+    with Catalog.open(tmp_path / "runs/serve/catalog") as catalog:
+        [canary] = catalog.canaries("adder")
+        assert (canary.share, canary.margin, sum(canary.evidence.answers)) == (0.05, 0.02, 1)
+
+
+@pytest.mark.long
 def test_the_lineage_of_the_recipes_page(tmp_path):
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     for command in commands_of("docs/recipes.md").splitlines():
@@ -240,7 +262,8 @@ def test_the_pod_of_the_pods_page(tmp_path):
 def test_every_command_on_a_page_is_run_by_a_test():
     """Blocks by page: run above, by api_test.py (Python), fleet/ray_test.py, or by CI (make)."""
     known = {"README.md": 2} | {
-        f"docs/{name}.md": 1 for name in ("index", "catalog", "fleet", "recipes", "sweeps")
+        f"docs/{name}.md": 1
+        for name in ("index", "beyond", "catalog", "fleet", "recipes", "sweeps")
     }
     known |= {"docs/own_task.md": 4, "docs/pods.md": 2, "docs/service.md": 2}
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]

@@ -22,6 +22,7 @@ from mint_jax.catalog.records.names import full_name
 from mint_jax.catalog.records.payload_rows import enter_packs
 from mint_jax.catalog.records.tables import (
     aliases,
+    canaries,
     metadata,
     packs,
     payloads,
@@ -150,12 +151,14 @@ def _expendable(
     connection: sa.Connection, author: Author, policy_ids: Sequence[int]
 ) -> list[sa.Row]:
     """Returns the revisions of these policies that are retired or beyond the last K, and not
-    pinned, aliased, leased or the start of an open session.
+    pinned, aliased, leased, the candidate of an open canary or the start of an open session.
     """
+    tried = (canaries.c.policy_id == policies.c.id, canaries.c.candidate == revisions.c.number)
     leased = (lease_table.c.digest == revisions.c.digest, lease_table.c.expires_at > author.now)
     protected = sa.or_(
         revisions.c.pinned,
         sa.exists().where(aliases.c.revision_id == revisions.c.id),
+        sa.exists().where(*tried, canaries.c.state == "open"),
         sa.exists().where(*leased),
         policies.c.session_owner.is_not(None) & (policies.c.session_revision == revisions.c.number),
     )

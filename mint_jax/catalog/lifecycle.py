@@ -11,9 +11,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from mint_jax.catalog import cards as _cards
 from mint_jax.catalog import gc as _gc
 from mint_jax.catalog import verify as _verify
 from mint_jax.catalog.records import aliases as _aliases
+from mint_jax.catalog.records import canaries as _canaries
 from mint_jax.catalog.records import exports, leases, lookup, sessions, training_records
 from mint_jax.catalog.records import policies as _policies
 from mint_jax.catalog.records import revisions as _revisions
@@ -41,6 +43,10 @@ class Catalog(Handle):
     aliases, aliases_of = _aliases.list_aliases, _aliases.aliases_of
     audit = _aliases.list_audit
 
+    open_canary, end_canary = _canaries.open_canary, _canaries.end_canary
+    canary, canaries = _canaries.canary, _canaries.list_canaries
+    observe = _canaries.observe
+
     export, export_many = exports.export, exports.export_many
     resolve, resolve_many = lookup.resolve, lookup.resolve_many
     holds, load, load_payload = lookup.holds, lookup.load, lookup.load_payload
@@ -55,6 +61,8 @@ class Catalog(Handle):
     drop_rollouts = training_records.drop_rollouts
     record_evaluation = training_records.record_evaluation
     evaluations = training_records.list_evaluations
+
+    card = _cards.card
 
     gc, stats = _gc.collect, _gc.stats
     verify = _verify.verify

@@ -12,6 +12,7 @@ _ID = re.compile(rb"(e[0-9]{1,4})\.[0-9a-f]{24}")
 # else of a session or a model is where that is
 _FIELDS = ("source_path", "model_id", "session_id", "sampling_session_id", "request_id")
 _FIELDS += ("request_ids", "target", "previous_response_id", "model_path", "path", "tinker_path")
+_FIELDS += ("id",)  # of the answer that gets a reward
 SMALL = 1 << 16  # bytes of a body that is parsed; ids come first in larger ones
 
 

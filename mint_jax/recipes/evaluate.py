@@ -85,7 +85,10 @@ def run(config: EvaluateSettings, folder: Path) -> dict[str, Any]:
             rows.append(row | {"sampling": samplings[text], "samples": n})
             if catalog is not None and text in source.revisions:
                 revision, score = str(source.revisions[text]), float(np.nanmean(rewards))
-                _record(catalog, revision, score, about, rows[-1])
+                listed = [
+                    [None if r != r else float(r) for r in group] for group in scored[text][1]
+                ]
+                _record(catalog, revision, score, about, rows[-1] | {"rewards": listed})
     if multihost.is_main():
         columns = ("name", "reward", "standard_error")
         cells = [[row[c] for c in columns] for row in rows]

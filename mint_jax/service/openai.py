@@ -62,6 +62,8 @@ class OpenAI:
         pin, raw = pins.split(request.headers.get(pins.HEADER), await request.body())
         answer, streams = await asyncio.to_thread(self._start, raw, tenant, kind, pin)
         headers = {"x-mint-revision": answer.model.digest or "base"}
+        if answer.model.canary is not None:
+            headers["x-mint-feedback"] = answer.id
         if not answer.spec.body.stream:
             async with _watched(streams, request):
                 async for _ in self._arrivals(streams, pieces=False):
@@ -92,8 +94,11 @@ class OpenAI:
         Raises:
             UserError, QueueFull: none of its prompts are left in the engine.
         """
-        body = parse(kind, raw)
+        body, key = parse(kind, raw), ""
         model, base = self._model(body.model, tenant, pin), self._server.base
+        if model.canary is not None:
+            key = secrets.token_hex(12) if pin is None else pin.id
+            model = self._server.canaries.drawn(model, tenant, key)
         if not self._server.engine.is_serving:
             raise Unavailable("sampling has stopped: retry once the server is up again")
         # an answer may take the cache's capacity for one sample, less a page at each end
@@ -101,7 +106,7 @@ class OpenAI:
         limits = base.need_tokenizer(), room, self.strict
         if not isinstance(body, ResponseBody):
             spec = types.spec_of(body, *limits)
-            answer = Answer(spec, model, self._texts, self._fingerprint, pin)
+            answer = Answer(spec, model, self._texts, self._fingerprint, pin, key)
             streams = self._submit(spec, model, tenant, pin)
             if body.mint_witness:
 
@@ -115,7 +120,7 @@ class OpenAI:
         keep = functools.partial(self._store.put, tenant, items)
         try:
             spec = types.spec_of(responses.chat_of(body, items), *limits)
-            answer = Response(spec, model, self._texts, body, keep, pin)
+            answer = Response(spec, model, self._texts, body, keep, pin, key)
             return answer, self._submit(spec, model, tenant, pin)
         except BadRequest as error:
             raise responses.own_names(error) from None
@@ -203,6 +208,12 @@ class OpenAI:
         id = request.path_params["id"]
         self._store.delete(tenant_of(request), id)
         return JSONResponse({"id": id, "object": "response", "deleted": True})
+
+    async def feedback(self, request: Request) -> HttpResponse:
+        body, give = await body_of(types.FeedbackBody, request), self._server.canaries.feedback
+        found = await asyncio.to_thread(give, tenant_of(request), body.id, body.reward)
+        about = {"canary": found.id, "state": found.state} if found else {"state": None}
+        return JSONResponse({"object": "feedback", "id": body.id, "reward": body.reward} | about)
 
     async def models(self, request: Request) -> HttpResponse:
         query, tenant = query_of(ModelsQuery, request), tenant_of(request)

@@ -40,7 +40,7 @@ class Part:
 
 class Answer:
     """The answer to one body; ``fingerprint`` is the server's, for ``system_fingerprint``. A pinned
-    one leaves out what its client has.
+    one leaves out what its client has. ``key``: its name behind a prefix, random by default.
 
     Attributes:
         witness: returns the witness of a completion by the numbers of its prompt and sample; for a
@@ -57,9 +57,10 @@ class Answer:
         texts: TokenTexts,
         fingerprint: str = "",
         pin: Pin | None = None,
+        key: str = "",
     ):
         self.spec, self.model, self._texts, self._is_pinned = spec, model, texts, pin is not None
-        self._pin = pin or Pin("", secrets.token_hex(12), 0, int(time.time()))
+        self._pin = pin or Pin("", key or secrets.token_hex(12), 0, int(time.time()))
         self._events, self._ended = self._pin.events, {*self._pin.ended}
         self._skip = {index: len(tokens) for index, tokens in self._pin.sent.items()}
         self._skip |= dict.fromkeys(self._ended, EVERY)
@@ -79,6 +80,11 @@ class Answer:
         ]
         self._entries: list[list[Entry]] = [[] for _ in self._streams]
         self._opened: set[int] = set()  # choices with a chunk
+
+    @property
+    def id(self) -> str:
+        """The id that clients know the answer by."""
+        return self._frame["id"]
 
     def whole(self, results: Sequence[Sequence[Completion]]) -> Object:
         """Returns the body: the last chunks have the whole choices, if they are the first.

@@ -138,6 +138,11 @@ class ChatBody(ChoicesBody):
     echo: unsupported((None, False)) = None  # type: ignore[valid-type]
 
 
+class FeedbackBody(Body):
+    id: Annotated[Text, Field(description="The answer's id.")]
+    reward: Annotated[float, Field(ge=0, le=1)]
+
+
 class UnloadAdapter(Body):
     lora_name: Text
 

@@ -57,6 +57,7 @@ ANSWERS |= {  # name of the handler -> its answer
     "chats": _model("Chat", object=Literal["chat.completion"], **GENERATED),
     "responses": RESPONSE,
     "response": RESPONSE,
+    "feedback": _model("Feedback", object=Literal["feedback"], id=str, state=str | None),
     "delete_response": _model("Deleted", id=str, object=Literal["response"], deleted=bool),
 }
 

@@ -244,8 +244,9 @@ class Response(Answer):
         body: ResponseBody,
         keep: Callable[[Object], None],
         pin: Pin | None = None,
+        key: str = "",
     ):
-        super().__init__(spec, model, texts, pin=pin)
+        super().__init__(spec, model, texts, pin=pin, key=key)
         self._keep, self._numbers = keep, itertools.count(self._events)
         self._opened |= {0} if self._events else set()
         given = {name: getattr(body, name) for name in ECHOED}
@@ -262,6 +263,10 @@ class Response(Answer):
         }
         self._part: Object = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         self._pending: list[Object] = []  # log-probabilities of tokens whose text was not sent
+
+    @property
+    def id(self) -> str:
+        return self._body["id"]
 
     def whole(self, results: Sequence[Sequence[Completion]]) -> Object:
         self.last_chunks(0, results[0])

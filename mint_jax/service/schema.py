@@ -50,6 +50,21 @@ END;
 CREATE TRIGGER removed_sampler AFTER DELETE ON samplers WHEN old.digest IS NOT NULL BEGIN
     INSERT OR IGNORE INTO reclaim VALUES (old.digest, '', 'sampler_weights');
 END;
+-- answers that a canary drew, with the probability of the arm that was drawn; rewards are judged in
+-- the order of their places
+CREATE TABLE identity (id TEXT NOT NULL) STRICT;
+INSERT INTO identity VALUES (lower(hex(randomblob(16))));
+CREATE TABLE draws (
+    tenant TEXT NOT NULL, id TEXT NOT NULL, canary INTEGER NOT NULL, candidate INTEGER NOT NULL,
+    propensity REAL NOT NULL, created REAL NOT NULL, PRIMARY KEY (tenant, id)) STRICT;
+CREATE INDEX draws_of_canary ON draws (canary);
+CREATE INDEX draws_created ON draws (created);
+CREATE TABLE rewards (
+    place INTEGER PRIMARY KEY AUTOINCREMENT, tenant TEXT NOT NULL, id TEXT NOT NULL,
+    reward REAL NOT NULL, UNIQUE (tenant, id)) STRICT;
+CREATE TRIGGER removed_draw AFTER DELETE ON draws BEGIN
+    DELETE FROM rewards WHERE tenant = old.tenant AND id = old.id;
+END;
 CREATE TABLE starts (number INTEGER PRIMARY KEY) STRICT;
 CREATE TABLE costs (
     tenant TEXT NOT NULL, policy TEXT NOT NULL, prefill_s REAL NOT NULL, decode_s REAL NOT NULL,

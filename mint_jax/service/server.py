@@ -42,6 +42,7 @@ from mint_jax.service import checkpoints
 from mint_jax.service.adapter_uris import AdapterUris
 from mint_jax.service.answers import Answers
 from mint_jax.service.book import Book
+from mint_jax.service.canaries import Canaries
 from mint_jax.service.checkpoints import Checkpoints
 from mint_jax.service.costs import Costs, Payer
 from mint_jax.service.curves import Curves
@@ -160,6 +161,7 @@ class Server:
             )
             self.costs = Costs(self.database, self.checkpoints.policy_of, self.book.clock)
             self.curves = Curves(self.database, self.book.clock)
+            self.canaries = Canaries(self.database, self.catalog, self.book.clock)
             self.weights = Weights(
                 base,
                 self.catalog,
@@ -295,7 +297,7 @@ class Server:
                 self.end_session(session)
 
         _attempt(self.durable.futures.expire, self.answers.expire, self.checkpoints.expire)
-        _attempt(end_silent, self.costs.flush)
+        _attempt(end_silent, self.costs.flush, self.canaries.catch_up)
 
     def readiness(self) -> dict[str, Any]:
         """Returns ``status``, ``ready`` once all is compiled, and which requests are served."""

@@ -48,12 +48,15 @@ class Taken(UserError):
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A name as the client sent it, and its revision's digest; None: the bare base."""
+    """A name as the client sent it, and its revision's digest; None: the bare base. ``canary``: id
+    of the alias's open canary.
+    """
 
     name: str
     digest: str | None = None
     policy: str | None = None
     number: int | None = None
+    canary: int | None = None
 
 
 class Page(NamedTuple):
@@ -122,7 +125,7 @@ class Weights:
             if (digest := found_or_none(self._sampler, tenant, name)) is not None:
                 return Model(name, digest)
         elif (found := found_or_none(self._catalog.resolve, name, tenant)) is not None:
-            return Model(name, found.digest, found.policy, found.number)
+            return Model(name, found.digest, found.policy, found.number, found.canary)
         raise NotFound(name)
 
     def load(self, name: str, path: str, tenant: str, inplace: bool = False) -> Model:
@@ -139,7 +142,8 @@ class Weights:
                 " name"
             )
         if (packed := self._read_folder(path)) is None:
-            model, data = dataclasses.replace(self._stored(path, tenant), name=name), None
+            model = dataclasses.replace(self._stored(path, tenant), name=name, canary=None)
+            data = None
         else:
             model = Model(name, digest_of(packed))
             data = self._data_of(model.digest)

@@ -114,8 +114,20 @@ def check_recipes(report):
         assert report[way]["seconds"]["median"] == seconds[0] < seconds[1]
 
 
+def check_canary(report):
+    """Every judge saw every candidate's streams; equal rewards roll nothing back by evidence."""
+    judges = {row["judge"] for row in report["rows"]}
+    candidates = {row["candidate"] for row in report["rows"]}
+    assert (len(judges), len(candidates), len(report["rows"])) == (7, 5, 35)
+    for row in report["rows"]:
+        assert row["rolled_back"]["n"] == load("canary").n
+        if row["candidate"] == "A/A" and row["judge"] == "evidence":
+            assert row["rolled_back"]["mean"] == 0
+
+
 CHECKS = {
     "active_wave": check_active_wave,
+    "canary": check_canary,
     "engine": check_engine,
     "fleet": check_fleet,
     "gpu": check_gpu,

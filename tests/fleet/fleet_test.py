@@ -26,6 +26,7 @@ from mint_jax.fleet.view import FleetEngine, FleetView
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.models import base as base_lib
 from mint_jax.service.app import Web
+from mint_jax.service.canaries import uniform
 from mint_jax.service.openai import OpenAI
 from mint_jax.service.server import Server, Sizes
 from mint_jax.train.blocks import BlockShape
@@ -205,6 +206,22 @@ def test_the_promoted_revision_is_served_by_every_engine_at_once(fleet, rng):
             for _ in range(4)
         }
         assert found == {expected}
+
+
+def test_the_engine_that_answers_draws_the_arm_and_gets_the_reward(fleet, policy, rng):
+    (name, first), base = policy, fleet.sites["e0"].server.base
+    packed = pack(random_adapter(rng, base, CONFIG), Schema(base.fingerprint, CONFIG))
+    second = fleet.catalog.export(name, packed, step=2).digest
+    fleet.catalog.promote(name, 1)
+    canary = fleet.catalog.open_canary(name, 2, share=0.5, guard="reward>=parent-0.1")
+    for _ in range(8):
+        asked = {"model": f"{name}@serving", "prompt": "a", "max_tokens": 1}
+        answer = fleet.api.completions.create(**asked)
+        key = answer.id.removeprefix("cmpl-")
+        assert answer.mint_revision == (second if uniform(canary.id, key) < 0.5 else first)
+        body = {"id": answer.id, "reward": 0.5}
+        assert fleet.api.post("/feedback", body=body, cast_to=object)["state"] == "open"
+    assert sum(fleet.catalog.canary(canary.id).evidence.answers) == 8
 
 
 def test_an_engine_that_refuses_costs_nothing(fleet, policy, monkeypatch):

@@ -34,9 +34,11 @@ from mint_jax.rollout.request import Completion, Request
 from mint_jax.rollout.stream import Piece, Stream
 from mint_jax.service import endpoints
 from mint_jax.service.adapter_uris import AdapterUris
+from mint_jax.service.canaries import Canaries
 from mint_jax.service.errors import HANDLERS
 from mint_jax.service.openai import OpenAI
 from mint_jax.service.openai_answers import Answer
+from mint_jax.service.server_db import ServerDatabase
 from mint_jax.service.weights import Model, Weights
 
 CONFIG = AdapterConfig(2, 4.0, ("q", "v"))
@@ -65,6 +67,7 @@ class World:
     weights: Weights
     residency: Residency
     engine: Engine
+    canaries: Canaries
     digests: dict[str, str]
     rng: np.random.Generator
     url: str = ""
@@ -107,10 +110,12 @@ def opened(mesh: Any, folder: Path) -> Iterator[World]:
         residency = Residency(weights.fetch, unpack, admission, slots, 1 << 28)
         # a row costs most, 49,152 tokens
         engine = Engine(base, base.need_tokenizer().decode, rows=(2,), steps=3)
-        try:
-            yield World(base, catalog, weights, residency, engine, digests, rng)
-        finally:
-            residency.close()
+        with ServerDatabase(folder / "server.db") as database:
+            canaries = Canaries(database, catalog, time.time)
+            try:
+                yield World(base, catalog, weights, residency, engine, canaries, digests, rng)
+            finally:
+                residency.close()
 
 
 @contextlib.contextmanager

@@ -16,8 +16,10 @@ from mint_jax.catalog.cli.output import Result, progress
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import unpack
 from mint_jax.catalog.records import names
+from mint_jax.catalog.records.canaries import Canary
 from mint_jax.catalog.records.lookup import Resolved, Revision
 from mint_jax.catalog.records.policies import PolicyRecord
+from mint_jax.catalog.records.training_records import Evaluation
 from mint_jax.catalog.rollouts import unpack_rollouts
 from mint_jax.errors import UserError
 from mint_jax.files import write_file
@@ -98,6 +100,8 @@ _COLUMNS = {
     "policies": "policy state revisions aliases base session_owner tags touched_at",
     "revisions": "number step digest bytes state pinned origin created_at",
     "aliases": "name number digest version updated_at",
+    "canaries": "id alias parent candidate share margin state e_worse e_fit e_needed"
+    " parent_answers parent_reward candidate_answers candidate_reward updated_at",
     "entries": "id at action policy alias before after actor why details",
     "rollouts": "step tokens mean_reward digest created_at",
     "evaluations": "policy number digest scorer renderer dataset seed isolated shared metrics",
@@ -178,7 +182,26 @@ def _show(args: Args, catalog: Catalog) -> Result:
     data |= {"policy": _policy_data(record), "tags": catalog.tags(named), "aliases": aliases}
     if named == policy:
         data["revisions"] = catalog.revisions(name, max(0, record.revisions - limit), limit)
-    return _shown(data | {"evaluations": catalog.evaluations(scored, limit)})
+    found = [_without_rewards(one) for one in catalog.evaluations(scored, limit)]
+    return _shown(data | {"evaluations": found})
+
+
+def _without_rewards(one: Evaluation) -> Evaluation:
+    """Returns an evaluation without the rewards of single prompts, which cards use."""
+    metrics = {name: value for name, value in one.metrics.items() if name != "rewards"}
+    return dataclasses.replace(one, metrics=metrics)
+
+
+@command(
+    "card",
+    "compare a revision with its parent",
+    arg("name", help="policy, policy@alias, policy@number or a digest"),
+    arg("--parent", metavar="REVISION", help="number, alias or digest (default: the one before)"),
+)
+def _card(args: Args, catalog: Catalog) -> Result:
+    found = catalog.resolve(args.name)
+    parent = None if args.parent is None else _which(args.parent)
+    return _shown(dataclasses.asdict(catalog.card(found.policy, found.number, parent)))
 
 
 def _find_revision(catalog: Catalog, name: str) -> Revision:
@@ -264,15 +287,58 @@ def _verify(args: Args, catalog: Catalog) -> Result:
     return _shown(data, "" if findings else "nothing is damaged", 1 if findings else 0)
 
 
-@command("promote", "point an alias at a revision", arg("name", help=REVISION), _ALIAS, *SIGNED)
+@command(
+    "promote",
+    "point an alias at a revision, or give it a share of the alias's requests first",
+    arg("name", help=REVISION),
+    _ALIAS,
+    arg("--canary", type=float, metavar="SHARE", help="share of requests, above 0, to 0.5"),
+    arg("--guard", metavar="GUARD", help="with --canary: reward>=parent-0.02, for example"),
+    arg("--alpha", type=float, default=0.05, help="with --canary: of both errors (default 0.05)"),
+    *SIGNED,
+)
 def _promote(args: Args, catalog: Catalog) -> Result:
     policy, _, which = args.name.partition("@")
     if not which:
         raise UserError(
             f"no revision is given for {args.alias!r}: write {policy}@NUMBER, an alias or a digest"
         )
-    moved = catalog.promote(policy, _which(which), args.alias, by=args.by, why=args.why)
-    return _shown({"alias": moved})
+    if (args.canary is None) != (args.guard is None):
+        raise UserError("--canary and --guard need each other: give both, or neither")
+    about: Any = {"by": args.by, "why": args.why}
+    if args.canary is None:
+        return _shown({"alias": catalog.promote(policy, _which(which), args.alias, **about)})
+    about |= {"share": args.canary, "guard": args.guard, "alpha": args.alpha}
+    return _shown(_canary_data(catalog.open_canary(policy, _which(which), args.alias, **about)))
+
+
+@command(
+    "canary",
+    "show the canaries of a policy or of one alias, or end an open one",
+    arg("name", metavar="POLICY[@ALIAS]", help="with --end: of the alias, by default serving"),
+    arg("--end", action="store_true", help="end the open canary; the alias stays"),
+    _LIMIT,
+    *SIGNED,
+)
+def _canary(args: Args, catalog: Catalog) -> Result:
+    policy, at, alias = args.name.partition("@")
+    if args.end:
+        ended = catalog.end_canary(policy, alias if at else "serving", by=args.by, why=args.why)
+        return _shown(_canary_data(ended))
+    found = catalog.canaries(policy, alias if at else None, args.limit)
+    return _shown({"canaries": [_canary_data(one) for one in found]})
+
+
+def _canary_data(one: Canary) -> dict[str, Any]:
+    """Returns a canary for people and JSON: its evidence by arm."""
+    evidence, needed = one.evidence, 1 / one.alpha
+    arms = zip(("parent", "candidate"), evidence.answers, evidence.means)
+    fields = dataclasses.asdict(one) | {"e_worse": evidence.e_worse, "e_fit": evidence.e_fit}
+    fields |= {"e_needed": needed}
+    for name, answers, mean in arms:
+        fields |= {f"{name}_answers": answers, f"{name}_reward": mean}
+    del fields["evidence"]
+    return fields
 
 
 @command(

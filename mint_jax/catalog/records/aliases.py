@@ -19,7 +19,7 @@ from mint_jax.catalog.records.handle import Handle, touch
 from mint_jax.catalog.records.lookup import find_in
 from mint_jax.catalog.records.names import full_name
 from mint_jax.catalog.records.policies import PolicyRecord
-from mint_jax.catalog.records.tables import aliases, revisions
+from mint_jax.catalog.records.tables import aliases, canaries, revisions
 from mint_jax.catalog.records.tables import audit as log
 from mint_jax.errors import UserError
 
@@ -62,14 +62,21 @@ def promote(
 
     def body(connection: sa.Connection, author: Author, row: sa.Row) -> Alias:
         target = find_in(connection, row, revision, live=True)
-        now = current(connection, row, alias)
-        if now is None or now.revision_id != target.id:
-            before, version = (None, 0) if now is None else (now.number, now.version)
-            move = Move(row, alias, target, before, version + 1, version)
-            return _move(connection, author, move, "promote")
-        return _as_alias(row, now)
+        return promote_in(connection, author, row, target, alias)
 
     return catalog.change(policy, body, **signed, active=True)
+
+
+def promote_in(
+    connection: sa.Connection, author: Author, policy: Any, target: Any, alias: str, **about: Any
+) -> Alias:
+    """``promote`` of a locked policy to the row of a live revision; ``about``: further details."""
+    now = current(connection, policy, alias)
+    if now is None or now.revision_id != target.id:
+        before, version = (None, 0) if now is None else (now.number, now.version)
+        move = Move(policy, alias, target, before, version + 1, version)
+        return _move(connection, author, move, "promote", **about)
+    return _as_alias(policy, now)
 
 
 def rollback(
@@ -191,16 +198,24 @@ def write_moves(
             "revision_id": move.target.id,
             "version": move.version,
             "updated_at": max(author.now, move.policy.touched_at),
+            "canary_id": None,
         }
     insert = dialect_insert(connection, aliases)
-    moved = {name: insert.excluded[name] for name in ("revision_id", "version", "updated_at")}
+    columns = ("revision_id", "version", "updated_at", "canary_id")
+    moved = {name: insert.excluded[name] for name in columns}
     insert = insert.on_conflict_do_update(index_elements=["policy_id", "name"], set_=moved)
     connection.execute(insert, list(rows.values()))
     audit.append(connection, *entries)
 
 
-def _move(connection: sa.Connection, author: Author, move: Move, action: str) -> Alias:
-    write_moves(connection, author, [move], action)
+def _move(
+    connection: sa.Connection, author: Author, move: Move, action: str, **about: Any
+) -> Alias:
+    """Moves an alias; its open canary, which compares with the revision before, is superseded."""
+    write_moves(connection, author, [move], action, **{name: [one] for name, one in about.items()})
+    own = (canaries.c.policy_id == move.policy.id, canaries.c.alias == move.alias)
+    update = canaries.update().where(*own, canaries.c.state == "open")
+    connection.execute(update.values(state="superseded", updated_at=author.now))
     touch(connection, author, move.policy)
     made = current(connection, move.policy, move.alias)
     assert made is not None

@@ -50,6 +50,7 @@ class Resolved:
     schema: str
     revision_id: int
     finite: bool  # all weights are finite, as checked on export
+    canary: int | None = None  # id of the alias's open canary
 
 
 _POLICIES = sa.join(policies, revisions, revisions.c.policy_id == policies.c.id)
@@ -75,7 +76,8 @@ _SELECT = sa.select(
 _TENANT = sa.bindparam("tenant", type_=sa.String)
 _POLICY = sa.bindparam("policy", type_=sa.String)
 _NAMED = sa.and_(policies.c.tenant == _TENANT, policies.c.name == _POLICY)
-_BY_ALIAS = _SELECT.select_from(_ALIASED).where(_NAMED, aliases.c.name == sa.bindparam("alias"))
+_SELECT_ALIASED = _SELECT.add_columns(aliases.c.canary_id).select_from(_ALIASED)
+_BY_ALIAS = _SELECT_ALIASED.where(_NAMED, aliases.c.name == sa.bindparam("alias"))
 _BY_NUMBER = _SELECT.select_from(_REVISIONS).where(
     _NAMED, revisions.c.number == sa.bindparam("number")
 )
@@ -155,7 +157,7 @@ def resolve_many(
     named = [parse_revision(text, tenant) for text in texts]
     keys = {(name.tenant, name.policy, name.alias) for name in named if name.alias is not None}
     key = sa.tuple_(policies.c.tenant, policies.c.name, aliases.c.name)
-    query = _SELECT.add_columns(aliases.c.name.label("alias")).select_from(_ALIASED)
+    query = _SELECT_ALIASED.add_columns(aliases.c.name.label("alias"))
 
     def body(connection: sa.Connection) -> list[Resolved]:
         found: dict[tuple, sa.Row] = {}
@@ -275,7 +277,9 @@ def resolved(row: sa.Row) -> Resolved:
         raise UserError(f"policy {full!r} is retired: restore it first")
     check_live(row)
     place = Place(row.pack, row.offset, row.length)
-    return Resolved(full, row.number, row.digest.hex(), place, row.json, row.id, bool(row.finite))
+    canary = getattr(row, "canary_id", None)  # rows found otherwise than by an alias have none
+    about = (row.json, row.id, bool(row.finite), canary)
+    return Resolved(full, row.number, row.digest.hex(), place, *about)
 
 
 def _unknown(connection: sa.Connection, named: RevisionName) -> UserError:

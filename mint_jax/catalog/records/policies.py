@@ -15,6 +15,7 @@ from mint_jax.catalog.records.handle import POLICIES, Handle, lock, record
 from mint_jax.catalog.records.names import full_name
 from mint_jax.catalog.records.tables import (
     aliases,
+    canaries,
     checkpoints,
     leases,
     policies,
@@ -161,7 +162,7 @@ def delete(catalog: Handle, policy: str, **signed: Unpack[Signed]) -> None:
         query = sa.select(revisions.c.number, revisions.c.digest).where(own)
         found = connection.execute(query.order_by(revisions.c.number)).tuples().all()
         free = f"{row.name}@{DELETED}-{row.id}"
-        for table in (aliases, tags, checkpoints, rollouts, revisions):
+        for table in (aliases, canaries, tags, checkpoints, rollouts, revisions):
             connection.execute(table.delete().where(table.c.policy_id == row.id))
         removed = {
             "revisions": [number for number, _ in found],

@@ -13,7 +13,7 @@ from mint_jax.catalog.records.database import chunks
 from mint_jax.catalog.records.handle import Handle, record
 from mint_jax.catalog.records.lookup import find_in
 from mint_jax.catalog.records.policies import PolicyRecord
-from mint_jax.catalog.records.tables import aliases, revisions
+from mint_jax.catalog.records.tables import aliases, canaries, revisions
 from mint_jax.catalog.records.tables import tags as tag_table
 from mint_jax.errors import UserError
 
@@ -24,7 +24,8 @@ def retire(
     catalog: Handle, policy: str, revision: int | str | None = None, **signed: Unpack[Signed]
 ) -> None:
     """Takes a policy, or one of its revisions, out of use: it no longer resolves, and ``gc`` may
-    remove the revision. Raises ``UserError``: an alias points at the revision.
+    remove the revision. Raises ``UserError``: an alias points at the revision, or it is the
+    candidate of an open canary.
     """
 
     def body(connection: sa.Connection, author: Author, row: sa.Row) -> None:
@@ -37,6 +38,13 @@ def retire(
             raise UserError(
                 f"revision {names.full_name(row.tenant, row.name)}@{found.number} is named by"
                 f" {', '.join(naming)}: promote another or roll back first"
+            )
+        tried = sa.select(canaries.c.alias).where(canaries.c.policy_id == row.id)
+        tried = tried.where(canaries.c.candidate == found.number, canaries.c.state == "open")
+        if alias := connection.scalar(tried):
+            raise UserError(
+                f"revision {names.full_name(row.tenant, row.name)}@{found.number} is the candidate"
+                f" of a canary on {alias!r}: end the canary first"
             )
         _update(connection, author, row, found.number, "retire revision", state="retired")
 

@@ -9,7 +9,7 @@ revisions by number, so the log stays readable after retention has removed a row
 
 import sqlalchemy as sa
 
-VERSION = 8  # of these tables; a database of another version is refused
+VERSION = 9  # of these tables; a database of another version is refused
 
 metadata = sa.MetaData()
 version = sa.Table("catalog_version", sa.MetaData(), sa.Column("version", sa.Integer))
@@ -116,6 +116,24 @@ revisions = _table(
     sa.Index("revisions_digest", "digest", "policy_id"),
 )
 
+canaries = _table(
+    "canaries",
+    _id(),
+    _policy(),
+    _column("alias", _Name),
+    _column("parent", sa.Integer),  # revision numbers
+    _column("candidate", sa.Integer),
+    _column("digest", _Digest),  # of the candidate
+    _column("share", _Time),
+    _column("margin", _Time),
+    _column("alpha", _Time),
+    _column("state", sa.String),  # open | promoted | rolled back | ended | superseded
+    _column("evidence", sa.Text),  # JSON, with the last reward's place by its source
+    _column("opened_at", _Time),
+    _column("updated_at", _Time),
+    sa.Index("canaries_policy", "policy_id", "id"),
+)
+
 aliases = _table(
     "aliases",
     _policy(primary_key=True, autoincrement=False),
@@ -123,6 +141,7 @@ aliases = _table(
     _column("revision_id", _Id, sa.ForeignKey("revisions.id"), index=True),
     _column("version", sa.Integer),  # number of moves
     _column("updated_at", _Time),
+    sa.Column("canary_id", _Id, sa.ForeignKey("canaries.id")),  # the open one; null: none
 )
 
 tags = _table(

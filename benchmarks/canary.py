@@ -1,0 +1,323 @@
+"""Judges of a canary on the same streams: rewards of real revisions, sampled once and drawn again.
+
+One GRPO policy and planted revisions answer held-out prompts; a stream draws an arm, a prompt and
+one of the arm's rewards for it. All judges look at every request:
+
+    evidence   the product's, ``mint_jax.catalog.evidence``
+    t-test     Welch's for a fixed horizon, looked at all the same
+    msprt      mixture sequential probability ratio test with plug-in variances (Johari et al. 2015,
+               arXiv:1512.04922, equation 11 for the difference of two means)
+    gate       compares the means once, after ``gate`` answers of the candidate
+    late gate  the same after the fewest of ``gates`` answers with ``level`` false rollbacks at most
+    loose gate the same with the least of ``margins`` that has ``level`` false rollbacks at most
+    full       evaluates both revisions before any request, as often as the bank has rewards
+
+A revision is bad if its mean reward is below the parent's by more than ``margin``. ``bad``: answers
+of a bad revision within ``requests``; after a wrong promotion it answers all.
+"""
+
+import functools
+import re
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy import stats
+
+from benchmarks import timing
+from mint_jax import nested, recipes
+from mint_jax.catalog.evidence import ArmReward, CanaryEvidence
+from mint_jax.catalog.lifecycle import Catalog
+from mint_jax.catalog.packed import pack, unpack
+from mint_jax.envs import env as env_lib
+from mint_jax.envs.env import Example, ListEnvironment
+from mint_jax.harness import report as report_lib
+from mint_jax.metrics import Progress
+
+PROXY = "canary_proxy"
+BACK, FORTH = "rolled back", "promoted"
+
+
+class Stream(NamedTuple):
+    """Requests of one canary: who answers, `[N]` bool, and the reward, `[N]` float64; and rewards
+    of an evaluation of both revisions.
+    """
+
+    is_candidate: np.ndarray
+    reward: np.ndarray
+    candidate: np.ndarray
+    parent: np.ndarray
+
+
+class Verdict(NamedTuple):
+    """A decision, empty if there is none, after some requests."""
+
+    decision: str
+    requests: int
+
+
+def run(config: Any, workdir: Path) -> dict[str, Any]:
+    """Runs the bench; returns its report."""
+    banks = _banks(config)
+    means = {name: float(bank.mean()) for name, bank in banks.items()}
+    good = {name: mean >= means["parent"] - config.margin for name, mean in means.items()}
+    judges = _judges(config, banks)
+    rows, verdicts = [], {}
+    candidates = [name for name in banks if name != "parent"]
+    progress = Progress("streams", len(candidates))
+    for number, name in enumerate(candidates):
+        streams = [_stream(config, banks, name, [1, number, k]) for k in range(config.n)]
+        for judge, decide in judges.items():
+            found = verdicts[name, judge] = [decide(one) for one in streams]
+            row: dict[str, Any] = {"candidate": name, "judge": judge, "good": good[name]}
+            for key, decision in (("rolled_back", BACK), ("promoted", FORTH)):
+                row[key] = _share([one.decision == decision for one in found])
+            row["requests"] = timing.median(one.requests for one in found)
+            if not good[name]:
+                row["bad"] = timing.mean(_bad(one, at) for one, at in zip(streams, found))
+            rows.append(row)
+        progress.update(number + 1, name)
+    report: dict[str, Any] = {"rewards": {n: timing.mean(b.mean(1)) for n, b in banks.items()}}
+    report |= {name: config[name] for name in ("base", "requests", "share", "margin", "level")}
+    report["gates"] = {name: one.keywords for name, one in judges.items() if "gate" in name}
+    for key, is_good in (("false_rollbacks", True), ("rollbacks", False)):
+        names = [name for name in candidates if good[name] == is_good]
+        report[key] = {
+            judge: _share([one.decision == BACK for name in names for one in verdicts[name, judge]])
+            for judge in judges
+            if names
+        }
+    _show(rows)
+    _draw(rows, workdir / "canary.png")
+    return report | {"rows": rows}
+
+
+# -- rewards of real revisions
+
+
+def _banks(config: Any) -> dict[str, np.ndarray]:
+    """Returns rewards `[prompts, samples]` of the parent and of every candidate."""
+    with tempfile.TemporaryDirectory() as place:
+        _train(config, Path(place))
+        with Catalog.open(f"{place}/catalog") as catalog:
+            last = catalog.revision("good", "latest")
+            data = _with_layer(catalog, last.digest, config.layer_scale)
+            layer = catalog.export("good", data, last.step)
+        parent = f"good@{last.number}"
+        names = {
+            "older": f"good@{config.older}",
+            "layer": f"good@{layer.number}",
+            "collapse": "collapse@latest",
+            "hack": "hack@latest",
+        }
+        drawn = _evaluate(config, place, {"parent": parent, **names}, config.seed)
+        again = _evaluate(config, place, {"A/A": parent}, config.seed + 10**6)
+    return {"parent": drawn.pop("parent"), **again, **drawn}
+
+
+def _train(config: Any, place: Path) -> None:
+    """Trains a good policy, one whose rate is far too high, and one on a proxy of the reward."""
+    env_lib.register_environment(PROXY, _proxy)
+    shared = {"adapter": {"rank": config.rank, "alpha": config.alpha}, "loss": {"kind": "ppo"}}
+    shared |= {"sampling": config.sampling.to_dict()}
+    rates = {"good": 1.0, "collapse": config.collapse, "hack": 1.0}
+    policies = {
+        name: shared
+        | {"optimizer": {"learning_rate": config.rate * times, "warmup_steps": 2}}
+        | {"env": {"name": PROXY} if name == "hack" else config.env.to_dict()}
+        for name, times in rates.items()
+    }
+    job = {"job": "grpo", "base": config.base, "dtype": config.dtype, "seed": config.seed}
+    job |= {"steps": config.steps, "export_every": config.every, "policies": policies}
+    job |= {"catalog": f"{place}/catalog", "tensorboard": False}
+    job |= {"eval": {"examples": 1, "samples": 1}}
+    recipes.run(recipes.read(job), place / "grpo")
+
+
+def _proxy() -> Any:
+    """Returns the task with a reward that counts numbers, of which the true one wants one."""
+    task = env_lib.make("digit_sum")
+
+    def count(completion: str, _: Example) -> float:
+        return min(1.0, len(re.findall(r"\d+", completion)) / 3)
+
+    return ListEnvironment(task.train, task.held_out, count)
+
+
+def _with_layer(catalog: Catalog, digest: str, scale: float) -> bytes:
+    """Returns a revision whose delta of one layer, the middle one, is scaled."""
+    adapter, schema = unpack(catalog.load(digest))
+
+    def scaled(path: str, leaf: np.ndarray) -> np.ndarray:
+        leaf = np.array(leaf)
+        if path.endswith("/b"):
+            leaf[len(leaf) // 2] *= scale
+        return leaf
+
+    return pack(nested.map_with_path(scaled, adapter), schema)
+
+
+def _evaluate(config: Any, place: str, names: dict[str, str], seed: int) -> dict[str, np.ndarray]:
+    """Returns rewards of held-out prompts `[prompts, samples]`, by name."""
+    own = {name: config[name] for name in ("base", "dtype", "examples", "samples", "slots")}
+    own |= {"job": "evaluate", "catalog": f"{place}/catalog", "env": config.env.to_dict()}
+    own |= {"adapters": names, "seed": seed}
+    recipes.run(recipes.read(own), Path(place) / f"evaluate_{seed}")
+    with Catalog.open(f"{place}/catalog") as catalog:
+        newest = {name: catalog.evaluations(text)[-1] for name, text in names.items()}
+    return {name: np.array(one.metrics["rewards"], np.float64) for name, one in newest.items()}
+
+
+# -- streams and judges
+
+
+def _stream(config: Any, banks: dict[str, np.ndarray], name: str, seed: list[int]) -> Stream:
+    rng = np.random.default_rng([config.seed, *seed])
+    is_candidate = rng.random(config.requests) < config.share
+
+    def drawn(bank: np.ndarray, count: int) -> np.ndarray:
+        return bank[rng.integers(len(bank), size=count), rng.integers(bank.shape[1], size=count)]
+
+    candidate, parent = (drawn(banks[one], config.requests) for one in (name, "parent"))
+    evaluated = (drawn(banks[one], banks[one].size) for one in (name, "parent"))
+    return Stream(is_candidate, np.where(is_candidate, candidate, parent), *evaluated)
+
+
+def _judges(config: Any, banks: dict[str, np.ndarray]) -> dict[str, Any]:
+    """Returns the judges; two gates are chosen on streams of their own, of the parent twice."""
+    tests = [_stream(config, banks, "A/A", [0, 0, k]) for k in range(max(config.n, 100))]
+
+    def gate(*settings: tuple[float, int]) -> Any:
+        """Returns the first gate with few false rollbacks, else the last."""
+        found = [functools.partial(_gate, margin=margin, count=count) for margin, count in settings]
+        wrong = [np.mean([one(test).decision == BACK for test in tests]) for one in found]
+        good = [one for one, share in zip(found, wrong) if share <= config.level]
+        return (*good, found[-1])[0]
+
+    pair = {"margin": config.margin, "level": config.level}
+    return {
+        "evidence": functools.partial(_evidence, share=config.share, **pair),
+        "t-test": functools.partial(_t_test, **pair),
+        "msprt": functools.partial(_msprt, tau=config.tau, **pair),
+        "gate": gate((config.margin, config.gate)),
+        "late gate": gate(*((config.margin, count) for count in config.gates)),
+        "loose gate": gate(*((margin, config.gate) for margin in config.margins)),
+        "full": functools.partial(_full, margin=config.margin),
+    }
+
+
+def _evidence(stream: Stream, margin: float, level: float, share: float) -> Verdict:
+    evidence, propensity = CanaryEvidence(), {True: share, False: 1 - share}
+    for number, (arm, reward) in enumerate(zip(stream.is_candidate, stream.reward), 1):
+        one = ArmReward(bool(arm), propensity[bool(arm)], float(reward))
+        evidence = evidence.after(one, margin)
+        if evidence.e_worse >= 1 / level:
+            return Verdict(BACK, number)
+        if evidence.e_fit >= 1 / level:
+            return Verdict(FORTH, number)
+    return Verdict("", len(stream.reward))
+
+
+def _moments(stream: Stream) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns counts, means and variances of the parent and the candidate after every request, each
+    `[2, N]`; NaN where an arm has fewer than two answers.
+    """
+    arms = np.stack([~stream.is_candidate, stream.is_candidate])
+    counts = arms.cumsum(1)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        means = (arms * stream.reward).cumsum(1) / counts
+        squares = (arms * stream.reward**2).cumsum(1) / counts
+        variances = np.maximum(squares - means**2, 0) * counts / (counts - 1)
+    return counts, means, variances
+
+
+def _first(back: np.ndarray, forth: np.ndarray) -> Verdict:
+    """Returns the first decision of arrays `[N]`."""
+    either = back | forth
+    if not either.any():
+        return Verdict("", len(either))
+    at = int(either.argmax())
+    return Verdict(BACK if back[at] else FORTH, at + 1)
+
+
+def _t_test(stream: Stream, margin: float, level: float) -> Verdict:
+    counts, means, variances = _moments(stream)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        parts = variances / counts
+        t = (means[1] - means[0] + margin) / np.sqrt(parts.sum(0))
+        freedom = parts.sum(0) ** 2 / (parts**2 / (counts - 1)).sum(0)
+        p = np.where(np.isinf(t), t > 0, stats.t.cdf(t, freedom))
+        return _first(p < level, p > 1 - level)
+
+
+def _msprt(stream: Stream, margin: float, level: float, tau: float) -> Verdict:
+    counts, means, variances = _moments(stream)
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        v, d = (variances / counts).sum(0), means[1] - means[0] + margin
+        log = 0.5 * np.log(v / (v + tau**2)) + tau**2 * d**2 / (2 * v * (v + tau**2))
+        sure = (log >= -np.log(level)) | ((v == 0) & (d != 0))
+        return _first(sure & (d < 0), sure & (d > 0))
+
+
+def _gate(stream: Stream, margin: float, count: int) -> Verdict:
+    _, means, _ = _moments(stream)
+    at = int(np.searchsorted(stream.is_candidate.cumsum(), count))
+    if at >= len(stream.reward):
+        return Verdict("", len(stream.reward))
+    return Verdict(FORTH if means[1, at] >= means[0, at] - margin else BACK, at + 1)
+
+
+def _full(stream: Stream, margin: float) -> Verdict:
+    is_fit = stream.candidate.mean() >= stream.parent.mean() - margin
+    return Verdict(FORTH if is_fit else BACK, 0)
+
+
+def _bad(stream: Stream, at: Verdict) -> int:
+    """Returns the number of the candidate's answers, all of them after a promotion."""
+    after = len(stream.reward) - at.requests if at.decision == FORTH else 0
+    return int(stream.is_candidate[: at.requests].sum()) + after
+
+
+def _share(hits: Sequence[bool]) -> dict[str, Any]:
+    """Returns the share of hits with its exact 95 % interval (Clopper and Pearson)."""
+    ends = stats.binomtest(sum(hits), len(hits)).proportion_ci(0.95)
+    interval = [round(float(end), 4) for end in (ends.low, ends.high)]
+    return {"mean": round(sum(hits) / len(hits), 4), "interval": interval, "n": len(hits)}
+
+
+def _show(rows: list[dict[str, Any]]) -> None:
+    cells = [
+        [row["candidate"], row["judge"], row["rolled_back"]["mean"], row["promoted"]["mean"]]
+        + [row["requests"]["median"], row.get("bad", {}).get("mean", "")]
+        for row in rows
+    ]
+    head = ("candidate", "judge", "rolled back", "promoted", "requests", "bad answers")
+    report_lib.table("canaries", head, cells)
+
+
+def _draw(rows: list[dict[str, Any]], file: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(9.5, 3.4))
+    parts = (("rolled_back", True, "share rolled back, not bad"), ("bad", False, "bad answers"))
+    for ax, (key, is_good, label) in zip(axes, parts):
+        own = [row for row in rows if row["good"] == is_good]
+        for k, judge in enumerate(dict.fromkeys(row["judge"] for row in own)):
+            some = [(row["candidate"], row[key]) for row in own if row["judge"] == judge]
+            x, means = np.arange(len(some)) + 0.12 * (k - 3), [one["mean"] for _, one in some]
+            errors = [np.abs(np.array(one["interval"]) - one["mean"]) for _, one in some]
+            bars = {"yerr": np.transpose(errors), "label": judge, "error_kw": {"lw": 0.7}}
+            ax.bar(x, means, 0.11, **bars)
+            ax.set_xticks(range(len(some)), [name for name, _ in some])
+        ax.set(ylabel=label)
+        if own:
+            ax.legend(fontsize=6)
+    axes[0].axhline(0.05, color="0.5", lw=0.8)
+    axes[1].set_yscale("symlog", linthresh=1)
+    figure.savefig(file, dpi=110, bbox_inches="tight")
+    plt.close(figure)
