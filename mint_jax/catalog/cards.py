@@ -149,8 +149,8 @@ def _change(catalog: Handle, own: Revision, other: Revision) -> ChangeNorm:
     squares, before = {}, 0.0
     for path in sorted({path.rpartition("/")[0] for _, factors in sides for path in factors}):
         factors = [(s, f[f"{path}/a"], f[f"{path}/b"]) for s, f in sides if f"{path}/a" in f]
-        own = [(s, f[f"{path}/{BIAS}"]) for s, f in sides if f"{path}/{BIAS}" in f]
-        biases = [(s, np.ones((*bias.shape[:-1], 1)), bias) for s, bias in own]  # of an input of 1
+        added = [(s, f[f"{path}/{BIAS}"]) for s, f in sides if f"{path}/{BIAS}" in f]
+        biases = [(s, np.ones((*b.shape[:-1], 1)), b) for s, b in added]  # of an input of 1
         squares[path] = squared_norm(factors) + squared_norm(biases)
         before += squared_norm([one for one in factors if one[0] < 0])
         before += squared_norm([one for one in biases if one[0] < 0])
