@@ -114,6 +114,15 @@ def check_recipes(report):
         assert report[way]["seconds"]["median"] == seconds[0] < seconds[1]
 
 
+def check_witness(report):
+    """Every fault is found in every answer, and none in honest ones."""
+    assert len(report["faults"]) == 7
+    assert all(one["e"]["found"] == 1 for one in report["faults"].values())
+    honest = report["honest"]
+    assert not any([*honest["alarms"].values(), *honest["one_process"].values()])
+    assert honest["beyond_gap"] == honest["drawn_otherwise"] == 0
+
+
 CHECKS = {
     "active_wave": check_active_wave,
     "engine": check_engine,
@@ -124,6 +133,7 @@ CHECKS = {
     "recipes": check_recipes,
     "service": check_service,
     "service_load": check_service_load,
+    "witness": check_witness,
 }
 
 
