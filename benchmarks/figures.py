@@ -62,8 +62,6 @@ _MISMATCHES = {  # report -> options by which the trainer differs from the sampl
     "grpo_moe_dtype": ("--config.dtype=bfloat16", "--config.trainer_dtype=float32"),
 }
 _REPLAY = {"": (), "_no_replay": ("--config.policies.*.sampling.replay=False",)}
-# a part of the default size, on a machine that was shared
-_WITNESS = ("--config.n=10", "--config.steps=7", "--config.honest=16384", "--config.cost_n=2")
 _FLEET = tuple(
     (f"fleet_{name}.png", f"fleet_{name}.png") for name in ("errors", "cold_loads", "million")
 )
@@ -103,10 +101,6 @@ RUNS = (
     Run("service", "bench/service.py", 15),
     Run("service_load", "bench/service_load.py", 25),
     Run("revision_stores", "bench/revision_stores.py", 3),
-    Run(
-        *("witness", "bench/witness.py", 15, _WITNESS),
-        pictures=(("witness.png", "witness.png"),),
-    ),
     Run("fleet_timed", "bench/fleet_timed.py", 8),
     Run("fleet_real", "bench/fleet_real.py", 20),
     Run("fleet", "bench/fleet.py", 15, pictures=_FLEET),

@@ -27,10 +27,7 @@ CPU, PODS = REPORTS / "cpu-2-cores", REPORTS / "tpu-aot"
 TEMPLATES = Path(__file__).with_name("templates")
 PAGES = (
     stamp.ROOT / "README.md",
-    *(
-        stamp.ROOT / "docs" / f"{name}.md"
-        for name in ("numbers", "kernels", "pods", "sweeps", "beyond")
-    ),
+    *(stamp.ROOT / "docs" / f"{name}.md" for name in ("numbers", "kernels", "pods", "sweeps")),
 )
 _BLOCK = re.compile(r"(<!-- figures:(\w+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
 FIELD = re.compile(r"\{([\w/-]+):([^{}|]+)\|(\w+)\}")
@@ -57,7 +54,6 @@ PLAIN: dict[str, Callable[[Any], str]] = {
     "MB": lambda x: f"{timing.value(x) / 1e6:,.0f} MB",
     "GB": lambda x: f"{timing.value(x) / 1e9:.1f} GB",
     "most_GB": lambda x: f"{max(x['interval']) / 1e9:.1f} GB",
-    "median": lambda x: f"{timing.value(x):g}",
     "share": lambda x: f"{x:.3f}",
     "part": lambda x: f"{100 * x:.1f} %",
     "whole_part": lambda x: f"{100 * x:.0f} %",
