@@ -78,8 +78,8 @@ class Rounding(NamedTuple):
     rate: float
 
 
-# By dtype of the base, from benchmarks/witness.py: twice the largest gap of 1e5 honest tokens of
-# SmolLM2, of which none exceeds it; the rate is a hundred times the bound that follows.
+# By dtype of the base. Of 8,192 honest tokens of SmolLM2 in benchmarks/witness.py none exceeds the
+# gap, the largest is 9.8e-5; the rate is above the 95 % bound that follows, 3 / 8,192.
 MEASURED = {"float32": Rounding(5e-4, RATE)}
 
 
