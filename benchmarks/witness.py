@@ -19,6 +19,7 @@ in updates. ``cost``: auditing one of ``config.each`` answers over serving them 
 """
 
 import dataclasses
+import itertools
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,12 +30,12 @@ import numpy as np
 from benchmarks import timing
 from benchmarks.bases import open_base
 from mint_jax import audit, recipes
-from mint_jax.audit import BETS, NAMED, Auditor, Evidence, Verdict
+from mint_jax.audit import BETS, Auditor, Evidence, Verdict
 from mint_jax.harness import report as report_lib
 from mint_jax.harness import start
 from mint_jax.harness.adapters import JobCatalog, read_adapter
 from mint_jax.lora import tree as lora_tree
-from mint_jax.lora.tree import Slot, Stacks
+from mint_jax.lora.tree import Stacks
 from mint_jax.metrics import Progress
 from mint_jax.models import transformer
 from mint_jax.rollout.engine import Engine
@@ -65,11 +66,19 @@ class Lab:
         self.against = audit.alternatives_of(catalog, self.named, config.alternatives)
         self.engine = self.engine_of(self.base)
         self.auditor = Auditor(self.base, ROUNDING)
-        texts = [({"role": "user", "content": text},) for text in config.prompts]
-        self.prompts = [tuple(start.encode(self.base, text, {})) for text in texts]
+        self._prompts: dict[int, tuple[int, ...]] = {}
 
     def engine_of(self, base: Any) -> Engine:
         return Engine(base, rows=(self.config.max_rows,))
+
+    def prompt(self, number: int) -> tuple[int, ...]:
+        """Returns the tokens of a chat; no two numbers have the same."""
+        if number not in self._prompts:
+            texts = self.config.prompts
+            text = f"Question {number + 1}. {texts[number % len(texts)]}"
+            messages = ({"role": "user", "content": text},)
+            self._prompts[number] = tuple(start.encode(self.base, messages, {}))
+        return self._prompts[number]
 
     def draw(
         self,
@@ -87,7 +96,7 @@ class Lab:
         slot = self.slots[digest] if digest is not None else None
         requests = [
             Request(
-                self.prompts[i % len(self.prompts)],
+                self.prompt(i),
                 slot,
                 max_tokens=self.config.tokens,
                 temperature=self.config.temperature,
@@ -105,9 +114,9 @@ class Lab:
 
     def evidence(self, witnesses: Sequence[Witness], alternatives: int = 99) -> list[Evidence]:
         labels = list(self.against)[:alternatives]
-        slots: dict[str, Slot | None] = {NAMED: self.slots[self.named]}
-        slots |= {label: self.slots.get(self.against[label]) for label in labels}
-        return self.auditor.evidence(witnesses, slots, self.stacks)
+        digests = [self.named, *(self.against[label] for label in labels)]
+        slots = [self.slots.get(digest) for digest in digests]
+        return [self.auditor.evidence(one, slots, self.stacks) for one in witnesses]
 
     def judge(self, evidence: Sequence[Evidence]) -> Verdict:
         labels = list(self.against)[: len(evidence[0].logq)]
@@ -159,7 +168,7 @@ def _faults(lab: Lab) -> dict[str, tuple[list[Verdict], int]]:
         rank: dataclasses.replace(stack, scale=2 * stack.scale)
         for rank, stack in lab.stacks.items()
     }
-    lab.draw("stale cache", parent, len(lab.prompts))  # writes the cache
+    lab.draw("stale cache", parent, n)  # writes the cache
     drawn = {
         "never bound": lab.draw("never bound", None, n),
         "stale cache": lab.draw("stale cache", named, n, 1),
@@ -227,18 +236,19 @@ def _honest(lab: Lab) -> dict[str, Any]:
 
 
 def _cost(lab: Lab) -> dict[str, Any]:
-    """Shares of serving that auditing one of ``each`` answers takes."""
-    config, out = lab.config, {"each": lab.config.each}
-    count = config.each * config.audited
-    drawn = lab.draw("cost", lab.named, config.audited)
-    for name, alternatives in (("all", len(lab.against)), ("one_alternative", 1)):
-        sides = {
-            "serve": lambda: lab.draw("cost", lab.named, count),
-            "audit": lambda k=alternatives: lab.evidence(drawn, k),
-        }
-        seconds = timing.in_turn(f"cost, {name}", sides, config.cost_n)
-        out[name] = timing.ratio(seconds, "audit", "serve")
-    return out
+    """Shares of serving that auditing one of ``each`` answers takes, by number of alternatives."""
+    config, calls = lab.config, itertools.count()
+    drawn = lab.draw("audited", lab.named, config.audited)
+    counts = sorted({0, 1, len(lab.against)})
+    sides: dict[str, Any] = {
+        f"alternatives_{k}": lambda k=k: lab.evidence(drawn, k) for k in counts
+    }
+    # a tenant's first answers have no prompt in the cache
+    served = config.each * config.audited
+    sides["serve"] = lambda: lab.draw(f"cost {next(calls)}", lab.named, served)
+    seconds = timing.in_turn("cost", sides, config.cost_n)
+    found = {name: timing.ratio(seconds, name, "serve") for name in sides if name != "serve"}
+    return {"each": config.each} | found
 
 
 def _cells(found: dict[str, Any]) -> list[str]:

@@ -69,7 +69,7 @@ def test_scores_are_those_of_torch_and_transformers(how, tiny_base, hf_dirs, rng
         ids = rng.integers(3, base.cfg.vocab_size, prompt + count).tolist()
         drawn = [0.0] * count
         made.append(Witness(BASE, base.fingerprint, ids[:prompt], ids[prompt:], 3, 0, drawn, how))
-    found = Auditor(base, ROUNDING).evidence(made, {NAMED: None, "again": None}, {})
+    found = [Auditor(base, ROUNDING).evidence(one, [None, None], {}) for one in made]
     impossible = 0
     for one, evidence in zip(made, found, strict=True):
         text = [*one.prompt_token_ids, *one.token_ids]
@@ -148,8 +148,8 @@ def test_honest_tokens_are_drawn_again_and_raise_no_alarm(how, tiny_base, rng):
     base = tiny_base("llama")
     requests, stacks, slots = sampled(base, rng, **how)
     made = witnesses(base, requests, Engine(base).generate(requests, stacks))
-    every = {NAMED: slots["mine"], "parent": slots["parent"], BASE: None}
-    found = Auditor(base, ROUNDING).evidence(made, every, stacks)
+    every, auditor = [slots["mine"], slots["parent"], None], Auditor(base, ROUNDING)
+    found = [auditor.evidence(one, every, stacks) for one in made]
     assert len(found) == len(made)
     for evidence in found:
         assert evidence.gaps[0].max() < ROUNDING.gap
@@ -178,8 +178,8 @@ def test_an_adapter_that_did_not_answer_is_found_and_named(fault, how, tiny_base
     wrong = [dataclasses.replace(r, adapter=slots.get(fault)) for r in requests]
     made = witnesses(base, wrong, Engine(base).generate(wrong, stacks))
     labels = ["parent", BASE, "third"]
-    every = {NAMED: slots["mine"]} | {label: slots.get(label) for label in labels}
-    found = Auditor(base, ROUNDING).evidence(made, every, stacks)
+    every, auditor = [slots.get(label) for label in ("mine", *labels)], Auditor(base, ROUNDING)
+    found = [auditor.evidence(one, every, stacks) for one in made]
     verdict = judge("mine", labels, found, ROUNDING)
     assert verdict.alarms["e"] is not None
     assert verdict.alarms["logprobs"] is not None
@@ -297,6 +297,7 @@ def test_the_command_asks_and_judges(world, tmp_path, capsys, one_device):
     for row, says in (
         (changed[0] | {"base": "0" * 64}, "audit it with its own base"),
         (changed[0] | {"logprobs": []}, "expected as many of both"),
+        (changed[0] | {"logprobs": [], "token_ids": []}, "at least one"),
         (changed[0] | {"token_ids": [10**6] * len(changed[0]["token_ids"])}, "it was changed"),
         ({"revision": BASE}, "a witness has no base"),
     ):

@@ -37,6 +37,6 @@ def get_config(size: str = "default") -> ConfigDict:
     config.alternatives = 4
     config.honest = 200 if tiny else 100_000  # tokens
     config.run_tokens = 8 if tiny else 32
-    config.each, config.audited = 50, 1 if tiny else 4  # one of 50 answers is audited
+    config.each, config.audited = 50, 1  # one of 50 answers is audited
     config.cost_n = 1 if tiny else 3
     return config

@@ -59,10 +59,11 @@ class Witness:
             raise fields.unknown(f"{where}: a witness has no", strange[0], known)
         made = cls(**row)
         numbers = len(made.token_ids), len(made.logprobs)
-        if numbers[0] != numbers[1] or not made.prompt_token_ids:
+        if not numbers[0] == numbers[1] > 0 or not made.prompt_token_ids:
             raise UserError(
                 f"{where}: a witness has {numbers[0]} tokens, {numbers[1]} log-probabilities and a"
-                f" prompt of {len(made.prompt_token_ids)}; expected as many of both, and a prompt"
+                f" prompt of {len(made.prompt_token_ids)}; expected as many of both, at least one,"
+                " and a prompt"
             )
         if not all(map(math.isfinite, made.logprobs)) or set(made.sampling) != set(SAMPLING):
             raise UserError(

@@ -125,6 +125,15 @@ def check_canary(report):
             assert row["rolled_back"]["mean"] == 0
 
 
+def check_witness(report):
+    """Every fault is found in every answer, and none in honest ones."""
+    assert len(report["faults"]) == 7
+    assert all(one["e"]["found"] == 1 for one in report["faults"].values())
+    honest = report["honest"]
+    assert not any([*honest["alarms"].values(), *honest["one_process"].values()])
+    assert honest["beyond_gap"] == honest["drawn_otherwise"] == 0
+
+
 CHECKS = {
     "active_wave": check_active_wave,
     "canary": check_canary,
@@ -136,6 +145,7 @@ CHECKS = {
     "recipes": check_recipes,
     "service": check_service,
     "service_load": check_service_load,
+    "witness": check_witness,
 }
 
 
