@@ -1,5 +1,6 @@
 """Three policies learn three tasks of reasoning-gym in one run: sums of two digits, letters of a
-text, and words spelled backwards.
+text, and words spelled backwards. In 24 steps the held-out reward of letters rises from 0.00 to
+0.44 (one seed); those of sums (0.02 to 0.05) and words (0.06 to 0.08) hardly move.
 
 Command: python -m mint_jax.launch --config=configs/recipes/reasoning_gym.py
   --workdir=runs/recipes/reasoning_gym
