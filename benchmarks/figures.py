@@ -109,7 +109,8 @@ RUNS = (
 BASES = (
     *("qwen3_4b", "qwen3_30b_a3b", "qwen3_30b_a3b_experts", "qwen3_235b_a22b", "kimi_k2"),
     *("kimi_k2_experts", "glm_5", "gpt_oss_20b", "gpt_oss_120b", "qwen3_5_397b_a17b"),
-    *("gemma_4_e4b", "nemotron_3_nano_30b_a3b"),
+    *("gemma_4_e4b", "nemotron_3_nano_30b_a3b", "qwen3_5_35b_a3b", "qwen3_next_80b_a3b"),
+    *("gemma_4_26b_a4b", "gemma_4_31b", "glm_4_5"),
 )
 
 
