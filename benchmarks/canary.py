@@ -52,7 +52,7 @@ class Stream(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """A decision, empty if there is none, after some requests."""
+    """A judge's decision, ``BACK``, ``FORTH`` or empty, and the requests that it took."""
 
     decision: str
     requests: int

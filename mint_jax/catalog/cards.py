@@ -110,7 +110,7 @@ def _before(catalog: Handle, own: Revision) -> Revision | None:
 
 
 def _score(own: Sequence[Evaluation], other: Sequence[Evaluation]) -> PairedScore:
-    """Returns the score of the newest pair of evaluations. Raises ``UserError``: there is none."""
+    """Returns the score of the newest pair of evaluations. Raises ``UserError`` without a pair."""
     pairs = [
         (one, two)
         for one in reversed(own)

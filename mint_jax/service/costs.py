@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
+from mint_jax.rollout.witness import BASE  # noqa: F401 the bare base, as a policy
 from mint_jax.service.server_db import Connection, ServerDatabase
 
-BASE = "base"  # the bare base, as a policy
 Kind = Literal["prefill", "decode", "train", "update", "load"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 COUNTED = ("prefill", "decode", "train")  # kinds with shares in tokens

@@ -14,11 +14,11 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from mint_jax.errors import UserError
+from mint_jax.rollout.witness import BASE  # noqa: F401 in place of a digest
 
 # A pin is the first bytes of a body; the header is their number. A header of its own size would end
 # at 64 KiB, the limit of h11, which is 10,000 tokens.
 HEADER = "x-mint-pin"
-BASE = "base"  # in place of a digest
 _COMMENT = ": sent "  # begins a comment of a stream: what was sent since the last one
 
 Number = Annotated[int, Field(ge=0)]

@@ -138,7 +138,7 @@ def open_canary(
 def end_canary(
     catalog: Handle, policy: str, alias: str = "serving", **signed: Unpack[Signed]
 ) -> Canary:
-    """Ends an alias's open canary without a decision. Raises ``UserError``: there is none."""
+    """Ends an alias's canary without a decision. Raises ``UserError`` if none is open."""
     alias = names.clean_alias(alias)
 
     def body(connection: sa.Connection, author: Author, row: sa.Row) -> Canary:
