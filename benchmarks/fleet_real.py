@@ -3,8 +3,9 @@ clients that go on under kills.
 
 - ``choose_us``: the chooser's first choice.
 - ``front_ms``: what the front adds to a request of one token, direct and through it in turn.
-- ``gap_s``: the longest pause of a stream whose engine is killed in its middle (SIGKILL), which
-  another engine then draws again up to that token.
+- ``gap_s``: the longest pause of a stream whose engine is killed in its middle (SIGKILL), and which
+  another engine goes on with: ``killed``, one that has compiled all programs; ``killed_again``, one
+  that was itself killed before and has just begun to serve again.
 - ``kills``: samples and training steps while an engine is killed every ``every_s`` seconds:
   errors that a client saw, texts and losses that differ from the undisturbed ones.
 """
@@ -56,11 +57,11 @@ class _Fleet:
         self.body = {"model": self.base, "prompt": "Count: one two three", "seed": 5}
         self.body |= {"temperature": 1.0, "ignore_eos": True, "max_tokens": config.tokens}
 
-    def engines(self) -> dict[str, Any]:
-        """Returns the state of each engine, once all are up."""
+    def engines(self, are: str = "up") -> dict[str, Any]:
+        """Returns the state of each engine, once all are up, or ready: every program compiled."""
         while True:
             found = httpx.get(f"{self.url}/debug/state", timeout=600).json()["engines"]
-            if all(one["up"] for one in found.values()):
+            if all(one[are] for one in found.values()):
                 return found
             time.sleep(0.1)
 
@@ -101,16 +102,19 @@ class _Fleet:
 
     def gap_s(self) -> dict[str, Any]:
         """Returns the longest pauses of streams, undisturbed and with their engine killed."""
-        pauses: dict[str, list[float]] = {"undisturbed": [], "killed": []}
+        states = {"killed": "ready", "killed_again": "up"}
+        pauses: dict[str, list[float]] = {kind: [] for kind in ("undisturbed", *states)}
         progress = Progress("streams", self.config.n)
         for done in range(self.config.n):
+            self.engines("ready")
             text, pause = self._stream()
             pauses["undisturbed"].append(pause)
-            self.pids = {name: one["pid"] for name, one in self.engines().items()}
-            again, pause = self._stream(when=4)
-            pauses["killed"].append(pause)
-            if again != text:
-                raise RuntimeError(f"the stream went on with {again!r}; expected {text!r}")
+            for kind, state in states.items():
+                self.pids = {name: one["pid"] for name, one in self.engines(state).items()}
+                again, pause = self._stream(when=4)
+                pauses[kind].append(pause)
+                if again != text:
+                    raise RuntimeError(f"the stream went on with {again!r}; expected {text!r}")
             progress.update(done + 1, f"pause {pause:.2f} s")
         return timing.medians_of(pauses)
 
