@@ -136,7 +136,11 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
         report["cost"] = _cost(lab)
         report["faults"] = {name: _summary(*found) for name, found in _faults(lab).items()}
         report["adjacent"] = [
-            {"distance": d, **_summary([lab.judge([e]) for e in lab.evidence(drawn)])}
+            {
+                "name": f"{d}",
+                "distance": d,
+                **_summary([lab.judge([e]) for e in lab.evidence(drawn)]),
+            }
             for d, drawn in _adjacent(lab)
         ]
         report["honest"] = _honest(lab)

@@ -192,8 +192,9 @@ def redrawn_differs(
     if z_V[token] < edge(z_V, sampling, slack):
         return True
     score_V = z_V / heat + noise_V if heat else z_V
-    certain_V = z_V >= edge(z_V, sampling, -slack)
-    return bool(score_V[certain_V].max() - score_V[token] > slack / (heat or 1.0) + NOISE_ERROR)
+    certain = edge(z_V, sampling, -slack)
+    best = (score_V if certain == -math.inf else score_V[z_V >= certain]).max()
+    return bool(best - score_V[token] > slack / (heat or 1.0) + NOISE_ERROR)
 
 
 # -- scoring
