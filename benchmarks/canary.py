@@ -1,7 +1,8 @@
 """Judges of a canary on the same streams: rewards of real revisions, sampled once and drawn again.
 
-One GRPO policy and planted revisions answer held-out prompts; a stream draws an arm, a prompt and
-one of the arm's rewards for it. All judges look at every request:
+The revisions of one GRPO policy, each against the one before, and planted ones against the last
+answer held-out prompts; a stream draws an arm, a prompt and one of the arm's rewards for it. All
+judges look at every request:
 
     evidence   the product's, ``mint_jax.catalog.evidence``
     t-test     Welch's for a fixed horizon, looked at all the same
@@ -12,8 +13,8 @@ one of the arm's rewards for it. All judges look at every request:
     loose gate the same with the least of ``margins`` that has ``level`` false rollbacks at most
     full       evaluates both revisions before any request, as often as the bank has rewards
 
-A revision is bad if its mean reward is below the parent's by more than ``margin``. ``bad``: answers
-of a bad revision within ``requests``; after a wrong promotion it answers all.
+A candidate is bad if its mean reward is below its parent's by more than ``margin``. ``bad``: its
+answers within ``requests``; after a wrong promotion it answers all.
 """
 
 import functools
@@ -60,15 +61,15 @@ class Verdict(NamedTuple):
 
 def run(config: Any, workdir: Path) -> dict[str, Any]:
     """Runs the bench; returns its report."""
-    banks = _banks(config)
+    banks, parents = _banks(config)
     means = {name: float(bank.mean()) for name, bank in banks.items()}
-    good = {name: mean >= means["parent"] - config.margin for name, mean in means.items()}
-    judges = _judges(config, banks)
+    good = {name: means[name] >= means[of] - config.margin for name, of in parents.items()}
+    judges = _judges(config, banks[parents["A/A"]], banks["A/A"])
     rows, verdicts = [], {}
-    candidates = [name for name in banks if name != "parent"]
-    progress = Progress("streams", len(candidates))
-    for number, name in enumerate(candidates):
-        streams = [_stream(config, banks, name, [1, number, k]) for k in range(config.n)]
+    progress = Progress("streams", len(parents))
+    for number, (name, of) in enumerate(parents.items()):
+        pair = banks[of], banks[name]
+        streams = [_stream(config, *pair, [1, number, k]) for k in range(config.n)]
         for judge, decide in judges.items():
             found = verdicts[name, judge] = [decide(one) for one in streams]
             row: dict[str, Any] = {"candidate": name, "judge": judge, "good": good[name]}
@@ -82,13 +83,25 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
     report: dict[str, Any] = {"rewards": {n: timing.mean(b.mean(1)) for n, b in banks.items()}}
     report |= {name: config[name] for name in ("base", "requests", "share", "margin", "level")}
     report["gates"] = {name: one.keywords for name, one in judges.items() if "gate" in name}
-    for key, is_good in (("false_rollbacks", True), ("rollbacks", False)):
-        names = [name for name in candidates if good[name] == is_good]
+    report["candidates"] = {"good": sum(good.values()), "bad": len(good) - sum(good.values())}
+    for key, is_good, decision in (
+        ("false_rollbacks", True, BACK),
+        ("promotions", True, FORTH),
+        ("rollbacks", False, BACK),
+        ("false_promotions", False, FORTH),
+    ):
+        names = [name for name in parents if good[name] == is_good]
         report[key] = {
-            judge: _share([one.decision == BACK for name in names for one in verdicts[name, judge]])
+            judge: _share(
+                [one.decision == decision for name in names for one in verdicts[name, judge]]
+            )
             for judge in judges
             if names
         }
+    report["bad_answers"] = {
+        judge: {r["candidate"]: r["bad"] for r in rows if r["judge"] == judge and "bad" in r}
+        for judge in judges
+    }
     _show(rows)
     _draw(rows, workdir / "canary.png")
     return report | {"rows": rows}
@@ -97,24 +110,28 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
 # -- rewards of real revisions
 
 
-def _banks(config: Any) -> dict[str, np.ndarray]:
-    """Returns rewards `[prompts, samples]` of the parent and of every candidate."""
+def _banks(config: Any) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """Returns rewards `[prompts, samples]` of every revision, and the parent of each candidate: of
+    a step the step before, of a planted one the last step.
+    """
     with tempfile.TemporaryDirectory() as place:
         _train(config, Path(place))
         with Catalog.open(f"{place}/catalog") as catalog:
             last = catalog.revision("good", "latest")
             data = _with_layer(catalog, last.digest, config.layer_scale)
             layer = catalog.export("good", data, last.step)
-        parent = f"good@{last.number}"
-        names = {
-            "older": f"good@{config.older}",
+        steps = {f"step {k}": f"good@{k}" for k in range(1, last.number + 1)}
+        planted = {
             "layer": f"good@{layer.number}",
             "collapse": "collapse@latest",
             "hack": "hack@latest",
         }
-        drawn = _evaluate(config, place, {"parent": parent, **names}, config.seed)
-        again = _evaluate(config, place, {"A/A": parent}, config.seed + 10**6)
-    return {"parent": drawn.pop("parent"), **again, **drawn}
+        drawn = _evaluate(config, place, steps | planted, config.seed)
+        parent = f"step {last.number}"
+        again = _evaluate(config, place, {"A/A": steps[parent]}, config.seed + 10**6)
+    drawn |= again | {"older": drawn[f"step {config.older}"]}
+    parents = dict(zip([*steps][1:], steps)) | dict.fromkeys([*again, "older", *planted], parent)
+    return drawn, parents
 
 
 def _train(config: Any, place: Path) -> None:
@@ -130,7 +147,7 @@ def _train(config: Any, place: Path) -> None:
         for name, times in rates.items()
     }
     job = {"job": "grpo", "base": config.base, "dtype": config.dtype, "seed": config.seed}
-    job |= {"steps": config.steps, "export_every": config.every, "policies": policies}
+    job |= {"steps": config.steps, "export_every": 1, "policies": policies}
     job |= {"catalog": f"{place}/catalog", "tensorboard": False}
     job |= {"eval": {"examples": 1, "samples": 1}}
     recipes.run(recipes.read(job), place / "grpo")
@@ -173,21 +190,22 @@ def _evaluate(config: Any, place: str, names: dict[str, str], seed: int) -> dict
 # -- streams and judges
 
 
-def _stream(config: Any, banks: dict[str, np.ndarray], name: str, seed: list[int]) -> Stream:
+def _stream(config: Any, of: np.ndarray, bank: np.ndarray, seed: list[int]) -> Stream:
+    """Draws a canary's requests from the rewards of a parent and a candidate."""
     rng = np.random.default_rng([config.seed, *seed])
     is_candidate = rng.random(config.requests) < config.share
 
     def drawn(bank: np.ndarray, count: int) -> np.ndarray:
         return bank[rng.integers(len(bank), size=count), rng.integers(bank.shape[1], size=count)]
 
-    candidate, parent = (drawn(banks[one], config.requests) for one in (name, "parent"))
-    evaluated = (drawn(banks[one], banks[one].size) for one in (name, "parent"))
+    candidate, parent = (drawn(one, config.requests) for one in (bank, of))
+    evaluated = (drawn(one, one.size) for one in (bank, of))
     return Stream(is_candidate, np.where(is_candidate, candidate, parent), *evaluated)
 
 
-def _judges(config: Any, banks: dict[str, np.ndarray]) -> dict[str, Any]:
-    """Returns the judges; two gates are chosen on streams of their own, of the parent twice."""
-    tests = [_stream(config, banks, "A/A", [0, 0, k]) for k in range(max(config.n, 100))]
+def _judges(config: Any, of: np.ndarray, same: np.ndarray) -> dict[str, Any]:
+    """Returns the judges; two gates are chosen on streams of their own, of one revision twice."""
+    tests = [_stream(config, of, same, [0, 0, k]) for k in range(max(config.n, 100))]
 
     def gate(*settings: tuple[float, int]) -> Any:
         """Returns the first gate with few false rollbacks, else the last."""
@@ -304,19 +322,15 @@ def _draw(rows: list[dict[str, Any]], file: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(1, 2, figsize=(9.5, 3.4))
+    judges = list(dict.fromkeys(row["judge"] for row in rows))
     parts = (("rolled_back", True, "share rolled back, not bad"), ("bad", False, "bad answers"))
     for ax, (key, is_good, label) in zip(axes, parts):
-        own = [row for row in rows if row["good"] == is_good]
-        for k, judge in enumerate(dict.fromkeys(row["judge"] for row in own)):
-            some = [(row["candidate"], row[key]) for row in own if row["judge"] == judge]
-            x, means = np.arange(len(some)) + 0.12 * (k - 3), [one["mean"] for _, one in some]
-            errors = [np.abs(np.array(one["interval"]) - one["mean"]) for _, one in some]
-            bars = {"yerr": np.transpose(errors), "label": judge, "error_kw": {"lw": 0.7}}
-            ax.bar(x, means, 0.11, **bars)
-            ax.set_xticks(range(len(some)), [name for name, _ in some])
-        ax.set(ylabel=label)
-        if own:
-            ax.legend(fontsize=6)
+        for at, judge in enumerate(judges):
+            own = [row for row in rows if (row["judge"], row["good"]) == (judge, is_good)]
+            values = [row[key]["mean"] for row in own]
+            ax.plot([at] * len(own), values, "_" if is_good else "o", color=f"C{at}", ms=9)
+        ax.set_xticks(range(len(judges)), judges, rotation=30, fontsize=8)
+        ax.set(ylabel=f"{label}; a mark a candidate")
     axes[0].axhline(0.05, color="0.5", lw=0.8)
     axes[1].set_yscale("symlog", linthresh=1)
     figure.savefig(file, dpi=110, bbox_inches="tight")

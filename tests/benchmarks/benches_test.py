@@ -118,7 +118,7 @@ def check_canary(report):
     """Every judge saw every candidate's streams; equal rewards roll nothing back by evidence."""
     judges = {row["judge"] for row in report["rows"]}
     candidates = {row["candidate"] for row in report["rows"]}
-    assert (len(judges), len(candidates), len(report["rows"])) == (7, 5, 35)
+    assert (len(judges), len(candidates), len(report["rows"])) == (7, 6, 42)
     for row in report["rows"]:
         assert row["rolled_back"]["n"] == load("canary").n
         if row["candidate"] == "A/A" and row["judge"] == "evidence":
