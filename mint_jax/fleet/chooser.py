@@ -9,6 +9,7 @@ engines follow, so affinity never refuses a request.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from operator import mul
 from typing import NamedTuple
@@ -81,11 +82,10 @@ def choose(
     flights: list[float] = [load.in_flight for load in loads]
     waits = [load.wait_s for load in loads]
     seconds = [load.load_s for load in loads]
-    ages = [now - FRESH_S - load.at for load in loads]
-    doubt = [0.0] * len(names)
-    if max(ages) > 0.0:
-        doubt = [1.0 - 0.5 ** (age / HALF_LIFE_S) if age > 0.0 else 0.0 for age in ages]
-        flights, waits, seconds = _blended((flights, waits, seconds), doubt)
+    old, trust = now - FRESH_S, [1.0] * len(names)
+    if min(times := [load.at for load in loads]) < old:
+        trust = [1.0 if at >= old else math.exp2((at - old) / HALF_LIFE_S) for at in times]
+        flights, waits, seconds = _blended((flights, waits, seconds), trust)
     limit = BOUND * sum(flights) / len(names) + 1  # a nearly idle fleet keeps its copies
     pick = draw * _PICK % (1 << 64)
     start = (pick >> 32) % len(names)
@@ -97,9 +97,9 @@ def choose(
         if digest is None:
             share, reason = 0.0, "base"
         elif digest in load.slots:
-            share, reason = doubt[i], "resident"
+            share, reason = 1.0 - trust[i], "resident"
         elif digest in load.host:
-            share, reason = HOST_SHARE + (1.0 - HOST_SHARE) * doubt[i], "host"
+            share, reason = 1.0 - (1.0 - HOST_SHARE) * trust[i], "host"
         eta_s = waits[i] + seconds[i] * share
         if load.refused_until > now:
             eta_s, reason = max(eta_s, load.refused_until - now), "refused"
@@ -150,11 +150,10 @@ def _lines(members: tuple[str, ...]) -> dict[str, tuple[int, int]]:
     }
 
 
-def _blended(columns: Sequence[list[float]], doubt: Sequence[float]) -> list[list[float]]:
-    """Returns columns with the values of stale reports moved to the mean, by ``doubt`` (0 to 1)."""
-    weights = [1.0 - one for one in doubt]
-    total, out = sum(weights), []
+def _blended(columns: Sequence[list[float]], trust: Sequence[float]) -> list[list[float]]:
+    """Returns columns with the values of stale reports moved to the mean, by ``trust`` (1 to 0)."""
+    total, out = sum(trust), []
     for column in columns:
-        mean = sum(map(mul, weights, column)) / total if total else column[0]
-        out.append([mean + weight * (x - mean) for x, weight in zip(column, weights, strict=True)])
+        mean = sum(map(mul, trust, column)) / total if total else column[0]
+        out.append([mean + share * (x - mean) for x, share in zip(column, trust)])
     return out
