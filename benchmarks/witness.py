@@ -116,7 +116,7 @@ class Lab:
         labels = list(self.against)[:alternatives]
         digests = [self.named, *(self.against[label] for label in labels)]
         slots = [self.slots.get(digest) for digest in digests]
-        return [self.auditor.evidence(one, slots, self.stacks) for one in witnesses]
+        return self.auditor.evidence(witnesses, slots, self.stacks)
 
     def judge(self, evidence: Sequence[Evidence]) -> Verdict:
         labels = list(self.against)[: len(evidence[0].logq)]

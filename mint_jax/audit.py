@@ -61,6 +61,7 @@ STAKES = (0.01, 0.1, 0.5)  # of a bet on exceedances; their mean is bet
 SMOOTH = 0.01  # weight of the uniform distribution in an alternative, so that no token refutes it
 IMPOSSIBLE = 1e-6  # probability of a token that the claim cannot draw; bounds one token's factor
 PART_BYTES = 64 << 20  # float32 logits of one call
+PASS_TOKENS = 2048  # that one pass scores: alone, an answer waits for the weights to be read
 TIMEOUT_S = 600.0
 NOISE_ERROR = 1e-5  # of float32 noise and scores
 PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias")
@@ -112,7 +113,7 @@ def exceedance_bet(hits_N: np.ndarray, rate: float) -> np.ndarray:
     return log_mean(np.cumsum(np.log(1 - stakes + stakes / rate * hits_N), 1))
 
 
-# -- distributions, in float64
+# -- distributions of logits [V], of which exp in float32 takes a tenth of float64's time
 
 
 def penalised(z_V: np.ndarray, witness: Witness, n: int) -> np.ndarray:
@@ -142,14 +143,17 @@ def edge(z_V: np.ndarray, sampling: Mapping[str, Any], slack: float = 0.0) -> fl
     """Returns the least logit that top-k, top-p and min-p keep. ``slack``: error of logits; if
     positive a bound from below on the edge, if negative from above.
     """
-    heat, top = temperature_of(sampling), float(z_V.max())
+    heat, k = temperature_of(sampling), sampling["top_k"]
+    filters = 0 < k < len(z_V) or sampling["top_p"] < 1 or sampling["min_p"] > 0
+    if heat and not filters:
+        return -math.inf
+    found, top = -math.inf, float(z_V.max())
     if not heat:
         return min(top, top - slack)
-    found, k = -math.inf, sampling["top_k"]
     if 0 < k < len(z_V):
         found = float(np.partition(z_V, -k)[-k]) - slack
     if sampling["top_p"] < 1 or sampling["min_p"] > 0:
-        kept = np.sort(z_V[z_V >= min(found, top)])[::-1]
+        kept = np.sort(z_V[z_V >= min(found, top)]).astype(np.float64)[::-1]
         p = np.exp((kept - top) / heat)
         p /= p.sum()
         if (goal := sampling["top_p"] + slack / heat) < 1:
@@ -171,7 +175,8 @@ def log_drawn(z_V: np.ndarray, token: int, sampling: Mapping[str, Any], slack: f
         return 0.0
     kept = z_V if low == -math.inf else z_V[z_V >= min(low, z_V[token])]
     top = kept.max()
-    return float((z_V[token] - top) / heat - np.log(np.exp((kept - top) / heat).sum()))
+    total = np.exp((kept - top) / heat).sum(dtype=np.float64)
+    return float((z_V[token] - top) / heat - np.log(total))
 
 
 def log_alternative(z_V: np.ndarray, token: int, sampling: Mapping[str, Any]) -> float:
@@ -203,12 +208,13 @@ def redrawn_differs(
 @functools.partial(jax.jit, static_argnames=("cfg", "count"))
 @as_stored
 def _hidden(
-    params: Any, lora: AdapterView | None, tokens_RT: jax.Array, first: Any, cfg: Any, count: int
+    params: Any, lora: AdapterView | None, tokens_RT: jax.Array, first_R: Any, cfg: Any, count: int
 ) -> jax.Array:
-    """Returns the last states of ``count`` positions from ``first``, ``[R, count, D]``."""
+    """Returns the last states of ``count`` positions from each row's first, ``[R, count, D]``."""
     positions = jnp.broadcast_to(jnp.arange(tokens_RT.shape[1], dtype=jnp.int32), tokens_RT.shape)
     h, _ = hidden_states(params, lora, DecoderInputs(tokens_RT, positions), cfg)
-    return jax.lax.dynamic_slice_in_dim(h, first, count, axis=1)
+    places_RN = first_R[:, None] + jnp.arange(count)[None]
+    return jnp.take_along_axis(h, places_RN[..., None], axis=1)
 
 
 @functools.partial(jax.jit, static_argnames=("cfg", "size"))
@@ -239,6 +245,30 @@ class Evidence(NamedTuple):
     gaps: np.ndarray
     differs: np.ndarray
 
+    @classmethod
+    def empty(cls, count: int, alternatives: int) -> "Evidence":
+        gaps = np.zeros((1 + alternatives, count))
+        return cls(np.zeros(count), np.zeros((alternatives, count)), gaps, np.zeros(count, bool))
+
+    def note(
+        self,
+        one: Witness,
+        n: int,
+        z: np.ndarray,
+        total: np.ndarray,
+        noise_V: np.ndarray,
+        slack: float,
+    ) -> None:
+        """Notes the facts about token ``n``: logits ``[1 + K, V]`` of the candidates and their
+        log-sums ``[1 + K]``, float32, and the noise of its draw.
+        """
+        token, how = one.token_ids[n], one.sampling
+        self.gaps[:, n] = np.abs(one.logprobs[n] - (z[:, token] - total))
+        named_V, *others = (penalised(z_V, one, n) for z_V in z)
+        self.logp[n] = log_drawn(named_V, token, how, slack)
+        self.differs[n] = redrawn_differs(named_V, token, noise_V, how, slack)
+        self.logq[:, n] = [log_alternative(z_V, token, how) for z_V in others]
+
 
 class Auditor:
     """Scores answers under candidates."""
@@ -247,44 +277,58 @@ class Auditor:
         self.base, self.rounding = base, rounding
         self._counts, self._lengths = ShapeBook(), ShapeBook()
 
-    def evidence(self, one: Witness, slots: Sequence[Slot | None], stacks: Stacks) -> Evidence:
-        """Returns the evidence of an answer under the named revision, the first of ``slots``, and
-        its alternatives; None is the bare base. Raises ``UserError`` for a witness of another base,
-        or with ids outside the vocabulary.
+    def evidence(
+        self, witnesses: Sequence[Witness], slots: Sequence[Slot | None], stacks: Stacks
+    ) -> list[Evidence]:
+        """Returns the evidence of answers under the revision that they name, the first of
+        ``slots``, and its alternatives; None is the bare base. Raises ``UserError`` for a witness
+        of another base, or with ids outside the vocabulary.
         """
-        self._check(one)
-        base, how, slack = self.base, one.sampling, 2 * self.rounding.gap
-        N, first, V = len(one.token_ids), len(one.prompt_token_ids) - 1, base.cfg.vocab_size
-        plan = plan_blocks(slots, base.row_multiple)
-        rows = [plan.order.index(k) for k in range(len(slots))]
-        (count,) = self._counts.fit((N,), least=(8,))
-        (length,) = self._lengths.fit((first + count,), least=(16,))
-        tokens = np.zeros((len(plan.order), length), np.int32)
-        tokens[:, : first + N] = [*one.prompt_token_ids, *one.token_ids][: first + N]
-        size = max(1, min(count, PART_BYTES // (4 * len(plan.order) * V)))
-        seeds = np.full(size, seed_of(one.seed, one.sample), np.uint32)
-        logs, gaps = np.zeros((2, len(slots), N))
-        differs = np.zeros(N, bool)
+        for one in witnesses:
+            self._check(one)
+        lengths = [len(one.prompt_token_ids) + len(one.token_ids) for one in witnesses]
+        left = sorted(range(len(witnesses)), key=lengths.__getitem__)
+        found: dict[int, Evidence] = {}
+        while left:  # the longest ones first, so that rows of a pass are of similar lengths
+            room = max(1, PASS_TOKENS // (len(slots) * lengths[left[-1]]))
+            count = 1 << (min(room, len(left)).bit_length() - 1)  # few compiled shapes
+            left, batch = left[:-count], left[-count:]
+            scored = self._scored([witnesses[i] for i in batch], slots, stacks)
+            found |= zip(batch, scored, strict=True)
+        return [found[i] for i in range(len(witnesses))]
+
+    def _scored(
+        self, batch: Sequence[Witness], slots: Sequence[Slot | None], stacks: Stacks
+    ) -> list[Evidence]:
+        """Returns the evidence of answers that one pass scores."""
+        base, K, V = self.base, len(slots) - 1, self.base.cfg.vocab_size
+        plan = plan_blocks([slot for _ in batch for slot in slots], base.row_multiple)
+        rows_BK = np.array([plan.order.index(r) for r in range(len(batch) * len(slots))])
+        rows_BK, R = rows_BK.reshape(len(batch), -1), len(plan.order)
+        counts = [len(one.token_ids) for one in batch]
+        firsts = [len(one.prompt_token_ids) - 1 for one in batch]
+        (count,) = self._counts.fit((max(counts),), least=(8,))
+        (length,) = self._lengths.fit((max(firsts) + count,), least=(16,))
+        tokens, first_R = np.zeros((R, length), np.int32), np.zeros(R, np.int32)
+        for one, rows, first, N in zip(batch, rows_BK, firsts, counts, strict=True):
+            tokens[rows, : first + N] = [*one.prompt_token_ids, *one.token_ids][: first + N]
+            first_R[rows] = first
+        size = max(1, min(count, PART_BYTES // (4 * R * V)))
+        seeds = np.repeat([seed_of(one.seed, one.sample) for one in batch], size).astype(np.uint32)
+        found = [Evidence.empty(N, K) for N in counts]
         with jax.set_mesh(base.mesh):
             lora = bind_blocks(plan, stacks, base.dtype)
-            h = _hidden(base.params, lora, tokens, first, cfg=base.cfg, count=count)
-            for begin in range(0, N, size):
+            h = _hidden(base.params, lora, tokens, first_R, cfg=base.cfg, count=count)
+            for begin in range(0, max(counts), size):
                 at = min(begin, count - size)
-                z, total = _logits(base.params, lora, h, at, cfg=base.cfg, size=size)
-                places = np.arange(at, at + size, dtype=np.int32)
-                z, total, gumbel = map(np.asarray, (z, total, noise(seeds, places, vocab=V)))
-                for n in range(begin, min(begin + size, N)):
-                    token = one.token_ids[n]
-                    for k, row in enumerate(rows):
-                        scored = z[row, n - at, token] - total[row, n - at]
-                        gaps[k, n] = abs(one.logprobs[n] - scored)
-                        z_V = penalised(z[row, n - at].astype(np.float64), one, n)
-                        if k:
-                            logs[k, n] = log_alternative(z_V, token, how)
-                            continue
-                        logs[k, n] = log_drawn(z_V, token, how, slack)
-                        differs[n] = redrawn_differs(z_V, token, gumbel[n - at], how, slack)
-        return Evidence(logs[0], logs[1:], gaps, differs)
+                z, total = map(np.asarray, _logits(base.params, lora, h, at, base.cfg, size))
+                places = np.tile(np.arange(at, at + size, dtype=np.int32), len(batch))
+                gumbel = np.asarray(noise(seeds, places, vocab=V)).reshape(len(batch), size, V)
+                for b, (one, rows) in enumerate(zip(batch, rows_BK, strict=True)):
+                    for n in range(begin, min(begin + size, counts[b])):
+                        scored = z[rows, n - at], total[rows, n - at], gumbel[b, n - at]
+                        found[b].note(one, n, *scored, 2 * self.rounding.gap)
+        return found
 
     def _check(self, one: Witness) -> None:
         cfg, tokens = self.base.cfg, [*one.prompt_token_ids, *one.token_ids]
@@ -420,7 +464,7 @@ def audit(
             specs, {label: (one.config, one.adapter) for label, one in read.items()}
         )
         every = [slots.get(label) for label in names]
-        evidence = [auditor.evidence(one, every, stacks) for one in own]
+        evidence = auditor.evidence(own, every, stacks)
         labels = [label for label in names if label != NAMED]
         found.append(judge(revision, labels, evidence, rounding, alpha / len(claims)))
     return found

@@ -69,7 +69,7 @@ def test_scores_are_those_of_torch_and_transformers(how, tiny_base, hf_dirs, rng
         ids = rng.integers(3, base.cfg.vocab_size, prompt + count).tolist()
         drawn = [0.0] * count
         made.append(Witness(BASE, base.fingerprint, ids[:prompt], ids[prompt:], 3, 0, drawn, how))
-    found = [Auditor(base, ROUNDING).evidence(one, [None, None], {}) for one in made]
+    found = Auditor(base, ROUNDING).evidence(made, [None, None], {})
     impossible = 0
     for one, evidence in zip(made, found, strict=True):
         text = [*one.prompt_token_ids, *one.token_ids]
@@ -149,7 +149,7 @@ def test_honest_tokens_are_drawn_again_and_raise_no_alarm(how, tiny_base, rng):
     requests, stacks, slots = sampled(base, rng, **how)
     made = witnesses(base, requests, Engine(base).generate(requests, stacks))
     every, auditor = [slots["mine"], slots["parent"], None], Auditor(base, ROUNDING)
-    found = [auditor.evidence(one, every, stacks) for one in made]
+    found = auditor.evidence(made, every, stacks)
     assert len(found) == len(made)
     for evidence in found:
         assert evidence.gaps[0].max() < ROUNDING.gap
@@ -179,7 +179,7 @@ def test_an_adapter_that_did_not_answer_is_found_and_named(fault, how, tiny_base
     made = witnesses(base, wrong, Engine(base).generate(wrong, stacks))
     labels = ["parent", BASE, "third"]
     every, auditor = [slots.get(label) for label in ("mine", *labels)], Auditor(base, ROUNDING)
-    found = [auditor.evidence(one, every, stacks) for one in made]
+    found = auditor.evidence(made, every, stacks)
     verdict = judge("mine", labels, found, ROUNDING)
     assert verdict.alarms["e"] is not None
     assert verdict.alarms["logprobs"] is not None
