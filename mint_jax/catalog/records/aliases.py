@@ -132,7 +132,7 @@ def aliases_of(catalog: Handle, records: Sequence[PolicyRecord]) -> dict[str, li
     found: dict[int, list[str]] = {one.id: [] for one in records}
     for some in chunks(list(found)):
         query = _ALIASES.where(aliases.c.policy_id.in_(some)).order_by(aliases.c.name)
-        for row in catalog.database.read(lambda c, query=query: c.execute(query).all()):
+        for row in catalog.database.rows(query):
             found[row.policy_id].append(f"{row.name}@{row.number}")
     return {one.policy: found[one.id] for one in records}
 

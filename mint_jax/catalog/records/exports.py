@@ -142,33 +142,34 @@ def commit(
     add_payloads(connection, author, needed, places, finite)
     old = {owners[one.key].id for one in exports if owners[one.key].last_number}
     had = _find_same(connection, old, exports)
-    new: dict[tuple[int, int, bytes], dict[str, Any]] = {}
-    chosen = []  # for each export, its policy and the key of its revision
+    new, chosen = [], []  # rows of new revisions; for each export its policy and revision
     for one in exports:
         policy = owners[one.key]
         key = (policy.id, one.export.step, one.digest)
-        chosen.append((policy, key))
-        if key not in had and key not in new:
+        if key not in had:
             policy.last_number += 1
-            new[key] = {
-                "policy_id": policy.id,
-                "number": policy.last_number,
-                "step": one.export.step,
-                "digest": one.digest,
-                "origin": one.export.origin,
-                "sampling": one.sampling,
-                "created_at": max(author.now, policy.touched_at),
-                "pinned": False,
-                "state": "live",
-            }
+            had[key] = SimpleNamespace(
+                policy_id=policy.id,
+                number=policy.last_number,
+                step=one.export.step,
+                digest=one.digest,
+                origin=one.export.origin,
+                sampling=one.sampling,
+                created_at=max(author.now, policy.touched_at),
+                pinned=False,
+                state="live",
+            )
+            new.append(had[key])
+        chosen.append((policy, had[key]))
     if new:
         insert = revisions.insert().returning(revisions.c.id, sort_by_parameter_order=True)
-        for key, number in zip(new, connection.scalars(insert, list(new.values()))):
-            had[key] = SimpleNamespace(id=number, **new[key])
-    _advance_latest(connection, author, [(policy, had[key]) for policy, key in chosen])
-    for one, (_, key) in zip(exports, chosen):
-        had[key].length = one.length
-    return [as_revision(had[key], policy) for policy, key in chosen]
+        numbers = connection.scalars(insert, [dict(vars(row)) for row in new])
+        for row, number in zip(new, numbers):
+            row.id = number
+    for one, (_, row) in zip(exports, chosen):
+        row.length = one.length
+    _advance_latest(connection, author, chosen)
+    return [as_revision(row, policy) for policy, row in chosen]
 
 
 def _lock_policies(

@@ -138,7 +138,7 @@ def tags_of(catalog: Handle, records: Sequence[PolicyRecord]) -> dict[str, dict[
     for some in chunks(list(found)):
         query = sa.select(tag_table).where(tag_table.c.policy_id.in_(some), tag_table.c.number == 0)
         query = query.order_by(tag_table.c.key)
-        for row in catalog.database.read(lambda c, query=query: c.execute(query).all()):
+        for row in catalog.database.rows(query):
             found[row.policy_id][row.key] = row.value
     return {one.policy: found[one.id] for one in records}
 
