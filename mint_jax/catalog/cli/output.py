@@ -11,7 +11,6 @@ import json
 import math
 import sys
 import time
-import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +18,8 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
+
+from mint_jax.catalog.records.names import is_visible
 
 COLUMNS = {  # of the tables of lists; all by default
     "policies": "policy state revisions aliases base session_owner tags touched_at",
@@ -142,14 +143,9 @@ def plain(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     return "".join(
-        char if _is_visible(char) else char.encode("unicode_escape", "backslashreplace").decode()
+        char if is_visible(char) else char.encode("unicode_escape", "backslashreplace").decode()
         for char in str(value)
     )
-
-
-def _is_visible(char: str) -> bool:
-    category = unicodedata.category(char)
-    return category[0] != "C" and category not in ("Zl", "Zp")
 
 
 def _when(seconds: float) -> str:

@@ -92,20 +92,20 @@ class Bucket:
             raise self._explain(error, doing) from None
 
     def read(self, pieces: Iterable[Piece]) -> Iterator[np.ndarray]:
-        waiting: collections.deque[tuple[Piece, Any]] = collections.deque()
+        waiting: collections.deque[tuple[str, int, int, Any]] = collections.deque()
         under_way = 0
-        for piece in pieces:
-            key, begin, end = piece
+        for key, begin, end in pieces:
             while waiting and (len(waiting) == READS or under_way + end - begin > WINDOW):
-                under_way -= waiting[0][0][2] - waiting[0][0][1]
-                yield self._finish(*waiting.popleft())
-            waiting.append((piece, self._store.read(key, byte_range=slice(begin, end))))
+                done = self._finish(*waiting.popleft())
+                under_way -= done.size
+                yield done
+            future = self._store.read(key, byte_range=slice(begin, end))
+            waiting.append((key, begin, end, future))
             under_way += end - begin
         while waiting:
             yield self._finish(*waiting.popleft())
 
-    def _finish(self, piece: Piece, future: Any) -> np.ndarray:
-        key, begin, end = piece
+    def _finish(self, key: str, begin: int, end: int, future: Any) -> np.ndarray:
         found = self.wait(future, f"read {key} of")
         if found.state == "missing":
             raise PackMissing(

@@ -109,11 +109,9 @@ class PayloadStore:
 
     def read_many(self, places: Iterable[Place]) -> Iterator[np.ndarray]:
         """Yields the objects in order; from a bucket with several requests in flight."""
-        places = list(places)
         pieces = [list(self._pieces(place)) for place in places]
         found = self._storage.read(piece for of_one in pieces for piece in of_one)
-        for place, of_one in zip(places, pieces, strict=True):
-            yield _join([next(found) for _ in of_one], place.length)
+        return (_join([next(found) for _ in of_one]) for of_one in pieces)
 
     def _pieces(self, place: Place) -> Iterator[Piece]:
         name = Name.parse(place.pack)
@@ -132,9 +130,11 @@ class PayloadStore:
     def packs(self) -> Iterator[PackInfo]:
         """Lists all committed packs."""
         for key in self._storage.list("packs/"):
-            name = _name_in(key)
-            modified = None if name is None else self._storage.modified(key)
-            if name is not None and modified is not None:
+            try:
+                name = Name.parse(Path(key).stem)
+            except UserError:  # another program's file
+                continue
+            if key == name.key and (modified := self._storage.modified(key)) is not None:
                 yield PackInfo(str(name), name.size, modified)
 
     def sweep(self, older_s: float = ABANDONED_S, dry_run: bool = False) -> list[str]:
@@ -161,11 +161,11 @@ def _open_storage(url: str, timeout: float) -> "Folder | Bucket":
     if "://" not in url:
         return Folder(Path(url))
     parts = urlsplit(url)
-    if parts.scheme == "file":
-        if parts.netloc not in ("", "localhost") or not parts.path:
-            raise UserError(f"{url} is not the URL of a folder here; write file:///absolute/path")
-        return Folder(Path(unquote(parts.path)))
-    return bucket_at(url, timeout)
+    if parts.scheme != "file":
+        return bucket_at(url, timeout)
+    if parts.netloc not in ("", "localhost") or not parts.path:
+        raise UserError(f"{url} is not the URL of a folder here; write file:///absolute/path")
+    return Folder(Path(unquote(parts.path)))
 
 
 def bucket_at(url: str, timeout: float) -> "Bucket":
@@ -184,22 +184,9 @@ def bucket_at(url: str, timeout: float) -> "Bucket":
     return Bucket(url, parts.scheme, parts.netloc, parts.path.strip("/"), timeout)
 
 
-def _name_in(key: str) -> Name | None:
-    tail = Path(key).name
-    try:
-        name = Name.parse(tail.removesuffix(".pack"))
-    except ValueError:
-        return None
-    return name if key == name.key else None
-
-
-def _join(pieces: Sequence[np.ndarray], length: int) -> np.ndarray:
+def _join(pieces: Sequence[np.ndarray]) -> np.ndarray:
     if len(pieces) == 1:
         return pieces[0]
-    data = np.empty(length, np.uint8)
-    at = 0
-    for piece in pieces:
-        data[at : at + piece.size] = piece
-        at += piece.size
+    data = np.concatenate([np.empty(0, np.uint8), *pieces])
     data.flags.writeable = False
     return data
