@@ -258,14 +258,14 @@ class Machine(RuleBasedStateMachine):
         target=sessions,
         name=st.sampled_from(NAMES),
         owner=st.sampled_from(["a", "b"]),
-        force=st.booleans(),
+        instead_of=st.sampled_from([None, "a", "b"]),
     )
-    def open_session(self, name, owner, force):
+    def open_session(self, name, owner, instead_of):
         policy = self.active(name)
-        if policy is None or (policy.owner not in (None, owner) and not force):
-            self.refused(self.catalog.open_session, name, owner, 1e6, force=force)
+        if policy is None or policy.owner not in (None, owner, instead_of):
+            self.refused(self.catalog.open_session, name, owner, 1e6, instead_of=instead_of)
             return None
-        session = self.catalog.open_session(name, owner, 1e6, force=force)
+        session = self.catalog.open_session(name, owner, 1e6, instead_of=instead_of)
         policy.session += 1
         policy.owner, policy.began = owner, policy.stacks.get("latest", [None])[-1]
         assert (session.number, session.start) == (policy.session, policy.began)

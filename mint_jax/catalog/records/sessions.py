@@ -2,7 +2,7 @@
 
 Opening a session takes the policy's next number. Writes carry the number and are refused once a
 newer session exists, whatever any clock says. Expiry only decides when another owner may open a
-session without force. The same owner may reopen at once, and so may a caller who knows that the
+session. The same owner may reopen at once, and so may a caller who knows that the
 owner has ended: so a restarted job takes its own policy back.
 """
 
@@ -36,7 +36,6 @@ def open_session(
     owner: str,
     seconds: float = 60.0,
     *,
-    force: bool = False,
     instead_of: str | None = None,
     **signed: Unpack[Signed],
 ) -> Session:
@@ -45,7 +44,6 @@ def open_session(
     Args:
         owner: the same owner may take its own session over at once.
         seconds: time without ``renew_session`` after which another owner may take over.
-        force: take over from any owner.
         instead_of: take over from owners whose name starts with this and who are known to have
             ended, such as a killed job.
     """
@@ -59,7 +57,7 @@ def open_session(
         holder = row.session_owner
         ended = instead_of is not None and holder is not None and holder.startswith(instead_of)
         taken = holder not in (None, owner) and now < row.session_expires
-        if taken and not force and not ended:
+        if taken and not ended:
             # If the clock was set back, the holder's expiry can be further off than its session
             # ever lasted: shorten the wait to that length.
             expires = min(row.session_expires, now + row.session_seconds)
@@ -67,7 +65,7 @@ def open_session(
                 change.touch(session_expires=expires)
             return UserError(
                 f"policy {full!r} is being trained by {holder!r} for {expires - now:.0f} s more:"
-                " wait, close that session, or open with force to fence it off"
+                " wait, or close that session"
             )
         latest = current(change.connection, row, LATEST)
         start = None if latest is None else latest.number

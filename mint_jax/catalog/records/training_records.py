@@ -199,24 +199,22 @@ def record_evaluation(
     metrics: dict[str, Any],
     isolated: float,
     shared: float,
-    tolerance: float = 0.0,
     **signed: Unpack[Signed],
 ) -> Evaluation:
-    """Records a score of a revision. Raises ``UserError``: the scores are not finite or differ by
-    more, or ``metrics`` is not JSON.
+    """Records a score of a revision. Raises ``UserError``: the scores are not finite or differ,
+    or ``metrics`` is not JSON.
 
     Args:
         dataset: digest of the data.
         isolated, shared: the score with the revision loaded alone, and in a batch with others.
-        tolerance: allowed difference of the two.
     """
     found = lookup.resolve(catalog, revision)
     named = f"{found.policy}@{found.number}"
     isolated, shared = float(isolated), float(shared)
-    if not (math.isfinite(isolated) and abs(isolated - shared) <= tolerance):
+    if not math.isfinite(isolated) or isolated != shared:
         raise UserError(
-            f"score of {named} is {isolated} loaded alone and {shared} in a shared batch; they may"
-            f" differ by {tolerance}: find which of the two serves other bytes before recording it"
+            f"score of {named} is {isolated} loaded alone and {shared} in a shared batch: find which"
+            " of the two serves other bytes before recording it"
         )
     try:
         text = json.dumps(metrics, sort_keys=True, allow_nan=False)
