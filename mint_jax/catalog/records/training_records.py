@@ -213,8 +213,8 @@ def record_evaluation(
     isolated, shared = float(isolated), float(shared)
     if not math.isfinite(isolated) or isolated != shared:
         raise UserError(
-            f"score of {named} is {isolated} loaded alone and {shared} in a shared batch: find which"
-            " of the two serves other bytes before recording it"
+            f"score of {named} is {isolated} loaded alone and {shared} in a shared batch: find"
+            " which of the two serves other bytes before recording it"
         )
     try:
         text = json.dumps(metrics, sort_keys=True, allow_nan=False)
