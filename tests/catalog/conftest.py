@@ -21,8 +21,7 @@ DATABASES = ("sqlite", "postgres")
 # Files that show on PostgreSQL what they show on SQLite: there in `make test-long`. Lifecycle,
 # lookup and the tables are in `make test`.
 LONG_ON_POSTGRES = {
-    f"{name}_test"
-    for name in ("collection", "damage", "exports", "hostile", "kill", "places", "sessions")
+    f"{name}_test" for name in ("collection", "damage", "exports", "kill", "places", "sessions")
 }
 
 

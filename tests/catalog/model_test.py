@@ -26,8 +26,9 @@ from mint_jax.errors import UserError
 from tests.catalog.adapters import SCHEMA, packed
 from tests.catalog.conftest import Clock, empty, same_bytes
 
-NAMES = ("p", "lab/p", "q")
-ALIASES = ("serving", "latest")
+# No text is SQL, a pattern, a format or a path; the last name looks like p.
+NAMES = ("p", "lab/'; DROP TABLE policies; --%", "\u0440")
+ALIASES = ("%s' -- ${x}\\", "latest")
 VALUES = st.integers(0, 5)  # few, so that equal bytes meet
 NUMBERS = st.integers(1, 5)
 
@@ -137,7 +138,7 @@ class Machine(RuleBasedStateMachine):
         self.create("p", keep_last)
         self.export([("p", value, step) for step, value in enumerate(values)], False)
         for number in sorted(self.policies["p"].revisions):
-            self.promote("p", number, "serving")
+            self.promote("p", number, ALIASES[0])
 
     @rule(name=st.sampled_from(NAMES), keep_last=st.sampled_from([None, 1, 2]))
     def create(self, name, keep_last):

@@ -32,7 +32,7 @@ def proxy():
 
 @pytest.fixture
 def s3(proxy, monkeypatch):
-    """The environment and the proxy of a server without faults."""
+    """The environment and a server without faults."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     for name, value in buckets.environment(proxy.url).items():
