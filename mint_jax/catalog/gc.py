@@ -259,7 +259,7 @@ def _sweep_dead(catalog: Handle, author: Author, grace_s: float, report: Report)
 
 
 def _sweep_abandoned(catalog: Handle, author: Author, grace_s: float, report: Report) -> None:
-    old = [pack for pack in catalog.store.packs() if pack.mtime < author.now - grace_s]
+    old = [pack for pack in catalog.store.packs() if pack.started_at < author.now - grace_s]
     for some in chunks(old):
         names = [pack.name for pack in some]
         live = catalog.database.read(lambda c, names=names: _committed(c, names))

@@ -95,7 +95,7 @@ def test_objects_are_read_back_listed_and_deleted(rng, store):
     assert found.keys() == {places[0].pack, other[0].pack}
     for name, info in found.items():
         assert info.bytes == Name.parse(name).size == store.read(Place(name, 0, info.bytes)).size
-        assert start - 2 <= info.mtime <= time.time() + 2
+        assert start - 2 <= info.started_at <= time.time() + 2
     held = store.read(places[1])
     for _ in range(2):
         store.delete(places[0].pack)

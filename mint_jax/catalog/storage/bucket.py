@@ -136,11 +136,6 @@ class Bucket:
         keys = self.wait(self._store.list(ts.KvStore.KeyRange(prefix, after)), "list")
         yield from sorted(key.decode(errors="replace") for key in keys)
 
-    def modified(self, key: str) -> float | None:
-        """Returns when the writing started, from the key: an object's own time is unknown."""
-        stem = pack_format.stem_of(key)
-        return None if stem is None else pack_format.started_at(stem)
-
     def delete(self, key: str) -> None:
         self.wait(self.start(key, None), f"delete {key} of")
 

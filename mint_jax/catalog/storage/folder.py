@@ -95,14 +95,6 @@ class Folder:
                 for name in files
             )
 
-    def modified(self, key: str) -> float | None:
-        """Returns when a file was last written, seconds since 1970; None if it does not exist."""
-        with self.explained("list"):
-            try:
-                return (self.root / key).stat().st_mtime
-            except FileNotFoundError:
-                return None
-
     def delete(self, key: str) -> None:
         with self.explained("delete"):
             (self.root / key).unlink(missing_ok=True)

@@ -38,15 +38,11 @@ ABANDONED_S = 24 * 3600.0
 
 
 class PackInfo(NamedTuple):
-    """A pack as listed.
-
-    Attributes:
-        mtime: when it was written, or in a bucket when its writing started, in seconds since 1970.
-    """
+    """A pack as listed."""
 
     name: str
     bytes: int
-    mtime: float
+    started_at: float  # when its writing started, in seconds since 1970 by the writer's clock
 
 
 class PayloadStore:
@@ -134,8 +130,8 @@ class PayloadStore:
                 name = Name.parse(Path(key).stem)
             except UserError:  # another program's file
                 continue
-            if key == name.key and (modified := self._storage.modified(key)) is not None:
-                yield PackInfo(str(name), name.size, modified)
+            if key == name.key:
+                yield PackInfo(str(name), name.size, pack_format.started_at(name.stem))
 
     def sweep(self, older_s: float = ABANDONED_S, dry_run: bool = False) -> list[str]:
         """Removes leftovers of killed writers: staged files, and parts of uncommitted packs.
@@ -149,10 +145,13 @@ class PayloadStore:
             # packs are listed after parts: these were not committed in between
             whole = {pack_format.stem_of(key) for key in self._storage.list("packs/")}
             found += [key for key in parts if pack_format.stem_of(key) not in whole]
-        limit = time.time() - older_s
-        left = [key for key in found if (self._storage.modified(key) or limit + 1) <= limit]
-        for key in [] if dry_run else left:
-            self._storage.delete(key)
+        limit, left = time.time() - older_s, []
+        for key in found:
+            stem = pack_format.stem_of(key)
+            if stem is not None and pack_format.started_at(stem) <= limit:
+                left.append(key)
+                if not dry_run:
+                    self._storage.delete(key)
         return left
 
 
