@@ -17,7 +17,7 @@ from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import unpack
 from mint_jax.catalog.records import names
 from mint_jax.catalog.records.canaries import Canary
-from mint_jax.catalog.records.lookup import Resolved, Revision
+from mint_jax.catalog.records.lookup import Resolved
 from mint_jax.catalog.records.policies import PolicyRecord
 from mint_jax.catalog.records.training_records import Evaluation
 from mint_jax.catalog.rollouts import unpack_rollouts
@@ -145,7 +145,11 @@ def _policy_data(record: PolicyRecord) -> dict[str, Any]:
 def _show(args: Args, catalog: Catalog) -> Result:
     name, limit = args.name, args.limit
     if "@" in name or names.is_digest(name):
-        revision = _find_revision(catalog, name)
+        policy, at, which = name.partition("@")
+        if not at:
+            found = catalog.resolve(name)
+            policy, which = found.policy, found.number
+        revision = catalog.revision(policy, which)  # retired ones too
         policy, named = revision.policy, f"{revision.policy}@{revision.number}"
         aliases = [one for one in catalog.aliases(policy) if one.number == revision.number]
         data: dict[str, Any] = {"revision": revision}
@@ -175,21 +179,7 @@ def _without_rewards(one: Evaluation) -> Evaluation:
 )
 def _card(args: Args, catalog: Catalog) -> Result:
     found = catalog.resolve(args.name)
-    parent = None if args.parent is None else _which(args.parent)
-    return Result(dataclasses.asdict(catalog.card(found.policy, found.number, parent)))
-
-
-def _find_revision(catalog: Catalog, name: str) -> Revision:
-    """Returns a revision by ``policy@…`` (retired ones too) or digest."""
-    policy, at, which = name.partition("@")
-    if at:
-        return catalog.revision(policy, _which(which))
-    found = catalog.resolve(name)
-    return catalog.revision(found.policy, found.number)
-
-
-def _which(text: str) -> int | str:
-    return int(text) if names.is_number(text) else text
+    return Result(catalog.card(found.policy, found.number, args.parent))
 
 
 @command(
@@ -282,9 +272,9 @@ def _promote(args: Args, catalog: Catalog) -> Result:
         raise UserError("--canary and --guard need each other: give both, or neither")
     about: Any = {"by": args.by, "why": args.why}
     if args.canary is None:
-        return Result({"alias": catalog.promote(policy, _which(which), args.alias, **about)})
+        return Result({"alias": catalog.promote(policy, which, args.alias, **about)})
     about |= {"share": args.canary, "guard": args.guard, "alpha": args.alpha}
-    return Result(_canary_data(catalog.open_canary(policy, _which(which), args.alias, **about)))
+    return Result(_canary_data(catalog.open_canary(policy, which, args.alias, **about)))
 
 
 @command(
@@ -306,13 +296,11 @@ def _canary(args: Args, catalog: Catalog) -> Result:
 
 def _canary_data(one: Canary) -> dict[str, Any]:
     """Returns a canary for people and JSON: its evidence by arm."""
-    evidence, needed = one.evidence, 1 / one.alpha
-    arms = zip(("parent", "candidate"), evidence.answers, evidence.means)
-    fields = dataclasses.asdict(one) | {"e_worse": evidence.e_worse, "e_fit": evidence.e_fit}
-    fields |= {"e_needed": needed}
-    for name, answers, mean in arms:
-        fields |= {f"{name}_answers": answers, f"{name}_reward": mean}
+    fields, evidence = dataclasses.asdict(one), one.evidence
     del fields["evidence"]
+    fields |= {"e_worse": evidence.e_worse, "e_fit": evidence.e_fit, "e_needed": 1 / one.alpha}
+    for name, *about in zip(("parent", "candidate"), evidence.answers, evidence.means):
+        fields[f"{name}_answers"], fields[f"{name}_reward"] = about
     return fields
 
 
@@ -320,7 +308,7 @@ def _canary_data(one: Canary) -> dict[str, Any]:
     "rollback",
     "point an alias back at its previous revision",
     arg("policy", help=POLICY),
-    arg("--to", type=_which, metavar="REVISION", help="an earlier revision of the alias"),
+    arg("--to", metavar="REVISION", help="an earlier revision of the alias"),
     _ALIAS,
     *SIGNED,
 )
@@ -336,8 +324,8 @@ def _set(args: Args, catalog: Catalog, method: str, done: str) -> Result:
         raise UserError(f"{args.name!r} names no revision: write {args.name}@NUMBER, or an alias")
     if at and not which:
         raise UserError(f"{args.name!r} ends with '@': add a number or an alias, or leave '@' out")
-    one = [_which(which)] if at else []
-    getattr(catalog, method)(policy, *one, by=args.by, why=args.why)
+    named = [which] if at else []
+    getattr(catalog, method)(policy, *named, by=args.by, why=args.why)
     return Result({"name": args.name, "is": done})
 
 

@@ -247,7 +247,8 @@ def find_in(
                 f"revision {which[:80]!r} is not of policy {full!r}: name one of its own"
             )
     else:
-        named = parse_revision(which if names.is_digest(which) else f"p@{which}")
+        is_digest = names.is_digest(which) and not names.is_number(which)
+        named = parse_revision(which if is_digest else f"p@{which}")
     named = dataclasses.replace(named, tenant=policy.tenant, policy=policy.name)
     found = find(connection, named, text)
     if live:
