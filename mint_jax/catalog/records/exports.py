@@ -198,16 +198,13 @@ def _select_policies(
     connection: sa.Connection, keys: Iterable[tuple[str, str]]
 ) -> dict[tuple[str, str], Any]:
     """Locks policies; returns copies of their rows with revision, number, version of ``latest``."""
-    by_tenant: dict[str, list[str]] = {}
-    for tenant, name in keys:
-        by_tenant.setdefault(tenant, []).append(name)
     by_id: dict[int, Any] = {}
-    for tenant, some in sorted(by_tenant.items()):
-        for chunk in chunks(sorted(some)):
-            query = POLICIES.where(policy_table.c.tenant == tenant, policy_table.c.name.in_(chunk))
-            query = query.order_by(policy_table.c.name).with_for_update(of=policy_table)
-            for row in connection.execute(query):
-                by_id[row.id] = SimpleNamespace(**row._mapping, latest=(None, None, 0))
+    key = sa.tuple_(policy_table.c.tenant, policy_table.c.name)
+    query = POLICIES.order_by(*key.clauses).with_for_update(of=policy_table)
+    for chunk in chunks(sorted(keys)):
+        for row in connection.execute(query.where(key.in_(chunk))):
+            by_id[row.id] = SimpleNamespace(**row._mapping, latest=(None, None, 0))
+    # a new statement sees what was committed while the first one waited for locks
     columns = (aliases.c.policy_id, aliases.c.revision_id, revisions.c.number, aliases.c.version)
     for chunk in chunks([number for number, policy in by_id.items() if policy.last_number]):
         query = sa.select(*columns).join(revisions, aliases.c.revision_id == revisions.c.id)

@@ -27,8 +27,7 @@ from mint_jax.errors import UserError
 
 PART = 8 << 20  # bytes of one request to write
 PARALLEL = 3  # requests of one writer in flight
-WINDOW = 64 << 20  # bytes of one caller's reads in flight, or one read
-READS = 64  # number of one caller's reads in flight
+READS = 8  # pieces of one caller's reads in flight, of at most PART bytes each
 
 
 class Bucket:
@@ -93,15 +92,11 @@ class Bucket:
 
     def read(self, pieces: Iterable[Piece]) -> Iterator[np.ndarray]:
         waiting: collections.deque[tuple[str, int, int, Any]] = collections.deque()
-        under_way = 0
         for key, begin, end in pieces:
-            while waiting and (len(waiting) == READS or under_way + end - begin > WINDOW):
-                done = self._finish(*waiting.popleft())
-                under_way -= done.size
-                yield done
+            if len(waiting) == READS:
+                yield self._finish(*waiting.popleft())
             future = self._store.read(key, byte_range=slice(begin, end))
             waiting.append((key, begin, end, future))
-            under_way += end - begin
         while waiting:
             yield self._finish(*waiting.popleft())
 
