@@ -121,16 +121,13 @@ def _policy_name(template: str, place: Path, tenant: str | None) -> str:
     place = place.absolute()
     stem = place.stem if place.suffix == ".safetensors" else place.name
     fields = {"name": stem, "parent": place.parent.name}
-
-    def fill(match: re.Match) -> str:
-        if match[1] not in fields:
-            raise UserError(
-                f"--policy {template[:80]!r} has {match[0][:40]!r}; known are {{name}} and"
-                " {parent}"
-            )
-        return fields[match[1]]
-
-    name = re.sub(r"\{([^{}]*)\}", fill, template)
+    pattern = r"\{([^{}]*)\}"
+    if strange := [name for name in re.findall(pattern, template) if name not in fields]:
+        raise UserError(
+            f"--policy {template[:80]!r} has {{{strange[0][:40]}}}; known are {{name}} and"
+            " {parent}"
+        )
+    name = re.sub(pattern, lambda found: fields[found[1]], template)
     return full_name(*names.parse_policy(name, tenant))
 
 

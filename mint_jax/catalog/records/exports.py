@@ -47,15 +47,14 @@ class Export:
 
 
 class Prepared(NamedTuple):
-    """An export, checked as far as possible without the database; ``key`` is tenant and name."""
+    """An export, checked as far as possible without the database."""
 
-    key: tuple[str, str]
+    key: tuple[str, str]  # tenant and name
     export: Export
     digest: bytes
-    length: int
     schema: str
     finite: bool
-    sampling: str | None
+    columns: dict[str, Any]  # of the revision
 
 
 def export(
@@ -101,14 +100,9 @@ def prepare(item: Export) -> Prepared:
     NaN or infinite weights without ``force``.
     """
     key = names.parse_policy(item.policy)
-    full = full_name(*key)
-    item = dataclasses.replace(
-        item,
-        step=whole(f"step of an export of {full!r}", item.step),
-        origin=note("origin", item.origin),
-    )
-    data = as_bytes(item.data)
-    adapter, schema = unpack(data)
+    full, digest = full_name(*key), bytes.fromhex(digest_of(item.data))
+    step = whole(f"step of an export of {full!r}", item.step)
+    adapter, schema = unpack(item.data)
     wrong = [path for path, leaf in nested.leaves_with_path(adapter) if not all_finite(leaf)]
     if wrong and not item.force:
         raise UserError(
@@ -118,8 +112,8 @@ def prepare(item: Export) -> Prepared:
     sampling = None
     if item.sampling is not None:
         sampling = json.dumps(dict(item.sampling), sort_keys=True, allow_nan=False)
-    digest = bytes.fromhex(digest_of(data))
-    return Prepared(key, item, digest, data.size, schema.to_json(), not wrong, sampling)
+    columns = {"step": step, "origin": note("origin", item.origin), "sampling": sampling}
+    return Prepared(key, item, digest, schema.to_json(), not wrong, columns)
 
 
 def commit(
@@ -145,16 +139,14 @@ def commit(
     new, chosen = [], []  # rows of new revisions; for each export its policy and revision
     for one in exports:
         policy = owners[one.key]
-        key = (policy.id, one.export.step, one.digest)
+        key = (policy.id, one.columns["step"], one.digest)
         if key not in had:
             policy.last_number += 1
             had[key] = SimpleNamespace(
                 policy_id=policy.id,
                 number=policy.last_number,
-                step=one.export.step,
                 digest=one.digest,
-                origin=one.export.origin,
-                sampling=one.sampling,
+                **one.columns,
                 created_at=max(author.now, policy.touched_at),
                 pinned=False,
                 state="live",
@@ -167,7 +159,7 @@ def commit(
         for row, number in zip(new, numbers):
             row.id = number
     for one, (_, row) in zip(exports, chosen):
-        row.length = one.length
+        row.length = as_bytes(one.export.data).size
     _advance_latest(connection, author, chosen)
     return [as_revision(row, policy) for policy, row in chosen]
 

@@ -6,6 +6,7 @@ pack, and ``sweep`` removes them. ``configs/bench/revision_stores.py`` compares 
 TensorStore; its file driver copies the whole value, which costs 100 MiB more for 100 MiB.
 """
 
+import itertools
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -63,18 +64,18 @@ class PayloadStore:
         on return, none is stored after an error. Raises ``UserError``: the storage is full, refuses
         or does not answer.
         """
-        writer, places, position, start = None, [], 0, time.monotonic()
+        objects, places, position, start = iter(objects), [], 0, time.monotonic()
+        if (first := next(objects, None)) is None:
+            return []
+        writer = self._storage.writer(pack_format.new_stem())
         try:
-            for data in objects:
+            for data in itertools.chain([first], objects):
                 view = as_bytes(data)
-                writer = writer or self._storage.writer(pack_format.new_stem())
                 pad = pack_format.padding(position, view.size)
                 writer.write(bytes(pad))
                 writer.write(view.data)
                 places.append((position + pad, view.size))
                 position += pad + view.size
-            if writer is None:
-                return []
             if not position:  # only empty objects: a pack has at least one byte
                 writer.write(b"\0")
             if time.monotonic() - start > ABANDONED_S / 2:
@@ -84,8 +85,7 @@ class PayloadStore:
                 )
             name = str(writer.commit(max(position, 1)))
         except BaseException:
-            if writer is not None:
-                writer.abort()
+            writer.abort()
             raise
         return [Place(name, offset, length) for offset, length in places]
 
