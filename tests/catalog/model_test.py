@@ -24,7 +24,8 @@ from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.records.exports import Export
 from mint_jax.errors import UserError
 from tests.catalog.adapters import SCHEMA, packed
-from tests.catalog.conftest import Clock, empty, same_bytes
+from tests.catalog.conftest import empty, same_bytes
+from tests.residency.clock import Clock
 
 # No text is SQL, a pattern, a format or a path; the last name looks like p.
 NAMES = ("p", "lab/'; DROP TABLE policies; --%", "\u0440")
@@ -81,7 +82,7 @@ class Machine(RuleBasedStateMachine):
         if self.place:
             empty(self.place)
         shutil.rmtree(self.folder, ignore_errors=True)
-        self.clock = Clock()
+        self.clock = Clock(1_000_000.0)
         self.handles = [self.opened(), self.opened()]
         self.policies: dict[str, Policy] = {}
         self.leases: list = []
