@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import sqlalchemy as sa
 
 from mint_jax import nested
 from mint_jax.catalog.evidence import interval
@@ -17,6 +18,7 @@ from mint_jax.catalog.packed import unpack
 from mint_jax.catalog.records import lookup, training_records
 from mint_jax.catalog.records.handle import Handle
 from mint_jax.catalog.records.lookup import Revision
+from mint_jax.catalog.records.tables import revisions
 from mint_jax.catalog.records.training_records import Evaluation
 from mint_jax.errors import UserError
 from mint_jax.lora.config import BIAS
@@ -99,14 +101,13 @@ def card(
 
 
 def _before(catalog: Handle, own: Revision) -> Revision | None:
-    found, after = None, 0
-    while page := lookup.list_revisions(catalog, own.policy, after):
-        for one in page:
-            if one.number >= own.number:
-                return found
-            found = one if one.state == "live" else found
-        after = page[-1].number
-    return found
+    """Returns the newest live revision with a smaller number."""
+    query = sa.select(sa.func.max(revisions.c.number)).where(revisions.c.state == "live")
+    query = query.where(revisions.c.number < own.number)
+    number = catalog.look(
+        own.policy, lambda c, row: c.scalar(query.where(revisions.c.policy_id == row.id))
+    )
+    return None if number is None else lookup.revision(catalog, own.policy, number)
 
 
 def _score(own: Sequence[Evaluation], other: Sequence[Evaluation]) -> PairedScore:

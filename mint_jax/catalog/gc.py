@@ -116,14 +116,14 @@ def _count_rows(connection: sa.Connection, author: Author, report: Report) -> No
         leaving += _expendable(connection, author, some)
     report.revisions = [_name(row) for row in leaving]
     # a payload goes with the last of its revisions
-    leaving_by_digest = collections.Counter(one.digest for one in leaving)
+    count = collections.Counter(one.digest for one in leaving)
     free = set(_unreferenced(connection, author))
-    for some in chunks(list(leaving_by_digest)):
+    for some in chunks(list(count)):
         query = sa.select(revisions.c.digest, sa.func.count()).group_by(revisions.c.digest)
-        named = connection.execute(query.where(revisions.c.digest.in_(some))).tuples()
-        last = [digest for digest, count in named if count == leaving_by_digest[digest]]
-        query = sa.select(payloads.c.digest).where(payloads.c.digest.in_(last))
-        free |= set(connection.scalars(query.where(_is_free(author))))
+        query = query.join(payloads, revisions.c.digest == payloads.c.digest)
+        query = query.where(revisions.c.digest.in_(some), _is_free(author))
+        named = connection.execute(query).tuples()
+        free |= {digest for digest, uses in named if uses == count[digest]}
     for some in chunks(list(free)):
         query = sa.select(payloads.c.length).where(payloads.c.digest.in_(some))
         report.free(list(connection.scalars(query)))
@@ -206,8 +206,7 @@ def _is_free(author: Author) -> sa.ColumnElement[bool]:
 
 
 def _nothing_refers(author: Author) -> sa.ColumnElement[bool]:
-    named = sa.exists().where(revisions.c.digest == payloads.c.digest)
-    return sa.and_(sa.not_(named), _is_free(author))
+    return ~sa.exists().where(revisions.c.digest == payloads.c.digest) & _is_free(author)
 
 
 def _unreferenced(connection: sa.Connection, author: Author) -> list[bytes]:
@@ -241,28 +240,26 @@ def _retire_packs(connection: sa.Connection, author: Author) -> None:
 
 
 def _sweep_dead(catalog: Handle, author: Author, grace_s: float, report: Report) -> None:
-    database = catalog.database
     query = sa.select(packs).where(packs.c.state == "dead").order_by(packs.c.id)
-    for pack in database.read(lambda c: c.execute(query).all()):
-        this = packs.c.id == pack.id
+    for pack in catalog.database.rows(query):
+        this, change = (packs.c.id == pack.id, packs.c.state == "dead"), None
         if pack.changed_at > author.now - grace_s:
             report.waiting += 1
             report.waiting_bytes += pack.bytes
-            if pack.changed_at > author.now and not report.dry_run:
-                # the clock was set back: the period starts now
-                restart = packs.update().where(this).values(changed_at=author.now)
-                database.write(lambda c, restart=restart: c.execute(restart))
-            continue
-        if not report.dry_run:
-            catalog.store.delete(pack.name)
-            removal = packs.delete().where(this, packs.c.state == "dead")
-            database.write(lambda c, removal=removal: c.execute(removal))
-        report.packs += 1
-        report.pack_bytes += pack.bytes
+            if pack.changed_at > author.now:  # the clock was set back: the period starts now
+                change = packs.update().where(*this).values(changed_at=author.now)
+        else:
+            report.packs += 1
+            report.pack_bytes += pack.bytes
+            change = packs.delete().where(*this)
+            if not report.dry_run:
+                catalog.store.delete(pack.name)
+        if change is not None and not report.dry_run:
+            catalog.database.write(lambda c, change=change: c.execute(change))
 
 
 def _sweep_abandoned(catalog: Handle, author: Author, grace_s: float, report: Report) -> None:
-    old = [pack for pack in catalog.store.packs() if pack.mtime < author.now - grace_s]
+    old = [pack for pack in catalog.store.packs() if pack.started_at < author.now - grace_s]
     for some in chunks(old):
         names = [pack.name for pack in some]
         live = catalog.database.read(lambda c, names=names: _committed(c, names))
@@ -299,14 +296,18 @@ def _committed(connection: sa.Connection, names: Sequence[str]) -> set[str]:
 
 
 def _compact(catalog: Handle, author: Author, report: Report) -> Report:
+    """Joins small and mostly dead packs."""
     store, database = catalog.store, catalog.database
-    for batch in _batches(database.read(_joinable)):
+    used = sa.func.sum(payloads.c.length)
+    query = sa.select(packs.c.id, packs.c.bytes, used.label("used")).join(payloads)
+    query = query.where(packs.c.state == "live").group_by(packs.c.id, packs.c.bytes)
+    query = query.having(sa.or_(packs.c.bytes < SMALL, used * 2 < packs.c.bytes))
+    for batch in _batches(database.rows(query.order_by(packs.c.id))):
         rows: list[sa.Row] = []
         for some in chunks(batch):
             query = sa.select(payloads, packs.c.name.label("pack")).join(packs)
             query = query.where(packs.c.id.in_(some))
-            query = query.order_by(payloads.c.pack_id, payloads.c.offset)
-            rows += database.read(lambda c, query=query: c.execute(query).all())
+            rows += database.rows(query.order_by(payloads.c.pack_id, payloads.c.offset))
         moved = [row.length for row in rows]
         if not report.dry_run:
             # damaged payloads stay, for ``verify`` to report
@@ -319,27 +320,19 @@ def _compact(catalog: Handle, author: Author, report: Report) -> Report:
     return report
 
 
-def _joinable(connection: sa.Connection) -> list[sa.Row]:
-    """Small and mostly dead packs, with the bytes in use."""
-    used = sa.func.sum(payloads.c.length)
-    query = sa.select(packs.c.id, packs.c.bytes, used.label("used")).join(payloads)
-    query = query.where(packs.c.state == "live").group_by(packs.c.id, packs.c.bytes)
-    query = query.having(sa.or_(packs.c.bytes < SMALL, used * 2 < packs.c.bytes))
-    return list(connection.execute(query.order_by(packs.c.id)))
-
-
-def _batches(found: list[sa.Row]) -> Iterator[list[int]]:
-    """Packs to join; a single one only if it is mostly dead."""
-    batch: list[sa.Row] = []
+def _batches(found: Sequence[sa.Row]) -> Iterator[list[int]]:
+    """Packs to join, by id; a single one only if it is mostly dead."""
+    groups: list[list[sa.Row]] = [[]]
     size = 0
-    for pack in [*found, None]:
-        if pack is None or (batch and size + pack.used > LARGE):
-            if len(batch) > 1 or any(one.used * 2 < one.bytes for one in batch):
-                yield [one.id for one in batch]
-            batch, size = [], 0
-        if pack is not None:
-            batch.append(pack)
-            size += pack.used
+    for pack in found:
+        if groups[-1] and size + pack.used > LARGE:
+            groups.append([])
+            size = 0
+        groups[-1].append(pack)
+        size += pack.used
+    for group in groups:
+        if len(group) > 1 or any(one.used * 2 < one.bytes for one in group):
+            yield [one.id for one in group]
 
 
 def _place(row: sa.Row) -> Place:
@@ -379,6 +372,6 @@ def _move(
             connection.execute(update, values)
         moved += [row.length for row, _ in still]
     _retire_packs(connection, author)
-    details: dict = {"from": sorted({row.pack for row, _ in moves}), "to": sorted(ids)}
-    audit.log(connection, author, "compact", details=details | {"payloads": len(moved)})
+    details = {"from": sorted({row.pack for row, _ in moves}), "to": sorted(ids)}
+    audit.log(connection, author, "compact", None, {**details, "payloads": len(moved)})
     return moved

@@ -101,14 +101,9 @@ def _tensor(name: str, entry: Any) -> TensorExtent:
         raise UserError(f"{where} has dtype {shown(tag)}; known are {', '.join(DTYPES)}")
     if not _are_sizes(shape) or len(shape) > MAX_DIMS:
         raise UserError(f"{where} has shape {shown(shape)}; expected at most {MAX_DIMS} sizes")
-    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+    if not _are_sizes(offsets) or len(offsets) != 2:
         raise UserError(f"{where} has offsets {shown(offsets)}; expected [begin, end]")
-    begin, end = offsets
-    needed = math.prod(shape) * DTYPES[tag].itemsize  # Python's integers do not overflow
-    if needed != end - begin:
-        given = f"needs {needed} bytes; its offsets give {end - begin}"
-        raise UserError(f"{where} of shape {shown(shape)} {given}")
-    return TensorExtent(DTYPES[tag], tuple(shape), begin, end)
+    return TensorExtent(DTYPES[tag], tuple(shape), *offsets)
 
 
 def _are_sizes(value: Any) -> bool:
@@ -132,16 +127,16 @@ def _check_names(names: Mapping[str, object]) -> None:
 
 def _check_extents(tensors: dict[str, TensorExtent], size: int) -> None:
     """Checks that the tensors cover the data exactly: no gap, no overlap, nothing outside."""
-    end = 0
-    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
-        where = f"array {shown(name)}"
-        if tensor.end > size:
-            raise UserError(f"{where} ends at byte {tensor.end} of {size}: the file is cut off")
-        if tensor.begin != end:
-            kind = "overlaps the array" if tensor.begin < end else "leaves a gap"
+    at = 0
+    for name, (dtype, shape, begin, end) in sorted(tensors.items(), key=lambda one: one[1][2:]):
+        needed = math.prod(shape) * dtype.itemsize  # Python's integers do not overflow
+        if (begin, end) != (at, at + needed):
             raise UserError(
-                f"{where} begins at byte {tensor.begin}, expected {end}: it {kind} before it"
+                f"array {shown(name)} of shape {shown(shape)} is at bytes {begin} to {end}; it"
+                f" needs {needed} bytes, and the array before it ends at {at}"
             )
-        end = tensor.end
-    if end != size:
-        raise UserError(f"its arrays end at byte {end}, its data at {size}")
+        if end > size:
+            raise UserError(f"array {shown(name)} ends at byte {end} of {size}: it is cut off")
+        at = end
+    if at != size:
+        raise UserError(f"its arrays end at byte {at}, its data at {size}")

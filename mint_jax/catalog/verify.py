@@ -5,7 +5,7 @@ integrity_check``, PostgreSQL by the checksums of its pages.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import sqlalchemy as sa
 
@@ -58,14 +58,10 @@ def _all_payloads(catalog: Handle) -> Iterator[tuple[str, Place]]:
     order = (payloads.c.pack_id, payloads.c.offset)
     query = sa.select(payloads, packs.c.name).join(packs).order_by(*order).limit(PAGE)
     last = (0, 0)
-    while some := _read(catalog, query.where(sa.tuple_(*order) >= sa.tuple_(*last))):
+    while some := catalog.database.rows(query.where(sa.tuple_(*order) >= sa.tuple_(*last))):
         for row in some:
             yield row.digest.hex(), Place(row.name, row.offset, row.length)
         last = (some[-1].pack_id, some[-1].offset + 1)
-
-
-def _read(catalog: Handle, query: sa.Select) -> Sequence[sa.Row]:
-    return catalog.database.read(lambda c: c.execute(query).all())
 
 
 def _check(catalog: Handle, digest: str, place: Place) -> Iterator[Finding]:
@@ -75,7 +71,7 @@ def _check(catalog: Handle, digest: str, place: Place) -> Iterator[Finding]:
         raw = bytes.fromhex(digest)
         # it may have been moved or removed since its row was read
         query = sa.select(packs.c.name, payloads.c.offset).join_from(payloads, packs)
-        now = _read(catalog, query.where(payloads.c.digest == raw))
+        now = catalog.database.rows(query.where(payloads.c.digest == raw))
         if [tuple(row) for row in now] == [place[:2]]:
             yield Finding("payload", str(error), digest, _revisions_of(catalog, raw))
 
@@ -83,5 +79,5 @@ def _check(catalog: Handle, digest: str, place: Place) -> Iterator[Finding]:
 def _revisions_of(catalog: Handle, digest: bytes) -> tuple[str, ...]:
     query = sa.select(policies.c.tenant, policies.c.name, revisions.c.number)
     query = query.join_from(policies, revisions, revisions.c.policy_id == policies.c.id)
-    found = _read(catalog, query.where(revisions.c.digest == digest))
+    found = catalog.database.rows(query.where(revisions.c.digest == digest))
     return tuple(sorted(f"{full_name(tenant, name)}@{number}" for tenant, name, number in found))

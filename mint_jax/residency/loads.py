@@ -9,7 +9,6 @@ refuses and says when to retry.
 import dataclasses
 import itertools
 import os
-import queue
 import sys
 import threading
 import time
@@ -18,7 +17,6 @@ from concurrent.futures import Future
 from typing import Any
 
 RESUMED, WARM, COLD, PREFETCH = range(4)  # priorities, most urgent first
-_CLOSE = -1  # priority that ends a worker
 _SMOOTH = 0.2  # weight of the newest load in the moving average
 _ASSUMED_S = 0.05  # duration of a load until one is measured
 
@@ -74,9 +72,8 @@ class ColdLoads:
     ):
         self.workers, self.depth, self._work, self._clock = workers, depth, work, clock
         self._niceness, self.mean_s = niceness, 0.0
-        self._lock = threading.RLock()
+        self._changed = threading.Condition()
         self._loads: dict[str, ColdLoad] = {}
-        self._queue: queue.PriorityQueue[tuple[int, int, int, Any]] = queue.PriorityQueue()
         self._numbers, self._closed = itertools.count(), False
         names = (f"cold-load-{i}" for i in range(workers))
         self._threads = [threading.Thread(target=self._run, name=n, daemon=True) for n in names]
@@ -95,14 +92,11 @@ class ColdLoads:
         """Joins or enqueues a revision's load; returns it, and a prefetch that was dropped for it.
         Raises ``QueueFull``.
         """
-        with self._lock:
+        with self._changed:
             if self._closed:
                 raise RuntimeError("the queue of cold loads is closed")
             if (load := self._loads.get(digest)) is not None:
-                if priority < load.priority:
-                    load.priority = priority
-                    if load.queued:
-                        self._push(load)
+                load.priority = min(priority, load.priority)
                 return load, None
             dropped = None
             if (count := len(self._loads)) >= self.depth:
@@ -111,62 +105,53 @@ class ColdLoads:
                     wait = max(0.001, count * (self.mean_s or _ASSUMED_S) / self.workers / 2)
                     what = f"{count} loads are unfinished, the maximum; retry in {wait:.3g} s"
                     raise QueueFull(what, wait)
-                dropped = max(idle, key=lambda load: load.number)
-                self._remove(dropped)
+                dropped = self._loads.pop(idle[-1].digest)  # the newest
             load = ColdLoad(digest, tenant, priority, next(self._numbers), self._clock())
             self._loads[digest] = load
-            self._push(load)
+            self._changed.notify()
             return load, dropped
 
     def resume(self, load: ColdLoad) -> None:
-        with self._lock:
+        with self._changed:
             load.priority, load.queued = RESUMED, True
-            self._push(load)
+            self._changed.notify()
 
     def finish(self, load: ColdLoad) -> None:
         """Removes a load, and counts its duration if it came from storage."""
-        with self._lock:
-            self._remove(load)
+        with self._changed:
+            if self._loads.get(load.digest) is load:
+                del self._loads[load.digest]
             if load.cold and load.seconds:
                 old = self.mean_s or load.seconds
                 self.mean_s = (1 - _SMOOTH) * old + _SMOOTH * load.seconds
 
     def withdraw(self, load: ColdLoad) -> None:
         """Removes a load that no worker has started."""
-        with self._lock:
+        with self._changed:
             if load.queued and load.slot is None:
-                self._remove(load)
+                self.finish(load)
 
     def close(self) -> list[ColdLoad]:
         """Stops the workers after their current loads; returns the unfinished loads."""
-        with self._lock:
+        with self._changed:
             self._closed = True
-        for _ in self._threads:
-            self._queue.put((_CLOSE, 0, next(self._numbers), None))
+            self._changed.notify_all()
         for thread in self._threads:
             thread.join()
         return list(self._loads.values())
-
-    def _push(self, load: ColdLoad) -> None:
-        # The counter keeps two entries of one load from being compared further.
-        self._queue.put((load.priority, load.number, next(self._numbers), load))
-
-    def _remove(self, load: ColdLoad) -> None:
-        load.queued = False
-        if self._loads.get(load.digest) is load:
-            del self._loads[load.digest]
 
     def _run(self) -> None:
         if sys.platform.startswith("linux") and self._niceness:
             # Decoding has priority. On Linux this sets the niceness of the calling thread only.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._niceness)
         while True:
-            priority, *_, load = self._queue.get()
-            if priority == _CLOSE:
-                return
-            with self._lock:
-                # Skip loads that were removed, or pushed again with another priority.
-                current = load.queued and priority == load.priority
-                load.queued = load.queued and not current
-            if current:
-                self._work(load)
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._queued())
+                if self._closed:
+                    return
+                load = min(self._queued(), key=lambda load: (load.priority, load.number))
+                load.queued = False
+            self._work(load)
+
+    def _queued(self) -> list[ColdLoad]:
+        return [load for load in self._loads.values() if load.queued]

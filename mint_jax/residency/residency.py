@@ -169,20 +169,16 @@ class Residency:
     def state(self) -> dict[str, Any]:
         """Returns counts, bytes and queue lengths."""
         with self._lock:
-            slots = {
-                bucket: {"slots": tier.capacity, "free": tier.capacity - tier.size} | tier.state()
-                for bucket, tier in self.device.items()
-            }
-            host = {"bytes": self.host.size, "budget_bytes": self.host.capacity}
+            host, loads = self.host, {"unfinished": len(self.loads), "ready": len(self._ready)}
+            entries = {"entries": len(host.copies), "budget_bytes": host.capacity}
             return {
-                "host": host | {"entries": len(self.host.copies)} | self.host.state(),
-                "slots": slots,
-                "device_bytes": self._device_bytes(),
-                "loads": {
-                    "unfinished": len(self.loads),
-                    "ready": len(self._ready),
-                    "waiting_for_slot": len(self._parked),
+                "host": {"bytes": host.size} | entries | host.state(),
+                "slots": {
+                    bucket: {"slots": one.capacity, "free": one.capacity - one.size} | one.state()
+                    for bucket, one in self.device.items()
                 },
+                "device_bytes": self._device_bytes(),
+                "loads": loads | {"waiting_for_slot": len(self._parked)},
                 "resident": sorted(d for tier in self.device.values() for d in tier.resident()),
             }
 
@@ -399,8 +395,7 @@ class Residency:
         if not future.cancelled():
             return
         with self._lock:
-            if future in load.waiting:
-                load.waiting.remove(future)
+            load.waiting = [other for other in load.waiting if other is not future]
             if load.waiting:
                 return
             if self._unpark(load):

@@ -62,18 +62,17 @@ class DeviceSlots:
     ):
         self.mesh, self.piece_bytes = mesh, piece_bytes
         targets = tuple(targets)
-        self._specs: dict[int, Any] = {}
         # bucket -> path -> sharding of one slot's part of a factor
         self._where: dict[int, dict[str, Any]] = {}
         self.stacks: Stacks = {}  # never replaced, so that holders see every write
         for bucket, count in sorted(counts.items()):
             specs = lora_tree.stack_specs(base_specs, targets, bucket, count)
-            self._specs[bucket] = jax.tree.map(lambda s: dataclasses.replace(s, dtype=dtype), specs)
+            specs = jax.tree.map(lambda s: dataclasses.replace(s, dtype=dtype), specs)
             self._where[bucket] = {
                 path: self._sharding(_without_slots(spec))
                 for path, spec in params_lib.leaves_with_path(specs)
             }
-            factors = jax.tree.map(self._zeros, self._specs[bucket])
+            factors = jax.tree.map(self._zeros, specs)
             self.stacks[bucket] = AdapterStack(
                 factors, self._zeros(ParamSpec((count,), (None,), jnp.float32)), bucket
             )
@@ -88,9 +87,7 @@ class DeviceSlots:
 
     def targets(self, bucket: int) -> set[str]:
         """Returns the paths of the projections that a bucket's slots contain."""
-        return {
-            path.rsplit("/", 1)[0] for path, _ in params_lib.leaves_with_path(self._specs[bucket])
-        }
+        return {path.rsplit("/", 1)[0] for path in self._where[bucket]}
 
     def stage(self, slot: Slot, adapter: Any, config: AdapterConfig) -> Staged:
         """Transfers an admitted adapter to the device and waits for it; from any thread. Host

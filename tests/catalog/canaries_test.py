@@ -1,13 +1,10 @@
 """Canaries in the catalog, on both databases: opened, decided by their evidence, ended, refused."""
 
 import dataclasses
-import json
 
 import pytest
 
-from mint_jax.catalog.cli.main import main
 from mint_jax.catalog.evidence import ArmReward, CanaryEvidence
-from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.errors import UserError
 from tests.catalog.adapters import packed
 
@@ -141,31 +138,3 @@ def test_wrong_canaries_are_refused(chat):
     first = chat.open_canary("chat", **good)
     with pytest.raises(UserError, match=f"has a canary, {first.id}: wait for its decision, or end"):
         chat.open_canary("chat", **good | {"revision": 3})
-
-
-def test_the_command_line_opens_shows_and_ends_canaries(tmp_path, capsys):
-    with Catalog.open(tmp_path) as catalog:
-        for i in range(2):
-            catalog.export("chat", packed(i), i, create=True)
-        catalog.promote("chat", 1)
-
-    def run(*argv: str) -> tuple[int, str, str]:
-        code = main([f"--catalog={tmp_path}", *argv])
-        printed = capsys.readouterr()
-        return code, printed.out, printed.err
-
-    opening = ("promote", "chat@2", "--canary=0.05", f"--guard={GUARD}", "--json")
-    code, out, _ = run(*opening)
-    opened = json.loads(out)
-    assert (code, opened["state"], opened["share"], opened["e_needed"]) == (0, "open", 0.05, 20)
-    with Catalog.open(tmp_path) as catalog:
-        catalog.observe(opened["id"], "a", list(rewards(10, 0.0, 1.0)))
-    shown = json.loads(run("canary", "chat@serving", "--json")[1])["canaries"]
-    assert [(one["candidate_answers"], one["parent_reward"]) for one in shown] == [(2, 1.0)]
-    assert "serving" in run("canary", "chat")[1]
-    assert json.loads(run("canary", "chat", "--end", "--json")[1])["state"] == "ended"
-    code, _, err = run("promote", "chat@2", "--canary=0.05")
-    assert (code, err) == (
-        2,
-        "error: --canary and --guard need each other: give both, or neither\n",
-    )

@@ -16,6 +16,7 @@ from mint_jax.catalog.cli.main import main
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.rollouts import Rollouts, pack_rollouts
 from tests.catalog.adapters import SCHEMA, packed
+from tests.catalog.canaries_test import GUARD, rewards
 
 ROOT = Path(__file__).parents[2]
 
@@ -203,6 +204,19 @@ def test_tags_and_the_removal_of_a_policy(run, told):
     assert [one["policy"] for one in told("ls")["policies"]] == ["acme/bot"]
     deleted = told("ls", "--state=deleted")["policies"]
     assert [one["name"].split("@")[0] for one in deleted] == ["chat"]
+
+
+def test_the_command_line_opens_shows_and_ends_canaries(run, told, folder):
+    opened = told("promote", "chat@3", "--canary=0.05", f"--guard={GUARD}")
+    assert (opened["state"], opened["share"], opened["e_needed"]) == ("open", 0.05, 20)
+    with Catalog.open(folder) as catalog:
+        catalog.observe(opened["id"], "a", list(rewards(10, 0.0, 1.0)))
+    shown = told("canary", "chat@serving")["canaries"]
+    assert [(one["candidate_answers"], one["parent_reward"]) for one in shown] == [(2, 1.0)]
+    assert "serving" in run("canary", "chat")[1]
+    assert told("canary", "chat", "--end")["state"] == "ended"
+    message = "--canary and --guard need each other: give both, or neither"
+    assert message in refused(run, "promote", "chat@3", "--canary=0.05")
 
 
 def test_verify_names_what_is_damaged(run, folder):

@@ -111,18 +111,6 @@ def test_small_and_mostly_dead_packs_are_joined(catalog, clock, monkeypatch):
     assert list(catalog.verify()) == []
 
 
-def test_attempts_of_killed_writers_are_swept(place):
-    catalog = place.open()  # files have the real clock's times
-    catalog.export("p", packed(1), 1, create=True)
-    catalog.store.put([packed(2), packed(3)])
-    assert collect(catalog).abandoned == 0  # its writer may live
-    report = collect(catalog, grace_s=-10.0, compact=False)
-    assert (report.abandoned, report.packs) == (1, 1)
-    assert len(list(catalog.store.packs())) == 1
-    assert same_bytes(catalog.load("p"), packed(1))
-    assert catalog.audit()[-1].action == "sweep abandoned packs"
-
-
 def test_a_writer_whose_pack_was_swept_stores_again(place, monkeypatch):
     """It stalls between its two steps for longer than the grace period."""
     catalog, other = place.open(), place.open()

@@ -16,13 +16,13 @@ from mint_jax.catalog.records import tables
 from mint_jax.catalog.records.database import Database
 from tests.catalog.postgres import Server
 from tests.marks import has_value
+from tests.residency.clock import Clock
 
 DATABASES = ("sqlite", "postgres")
 # Files that show on PostgreSQL what they show on SQLite: there in `make test-long`. Lifecycle,
 # lookup and the tables are in `make test`.
 LONG_ON_POSTGRES = {
-    f"{name}_test"
-    for name in ("collection", "damage", "exports", "hostile", "kill", "places", "sessions")
+    f"{name}_test" for name in ("collection", "damage", "exports", "kill", "places", "sessions")
 }
 
 
@@ -35,16 +35,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             and has_value(item, "postgres")
         ):
             item.add_marker(pytest.mark.long)
-
-
-class Clock:
-    """A clock that tests set."""
-
-    def __init__(self, now: float = 1_000_000.0):
-        self.now = now
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @dataclasses.dataclass
@@ -109,7 +99,7 @@ def empty(url: str) -> None:
 
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(1_000_000.0)
 
 
 @pytest.fixture

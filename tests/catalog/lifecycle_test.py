@@ -84,8 +84,8 @@ def test_evaluations_name_what_produced_them(catalog, clock):
     assert dataclasses.asdict(made) == expected | {
         "id": made.id, "isolated": 0.5, "shared": 0.5, "created_at": clock.now
     }  # fmt: skip
-    close = catalog.record_evaluation(made.digest, **fields, isolated=0.5, shared=0.51, tolerance=1)
-    assert catalog.evaluations("p@latest") == catalog.evaluations("p") == [made, close]
+    again = catalog.record_evaluation(made.digest, **fields, isolated=0.5, shared=0.5)
+    assert catalog.evaluations("p@latest") == catalog.evaluations("p") == [made, again]
     for isolated, shared in ((0.5, 0.51), (0.5, float("nan")), (float("inf"), float("inf"))):
         with pytest.raises(UserError, match=r"loaded alone and .* in a shared batch"):
             catalog.record_evaluation("p", **fields, isolated=isolated, shared=shared)

@@ -24,10 +24,12 @@ from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.records.exports import Export
 from mint_jax.errors import UserError
 from tests.catalog.adapters import SCHEMA, packed
-from tests.catalog.conftest import Clock, empty, same_bytes
+from tests.catalog.conftest import empty, same_bytes
+from tests.residency.clock import Clock
 
-NAMES = ("p", "lab/p", "q")
-ALIASES = ("serving", "latest")
+# No text is SQL, a pattern, a format or a path; the last name looks like p.
+NAMES = ("p", "lab/'; DROP TABLE policies; --%", "\u0440")
+ALIASES = ("%s' -- ${x}\\", "latest")
 VALUES = st.integers(0, 5)  # few, so that equal bytes meet
 NUMBERS = st.integers(1, 5)
 
@@ -80,7 +82,7 @@ class Machine(RuleBasedStateMachine):
         if self.place:
             empty(self.place)
         shutil.rmtree(self.folder, ignore_errors=True)
-        self.clock = Clock()
+        self.clock = Clock(1_000_000.0)
         self.handles = [self.opened(), self.opened()]
         self.policies: dict[str, Policy] = {}
         self.leases: list = []
@@ -137,7 +139,7 @@ class Machine(RuleBasedStateMachine):
         self.create("p", keep_last)
         self.export([("p", value, step) for step, value in enumerate(values)], False)
         for number in sorted(self.policies["p"].revisions):
-            self.promote("p", number, "serving")
+            self.promote("p", number, ALIASES[0])
 
     @rule(name=st.sampled_from(NAMES), keep_last=st.sampled_from([None, 1, 2]))
     def create(self, name, keep_last):
@@ -258,14 +260,14 @@ class Machine(RuleBasedStateMachine):
         target=sessions,
         name=st.sampled_from(NAMES),
         owner=st.sampled_from(["a", "b"]),
-        force=st.booleans(),
+        instead_of=st.sampled_from([None, "a", "b"]),
     )
-    def open_session(self, name, owner, force):
+    def open_session(self, name, owner, instead_of):
         policy = self.active(name)
-        if policy is None or (policy.owner not in (None, owner) and not force):
-            self.refused(self.catalog.open_session, name, owner, 1e6, force=force)
+        if policy is None or policy.owner not in (None, owner, instead_of):
+            self.refused(self.catalog.open_session, name, owner, 1e6, instead_of=instead_of)
             return None
-        session = self.catalog.open_session(name, owner, 1e6, force=force)
+        session = self.catalog.open_session(name, owner, 1e6, instead_of=instead_of)
         policy.session += 1
         policy.owner, policy.began = owner, policy.stacks.get("latest", [None])[-1]
         assert (session.number, session.start) == (policy.session, policy.began)

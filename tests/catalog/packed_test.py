@@ -128,7 +128,7 @@ HOSTILE = {
     ),
     "terabytes": (file_of({"a": entry(0, 4 << 40, shape=(1 << 40,))}, DATA), "ends at byte"),
     "out of range": (file_of({"a": entry(0, 8), "b": entry(8, 16)}, DATA), "ends at byte 16 of 8"),
-    "gap": (file_of({"a": entry(0, 8), "b": entry(12, 20)}, DATA * 3), "gap"),
+    "gap": (file_of({"a": entry(0, 8), "b": entry(12, 20)}, DATA * 3), "before it ends at 8"),
     "upwards": (file_of({"../../a": entry()}, DATA), "not a path"),
     "array and folder": (
         file_of({"a": entry(0, 8), "a/b": entry(8, 16)}, DATA * 2),

@@ -32,7 +32,7 @@ def proxy():
 
 @pytest.fixture
 def s3(proxy, monkeypatch):
-    """The environment and the proxy of a server without faults."""
+    """The environment and a server without faults."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     for name, value in buckets.environment(proxy.url).items():
@@ -95,7 +95,7 @@ def test_objects_are_read_back_listed_and_deleted(rng, store):
     assert found.keys() == {places[0].pack, other[0].pack}
     for name, info in found.items():
         assert info.bytes == Name.parse(name).size == store.read(Place(name, 0, info.bytes)).size
-        assert start - 2 <= info.mtime <= time.time() + 2
+        assert start - 2 <= info.started_at <= time.time() + 2
     held = store.read(places[1])
     for _ in range(2):
         store.delete(places[0].pack)

@@ -25,9 +25,7 @@ def test_another_owner_waits_for_the_expiry(catalog, clock):
     clock.now += 59
     with pytest.raises(
         UserError,
-        match=(
-            "'p' is being trained by 'a' for 1 s more: wait, close that session, or open with force"
-        ),
+        match=("'p' is being trained by 'a' for 1 s more: wait, or close that session"),
     ):
         catalog.open_session("p", "b")
     first = catalog.renew_session(first, 60)

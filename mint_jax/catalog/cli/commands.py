@@ -17,7 +17,7 @@ from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import unpack
 from mint_jax.catalog.records import names
 from mint_jax.catalog.records.canaries import Canary
-from mint_jax.catalog.records.lookup import Resolved, Revision
+from mint_jax.catalog.records.lookup import Resolved
 from mint_jax.catalog.records.policies import PolicyRecord
 from mint_jax.catalog.records.training_records import Evaluation
 from mint_jax.catalog.rollouts import unpack_rollouts
@@ -69,16 +69,6 @@ def _tag(text: str) -> tuple[str, str]:
     return key, value
 
 
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 1e12:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number of seconds")
-    return value
-
-
 NATURAL = functools.partial(count, least=0)
 FORMATS = "peft", "sglang", "miles", "orbax"
 REVISION = "policy@alias, policy@number or a digest"
@@ -96,21 +86,6 @@ _LIMIT = arg("--limit", type=count, default=100, metavar="N", help="at most N (d
 _SHOWN = arg("--limit", type=count, default=20, metavar="N", help="at most N rows (default 20)")
 _ALIAS = arg("--alias", default="serving", help="alias to move (default serving)")
 _AFTER = arg("--after", metavar="LAST", help="continue after the last policy, number or id")
-_COLUMNS = {
-    "policies": "policy state revisions aliases base session_owner tags touched_at",
-    "revisions": "number step digest bytes state pinned origin created_at",
-    "aliases": "name number digest version updated_at",
-    "canaries": "id alias parent candidate share margin state e_worse e_fit e_needed"
-    " parent_answers parent_reward candidate_answers candidate_reward updated_at",
-    "entries": "id at action policy alias before after actor why details",
-    "rollouts": "step tokens mean_reward digest created_at",
-    "evaluations": "policy number digest scorer renderer dataset seed isolated shared metrics",
-    "findings": "kind digest revisions what",
-}
-
-
-def _shown(data: dict[str, Any], note: str = "", code: int = 0) -> Result:
-    return Result(data, _COLUMNS, note, code)
 
 
 def _page(data: dict[str, Any], args: Args, last: Callable[[Any], Any]) -> Result:
@@ -118,7 +93,7 @@ def _page(data: dict[str, Any], args: Args, last: Callable[[Any], Any]) -> Resul
     [found] = data.values()
     following = str(last(found[-1])) if len(found) == args.limit else None
     more = "" if following is None else f"There may be more: --after {following}"
-    return _shown(data | {"next": following}, more)
+    return Result(data | {"next": following}, more)
 
 
 def _after(args: Args) -> int:
@@ -170,7 +145,11 @@ def _policy_data(record: PolicyRecord) -> dict[str, Any]:
 def _show(args: Args, catalog: Catalog) -> Result:
     name, limit = args.name, args.limit
     if "@" in name or names.is_digest(name):
-        revision = _find_revision(catalog, name)
+        policy, at, which = name.partition("@")
+        if not at:
+            found = catalog.resolve(name)
+            policy, which = found.policy, found.number
+        revision = catalog.revision(policy, which)  # retired ones too
         policy, named = revision.policy, f"{revision.policy}@{revision.number}"
         aliases = [one for one in catalog.aliases(policy) if one.number == revision.number]
         data: dict[str, Any] = {"revision": revision}
@@ -183,7 +162,7 @@ def _show(args: Args, catalog: Catalog) -> Result:
     if named == policy:
         data["revisions"] = catalog.revisions(name, max(0, record.revisions - limit), limit)
     found = [_without_rewards(one) for one in catalog.evaluations(scored, limit)]
-    return _shown(data | {"evaluations": found})
+    return Result(data | {"evaluations": found})
 
 
 def _without_rewards(one: Evaluation) -> Evaluation:
@@ -200,21 +179,7 @@ def _without_rewards(one: Evaluation) -> Evaluation:
 )
 def _card(args: Args, catalog: Catalog) -> Result:
     found = catalog.resolve(args.name)
-    parent = None if args.parent is None else _which(args.parent)
-    return _shown(dataclasses.asdict(catalog.card(found.policy, found.number, parent)))
-
-
-def _find_revision(catalog: Catalog, name: str) -> Revision:
-    """Returns a revision by ``policy@…`` (retired ones too) or digest."""
-    policy, at, which = name.partition("@")
-    if at:
-        return catalog.revision(policy, _which(which))
-    found = catalog.resolve(name)
-    return catalog.revision(found.policy, found.number)
-
-
-def _which(text: str) -> int | str:
-    return int(text) if names.is_number(text) else text
+    return Result(catalog.card(found.policy, found.number, args.parent))
 
 
 @command(
@@ -244,7 +209,7 @@ def _audit(args: Args, catalog: Catalog) -> Result:
 def _rollouts(args: Args, catalog: Catalog) -> Result:
     found = catalog.rollouts(args.policy, args.limit)
     if args.action == "list":
-        return _shown({"rollouts": found})
+        return Result({"rollouts": found})
     chosen = [one for one in found if args.step in (None, one.step)]
     if not chosen:
         step = "" if args.step is None else f" of step {args.step}"
@@ -261,7 +226,7 @@ def _rollouts(args: Args, catalog: Catalog) -> Result:
         for q, prompt in enumerate(batch.prompts)
         for g, tokens in enumerate(batch.tokens[q])
     ]
-    return _shown({"policy": args.policy, "step": batch.step, "samples": samples})
+    return Result({"policy": args.policy, "step": batch.step, "samples": samples})
 
 
 @command(
@@ -284,7 +249,7 @@ def _verify(args: Args, catalog: Catalog) -> Result:
 
             findings = list(catalog.verify(progress=at))
     data = {"payloads": checked[0], "bytes": checked[1], "findings": findings}
-    return _shown(data, "" if findings else "nothing is damaged", 1 if findings else 0)
+    return Result(data, "" if findings else "nothing is damaged", 1 if findings else 0)
 
 
 @command(
@@ -307,9 +272,9 @@ def _promote(args: Args, catalog: Catalog) -> Result:
         raise UserError("--canary and --guard need each other: give both, or neither")
     about: Any = {"by": args.by, "why": args.why}
     if args.canary is None:
-        return _shown({"alias": catalog.promote(policy, _which(which), args.alias, **about)})
+        return Result({"alias": catalog.promote(policy, which, args.alias, **about)})
     about |= {"share": args.canary, "guard": args.guard, "alpha": args.alpha}
-    return _shown(_canary_data(catalog.open_canary(policy, _which(which), args.alias, **about)))
+    return Result(_canary_data(catalog.open_canary(policy, which, args.alias, **about)))
 
 
 @command(
@@ -324,20 +289,18 @@ def _canary(args: Args, catalog: Catalog) -> Result:
     policy, at, alias = args.name.partition("@")
     if args.end:
         ended = catalog.end_canary(policy, alias if at else "serving", by=args.by, why=args.why)
-        return _shown(_canary_data(ended))
+        return Result(_canary_data(ended))
     found = catalog.canaries(policy, alias if at else None, args.limit)
-    return _shown({"canaries": [_canary_data(one) for one in found]})
+    return Result({"canaries": [_canary_data(one) for one in found]})
 
 
 def _canary_data(one: Canary) -> dict[str, Any]:
     """Returns a canary for people and JSON: its evidence by arm."""
-    evidence, needed = one.evidence, 1 / one.alpha
-    arms = zip(("parent", "candidate"), evidence.answers, evidence.means)
-    fields = dataclasses.asdict(one) | {"e_worse": evidence.e_worse, "e_fit": evidence.e_fit}
-    fields |= {"e_needed": needed}
-    for name, answers, mean in arms:
-        fields |= {f"{name}_answers": answers, f"{name}_reward": mean}
+    fields, evidence = dataclasses.asdict(one), one.evidence
     del fields["evidence"]
+    fields |= {"e_worse": evidence.e_worse, "e_fit": evidence.e_fit, "e_needed": 1 / one.alpha}
+    for name, *about in zip(("parent", "candidate"), evidence.answers, evidence.means):
+        fields[f"{name}_answers"], fields[f"{name}_reward"] = about
     return fields
 
 
@@ -345,13 +308,13 @@ def _canary_data(one: Canary) -> dict[str, Any]:
     "rollback",
     "point an alias back at its previous revision",
     arg("policy", help=POLICY),
-    arg("--to", type=_which, metavar="REVISION", help="an earlier revision of the alias"),
+    arg("--to", metavar="REVISION", help="an earlier revision of the alias"),
     _ALIAS,
     *SIGNED,
 )
 def _rollback(args: Args, catalog: Catalog) -> Result:
     moved = catalog.rollback(args.policy, args.alias, to=args.to, by=args.by, why=args.why)
-    return _shown({"alias": moved})
+    return Result({"alias": moved})
 
 
 def _set(args: Args, catalog: Catalog, method: str, done: str) -> Result:
@@ -361,9 +324,9 @@ def _set(args: Args, catalog: Catalog, method: str, done: str) -> Result:
         raise UserError(f"{args.name!r} names no revision: write {args.name}@NUMBER, or an alias")
     if at and not which:
         raise UserError(f"{args.name!r} ends with '@': add a number or an alias, or leave '@' out")
-    one = [_which(which)] if at else []
-    getattr(catalog, method)(policy, *one, by=args.by, why=args.why)
-    return _shown({"name": args.name, "is": done})
+    named = [which] if at else []
+    getattr(catalog, method)(policy, *named, by=args.by, why=args.why)
+    return Result({"name": args.name, "is": done})
 
 
 for _name, _done, _help, _subject in (
@@ -393,7 +356,7 @@ def _set_tags(args: Args, catalog: Catalog) -> Result:
     if not changes:
         raise UserError(f"no tags of {args.name} are given: write KEY=VALUE, or --remove KEY")
     now = catalog.tag(args.name, changes, by=args.by, why=args.why)
-    return _shown({"name": args.name, "tags": now})
+    return Result({"name": args.name, "tags": now})
 
 
 @command(
@@ -405,7 +368,7 @@ def _set_tags(args: Args, catalog: Catalog) -> Result:
 def _delete(args: Args, catalog: Catalog) -> Result:
     catalog.delete(args.policy, by=args.by, why=args.why)
     note = "gc frees the bytes that nothing else refers to"
-    return _shown({"policy": args.policy, "is": "deleted"}, note)
+    return Result({"policy": args.policy, "is": "deleted"}, note)
 
 
 @command(
@@ -423,7 +386,7 @@ def _delete(args: Args, catalog: Catalog) -> Result:
 def _keep_last(args: Args, catalog: Catalog) -> Result:
     catalog.keep_last(args.policy, args.count, by=args.by, why=args.why)
     note = "gc also keeps what aliases, pins and leases name"
-    return _shown({"policy": args.policy, "keep_last": args.count}, note)
+    return Result({"policy": args.policy, "keep_last": args.count}, note)
 
 
 _GRACE = "time that files stay for their readers and writers (default 3600)"
@@ -434,14 +397,14 @@ _GRACE = "time that files stay for their readers and writers (default 3600)"
     "remove what retention gives up and nothing refers to",
     arg("--dry-run", action="store_true", help="only report"),
     arg("--no-compact", dest="compact", action="store_false", help="do not join small packs"),
-    arg("--grace", dest="grace_s", type=_seconds, default=3600.0, metavar="SECONDS", help=_GRACE),
+    arg("--grace", dest="grace_s", type=NATURAL, default=3600, metavar="SECONDS", help=_GRACE),
     *SIGNED,
 )
 def _gc(args: Args, catalog: Catalog) -> Result:
     options = ("dry_run", "compact", "grace_s", "by", "why")
     report = catalog.gc(**{name: getattr(args, name) for name in options})
     note = "would be removed" if report.dry_run else "removed"
-    return Result(report, {}, f"{len(report.revisions)} revisions {note}")
+    return Result(report, f"{len(report.revisions)} revisions {note}")
 
 
 @command(
@@ -465,7 +428,7 @@ def _export(args: Args, catalog: Catalog) -> Result:
             if Path(args.packed).exists():
                 raise UserError(f"output {args.packed} exists: choose a new file, or remove it")
             write_file(Path(args.packed), data.tobytes(), replace=False)
-            return _shown(written | {"packed": args.packed})
+            return Result(written | {"packed": args.packed})
         if args.format != "orbax":
             written["base_name"] = _write_peft(args, found, data)
         else:
@@ -477,7 +440,7 @@ def _export(args: Args, catalog: Catalog) -> Result:
             f"output {args.packed or args.directory} cannot be written"
             f" ({error.strerror or error}): choose another place"
         ) from None
-    return _shown(written | {"directory": args.directory})
+    return Result(written | {"directory": args.directory})
 
 
 def _write_peft(args: Args, found: Resolved, data: np.ndarray) -> str:

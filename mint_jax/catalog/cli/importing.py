@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 from mint_jax.catalog.cli.commands import BASE, NATURAL, SIGNED, Args, arg, command, count, path
 from mint_jax.catalog.cli.output import Result, progress
@@ -31,17 +32,12 @@ BATCH, BATCH_BYTES = 1000, 256 << 20  # adapters and bytes of a transaction
 READERS = min(8, 2 * (os.cpu_count() or 1))
 
 
-@dataclasses.dataclass(frozen=True)
-class Ready:
+class Ready(NamedTuple):
     """An adapter read and packed."""
 
     source: Source
     export: Export
     digest: str
-
-    def refused(self, error: UserError) -> ImportRefusal:
-        """The report of its refusal."""
-        return ImportRefusal(str(self.source.path), str(error))
 
 
 @dataclasses.dataclass
@@ -53,11 +49,6 @@ class Tally:
     present: int = 0
     bytes: int = 0
     refused: list[ImportRefusal] = dataclasses.field(default_factory=list)
-
-    def add(self, *some: Ready) -> None:
-        """Counts imported adapters."""
-        self.imported += len(some)
-        self.bytes += sum(len(one.export.data) for one in some)
 
 
 DTYPES = ("keep", "float32", "bfloat16", "float16")
@@ -97,7 +88,9 @@ def _import(args: Args, catalog: Catalog | None) -> Result:
     try:
         with progress("check" if args.dry_run else "import", total) as advance:
             for batch in _batches(_read(planned, args), tally):
-                _commit(batch, args, catalog, tally)
+                new = _without_present(batch, catalog)
+                tally.present += len(batch) - len(new)
+                _commit(new, args, catalog, tally)
                 advance(tally.imported + tally.present + len(tally.refused))
     except UserError as error:
         raise UserError(
@@ -128,16 +121,13 @@ def _policy_name(template: str, place: Path, tenant: str | None) -> str:
     place = place.absolute()
     stem = place.stem if place.suffix == ".safetensors" else place.name
     fields = {"name": stem, "parent": place.parent.name}
-
-    def fill(match: re.Match) -> str:
-        if match[1] not in fields:
-            raise UserError(
-                f"--policy {template[:80]!r} has {match[0][:40]!r}; known are {{name}} and"
-                " {parent}"
-            )
-        return fields[match[1]]
-
-    name = re.sub(r"\{([^{}]*)\}", fill, template)
+    pattern = r"\{([^{}]*)\}"
+    if strange := [name for name in re.findall(pattern, template) if name not in fields]:
+        raise UserError(
+            f"--policy {template[:80]!r} has {{{strange[0][:40]}}}; known are {{name}} and"
+            " {parent}"
+        )
+    name = re.sub(pattern, lambda found: fields[found[1]], template)
     return full_name(*names.parse_policy(name, tenant))
 
 
@@ -188,57 +178,51 @@ def _read(planned: Sequence[tuple[Source, str]], args: Args) -> Iterator[Ready |
     with ThreadPoolExecutor(READERS, "reader") as pool:
         under_way: collections.deque[Future] = collections.deque()
         try:
-            for source, policy in planned:
-                under_way.append(pool.submit(read, source, policy))
+            for one in planned:
+                under_way.append(pool.submit(read, *one))
                 if len(under_way) >= 2 * READERS:
                     yield under_way.popleft().result()
             while under_way:
                 yield under_way.popleft().result()
         finally:
-            for future in under_way:
-                future.cancel()
+            pool.shutdown(cancel_futures=True)
 
 
-def _commit(batch: Sequence[Ready], args: Args, catalog: Catalog | None, tally: Tally) -> None:
-    """Makes revisions of the adapters that are not in the catalog yet."""
-    pairs = [(one.export.policy, one.digest) for one in batch]
-    present = [False] * len(batch) if catalog is None else catalog.holds(pairs)
-    tally.present += sum(present)
-    new = [one for one, there in zip(batch, present) if not there]
-    if not args.dry_run:
-        assert catalog is not None
-        _export(new, args, catalog, tally)
-        return
-    for one in new:
-        try:
-            if catalog is not None:
-                _check(one, catalog)
-            tally.add(one)
-        except UserError as error:
-            tally.refused.append(one.refused(error))
+def _without_present(batch: Sequence[Ready], catalog: Catalog | None) -> Sequence[Ready]:
+    """Leaves out adapters that their policies have already."""
+    if catalog is None:
+        return batch
+    present = catalog.holds([(one.export.policy, one.digest) for one in batch])
+    return [one for one, there in zip(batch, present) if not there]
 
 
-def _check(one: Ready, catalog: Catalog) -> None:
-    """Raises ``UserError`` if an export to an existing policy would be refused."""
-    try:
-        record = catalog.policy(one.export.policy)
-    except UserError:  # a new one
-        return
-    check_active(record)
-    exports.check_schema(exports.prepare(one.export), record.schema)
-
-
-def _export(some: Sequence[Ready], args: Args, catalog: Catalog, tally: Tally) -> None:
-    """Exports in one transaction; of a refused one, each alone."""
+def _commit(some: Sequence[Ready], args: Args, catalog: Catalog | None, tally: Tally) -> None:
+    """Exports in one transaction, or checks in a dry run; of a refused one, each alone."""
     try:
         items = [one.export for one in some]
-        catalog.export_many(items, create=True, by=args.by, why=args.why)
-        tally.add(*some)
+        if not args.dry_run:
+            assert catalog is not None
+            catalog.export_many(items, create=True, by=args.by, why=args.why)
+        elif catalog is not None:
+            for item in items:
+                _check(item, catalog)
+        tally.imported += len(items)
+        tally.bytes += sum(len(item.data) for item in items)
     except (StorageFailed, DatabaseFailed):
         raise
     except UserError as error:
         if len(some) == 1:
-            tally.refused.append(some[0].refused(error))
+            tally.refused.append(ImportRefusal(str(some[0].source.path), str(error)))
             return
         for one in some:
-            _export([one], args, catalog, tally)
+            _commit([one], args, catalog, tally)
+
+
+def _check(item: Export, catalog: Catalog) -> None:
+    """Raises ``UserError`` if an export to an existing policy would be refused."""
+    try:
+        record = catalog.policy(item.policy)
+    except UserError:  # a new one
+        return
+    check_active(record)
+    exports.check_schema(exports.prepare(item), record.schema)

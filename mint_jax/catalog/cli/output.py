@@ -11,7 +11,6 @@ import json
 import math
 import sys
 import time
-import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +19,19 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainin
 from rich.table import Table
 from rich.text import Text
 
+from mint_jax.catalog.records.names import is_visible
+
+COLUMNS = {  # of the tables of lists; all by default
+    "policies": "policy state revisions aliases base session_owner tags touched_at",
+    "revisions": "number step digest bytes state pinned origin created_at",
+    "aliases": "name number digest version updated_at",
+    "canaries": "id alias parent candidate share margin state e_worse e_fit e_needed"
+    " parent_answers parent_reward candidate_answers candidate_reward updated_at",
+    "entries": "id at action policy alias before after actor why details",
+    "rollouts": "step tokens mean_reward digest created_at",
+    "evaluations": "policy number digest scorer renderer dataset seed isolated shared metrics",
+    "findings": "kind digest revisions what",
+}
 DIGESTS = ("digest", "base", "dataset")  # columns whose first 12 digits are shown
 
 
@@ -29,13 +41,11 @@ class Result:
 
     Attributes:
         data: a record, printed as JSON, or as a table of its values and one of each list in it.
-        columns: columns of a list's table by the list's name, in words; all by default.
         note: a last line for people.
         code: the exit status.
     """
 
     data: Any
-    columns: Mapping[str, str] = dataclasses.field(default_factory=dict)
     note: str = ""
     code: int = 0
 
@@ -58,7 +68,7 @@ def show(result: Result, as_json: bool) -> None:
         if isinstance(value, dict) and not _is_value(value):
             console.print(_facts(key, value))
         elif isinstance(value, list) and value:
-            console.print(_table(key, value, result.columns.get(key, "").split()))
+            console.print(_table(key, value, COLUMNS.get(key, "").split()))
     if result.note:
         console.print(Text(plain(result.note)))
 
@@ -133,14 +143,9 @@ def plain(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     return "".join(
-        char if _is_visible(char) else char.encode("unicode_escape", "backslashreplace").decode()
+        char if is_visible(char) else char.encode("unicode_escape", "backslashreplace").decode()
         for char in str(value)
     )
-
-
-def _is_visible(char: str) -> bool:
-    category = unicodedata.category(char)
-    return category[0] != "C" and category not in ("Zl", "Zp")
 
 
 def _when(seconds: float) -> str:

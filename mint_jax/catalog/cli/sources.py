@@ -85,38 +85,34 @@ def pickle_refusal(name: str) -> str:
 
 def _walk(top: Path, follow_links: bool) -> Iterator[Source | ImportRefusal]:
     real_top = Path(os.path.realpath(top))
-    root = None if follow_links else real_top
-    visited, waiting = {real_top}, [top]
-    while waiting:
-        folder = waiting.pop()
-        try:
-            with os.scandir(folder) as listing:
-                entries = [entry for entry in listing if not entry.name.startswith(".")]
-        except OSError as error:
-            yield ImportRefusal(str(folder), f"the folder cannot be listed ({error.strerror})")
-            continue
-        entries.sort(key=lambda entry: entry.name)
-        names = {entry.name for entry in entries}
-        if orbax_files.is_revision(names):  # everything below belongs to the checkpoint
+    root, visited = None if follow_links else real_top, {real_top}
+    failed: list[OSError] = []
+    for name, folders, files in os.walk(top, onerror=failed.append, followlinks=True):
+        folder, below = Path(name), []
+        if orbax_files.is_revision({*folders, *files}):  # everything below is the checkpoint's
             yield Source(folder, False, root, orbax=True)
+            folders.clear()
             continue
-        peft = CONFIG in names
-        if peft:
+        if peft := CONFIG in files:
             yield Source(folder, True, root)
-        below = []
-        for entry in entries:
-            path = folder / entry.name
-            if path.is_dir():  # False for a link in a circle
-                real = Path(os.path.realpath(path))
-                if root is not None and not _inside(path, root):
-                    yield ImportRefusal(str(path), f"it is {_OUTSIDE}: see --follow-links")
-                elif real not in visited and (follow_links or not entry.is_symlink()):
-                    # the target of a link inside the folder is found at its own place
-                    visited.add(real)
-                    below.append(path)
-            elif not peft:
-                yield from _file(path, root)
-        waiting += reversed(below)
+        for name in sorted(folders):
+            path = folder / name
+            real = Path(os.path.realpath(path))
+            if name.startswith("."):
+                continue
+            if root is not None and not real.is_relative_to(root):
+                yield ImportRefusal(str(path), f"it is {_OUTSIDE}: see --follow-links")
+            elif real not in visited and (follow_links or not path.is_symlink()):
+                # the target of a link inside the folder is found at its own place
+                visited.add(real)
+                below.append(name)
+        folders[:] = below
+        for name in [] if peft else sorted(files):
+            if not name.startswith("."):
+                yield from _file(folder / name, root)
+    for error in failed:
+        reason = f"the folder cannot be listed ({error.strerror})"
+        yield ImportRefusal(str(error.filename), reason)
 
 
 def _file(path: Path, root: Path | None) -> Iterator[Source | ImportRefusal]:

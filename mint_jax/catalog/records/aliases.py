@@ -15,11 +15,11 @@ import sqlalchemy as sa
 from mint_jax.catalog.records import audit, names
 from mint_jax.catalog.records.audit import AuditEntry, Author, Signed
 from mint_jax.catalog.records.database import chunks, dialect_insert
-from mint_jax.catalog.records.handle import Handle, touch
+from mint_jax.catalog.records.handle import Change, Handle
 from mint_jax.catalog.records.lookup import find_in
 from mint_jax.catalog.records.names import full_name
 from mint_jax.catalog.records.policies import PolicyRecord
-from mint_jax.catalog.records.tables import aliases, canaries, revisions
+from mint_jax.catalog.records.tables import aliases, as_record, canaries, revisions
 from mint_jax.catalog.records.tables import audit as log
 from mint_jax.errors import UserError
 
@@ -60,23 +60,21 @@ def promote(
     """
     alias = names.clean_alias(alias)
 
-    def body(connection: sa.Connection, author: Author, row: sa.Row) -> Alias:
-        target = find_in(connection, row, revision, live=True)
-        return promote_in(connection, author, row, target, alias)
+    def body(change: Change) -> Alias:
+        target = find_in(change.connection, change.policy, revision, live=True)
+        return promote_in(change, target, alias)
 
     return catalog.change(policy, body, **signed, active=True)
 
 
-def promote_in(
-    connection: sa.Connection, author: Author, policy: Any, target: Any, alias: str, **about: Any
-) -> Alias:
-    """``promote`` of a locked policy to the row of a live revision; ``about``: further details."""
-    now = current(connection, policy, alias)
-    if now is None or now.revision_id != target.id:
-        before, version = (None, 0) if now is None else (now.number, now.version)
-        move = Move(policy, alias, target, before, version + 1, version)
-        return _move(connection, author, move, "promote", **about)
-    return _as_alias(policy, now)
+def promote_in(change: Change, target: Any, alias: str, **about: Any) -> Alias:
+    """``promote`` to the row of a live revision; ``about``: further details."""
+    now = current(change.connection, change.policy, alias)
+    if now is not None and now.revision_id == target.id:
+        return _as_alias(change.policy, now)
+    before, version = (None, 0) if now is None else (now.number, now.version)
+    move = Move(change.policy, alias, target, before, version + 1, version)
+    return _move(change, move, "promote", **about)
 
 
 def rollback(
@@ -92,19 +90,24 @@ def rollback(
     """
     alias = names.clean_alias(alias)
 
-    def body(connection: sa.Connection, author: Author, row: sa.Row) -> Alias:
+    def body(change: Change) -> Alias:
+        connection, row, full = change.connection, change.policy, f"{change.full}@{alias}"
         target = None if to is None else find_in(connection, row, to, live=True)
-        now = current(connection, row, alias)
-        full = f"{full_name(row.tenant, row.name)}@{alias}"
-        if now is None:
+        if (now := current(connection, row, alias)) is None:
             raise UserError(f"alias {full} does not exist: promote a revision first")
-        made = _made(connection, row, alias, now.version)
-        while made.rollback_to:
-            made = _made(connection, row, alias, made.rollback_to)
-            if target is None or made.after == target.number:
-                target = target or find_in(connection, row, made.after, live=True)
-                move = Move(row, alias, target, now.number, now.version + 1, made.rollback_to)
-                return _move(connection, author, move, "rollback")
+        moves = sa.select(log).where(log.c.policy_id == row.id, log.c.alias == alias)
+
+        def made(version: int) -> sa.Row:
+            return connection.execute(moves.where(log.c.version == version)).one()
+
+        earlier = made(now.version)
+        while earlier.rollback_to:
+            earlier = made(earlier.rollback_to)
+            if target is None or earlier.after == target.number:
+                target = target or find_in(connection, row, earlier.after, live=True)
+                version = now.version + 1
+                move = Move(row, alias, target, now.number, version, earlier.rollback_to)
+                return _move(change, move, "rollback")
         if target is None:
             raise UserError(
                 f"alias {full} has no revision before {now.number}: promote another one instead"
@@ -126,15 +129,12 @@ def list_aliases(catalog: Handle, policy: str) -> list[Alias]:
 
 def aliases_of(catalog: Handle, records: Sequence[PolicyRecord]) -> dict[str, list[str]]:
     """Returns ``alias@number`` of all aliases of these policies, by their full names."""
-    found: dict[int, list[str]] = {}
-    columns = (aliases.c.policy_id, aliases.c.name, revisions.c.number)
-    for some in chunks([one.id for one in records]):
-        query = sa.select(*columns).join(revisions, aliases.c.revision_id == revisions.c.id)
-        query = query.where(aliases.c.policy_id.in_(some)).order_by(aliases.c.name)
-        rows = catalog.database.read(lambda c, query=query: c.execute(query).tuples().all())
-        for policy_id, name, number in rows:
-            found.setdefault(policy_id, []).append(f"{name}@{number}")
-    return {one.policy: found.get(one.id, []) for one in records}
+    found: dict[int, list[str]] = {one.id: [] for one in records}
+    for some in chunks(list(found)):
+        query = _ALIASES.where(aliases.c.policy_id.in_(some)).order_by(aliases.c.name)
+        for row in catalog.database.rows(query):
+            found[row.policy_id].append(f"{row.name}@{row.number}")
+    return {one.policy: found[one.id] for one in records}
 
 
 def list_audit(
@@ -186,18 +186,18 @@ def write_moves(
     stays. ``details``: values of further details, one for each move.
     """
     entries, rows = [], {}
-    for i, move in enumerate(moves):
+    for i, (policy, alias, target, before, version, rollback_to) in enumerate(moves):
         about = {name: values[i] for name, values in details.items()}
-        fields = move._asdict() | {"after": move.target.number}
-        del fields["policy"], fields["target"]
-        about |= {"digest": move.target.digest.hex()}
-        entries.append(audit.row(author, action, move.policy, about, **fields))
-        rows[move.policy.id, move.alias] = {
-            "policy_id": move.policy.id,
-            "name": move.alias,
-            "revision_id": move.target.id,
-            "version": move.version,
-            "updated_at": max(author.now, move.policy.touched_at),
+        about |= {"digest": target.digest.hex()}
+        fields = {"before": before, "after": target.number, "rollback_to": rollback_to}
+        fields |= {"alias": alias, "version": version}
+        entries.append(audit.row(author, action, policy, about, **fields))
+        rows[policy.id, alias] = {
+            "policy_id": policy.id,
+            "name": alias,
+            "revision_id": target.id,
+            "version": version,
+            "updated_at": max(author.now, policy.touched_at),
             "canary_id": None,
         }
     insert = dialect_insert(connection, aliases)
@@ -208,31 +208,25 @@ def write_moves(
     audit.append(connection, *entries)
 
 
-def _move(
-    connection: sa.Connection, author: Author, move: Move, action: str, **about: Any
-) -> Alias:
+def _move(change: Change, move: Move, action: str, **about: Any) -> Alias:
     """Moves an alias; its open canary, which compares with the revision before, is superseded."""
+    connection, author, policy = change
     write_moves(connection, author, [move], action, **{name: [one] for name, one in about.items()})
-    own = (canaries.c.policy_id == move.policy.id, canaries.c.alias == move.alias)
+    own = (canaries.c.policy_id == policy.id, canaries.c.alias == move.alias)
     update = canaries.update().where(*own, canaries.c.state == "open")
     connection.execute(update.values(state="superseded", updated_at=author.now))
-    touch(connection, author, move.policy)
-    made = current(connection, move.policy, move.alias)
-    assert made is not None
-    return _as_alias(move.policy, made)
+    change.touch()
+    return _as_alias(policy, current(connection, policy, move.alias))
+
+
+_ALIASES = sa.select(aliases, revisions.c.number, revisions.c.digest).join(
+    revisions, aliases.c.revision_id == revisions.c.id
+)
 
 
 def _select(policy: sa.Row) -> sa.Select:
-    query = sa.select(aliases, revisions.c.number, revisions.c.digest)
-    query = query.join(revisions, aliases.c.revision_id == revisions.c.id)
-    return query.where(aliases.c.policy_id == policy.id).order_by(aliases.c.name)
+    return _ALIASES.where(aliases.c.policy_id == policy.id).order_by(aliases.c.name)
 
 
 def _as_alias(policy: sa.Row, row: Any) -> Alias:
-    full, digest = full_name(policy.tenant, policy.name), row.digest.hex()
-    return Alias(full, row.name, row.number, digest, row.version, row.updated_at)
-
-
-def _made(connection: sa.Connection, policy: sa.Row, alias: str, version: int) -> sa.Row:
-    query = sa.select(log).where(log.c.policy_id == policy.id, log.c.alias == alias)
-    return connection.execute(query.where(log.c.version == version)).one()
+    return as_record(Alias, row, policy=full_name(policy.tenant, policy.name))

@@ -12,8 +12,8 @@ from typing import Any, TypedDict
 import sqlalchemy as sa
 
 from mint_jax.catalog.records.database import WRITE
-from mint_jax.catalog.records.names import full_name, note
-from mint_jax.catalog.records.tables import audit, policies
+from mint_jax.catalog.records.names import note
+from mint_jax.catalog.records.tables import as_record, audit, policies
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,6 @@ class AuditEntry:
     details: dict[str, Any]
 
 
-_COLUMNS = [field.name for field in dataclasses.fields(AuditEntry) if field.name != "policy"]
 _EMPTY = dict.fromkeys(("alias", "before", "after", "version", "rollback_to"))
 
 
@@ -94,9 +93,7 @@ def entries(
     """Returns entries that meet all conditions, oldest first or ``newest`` first."""
     query = sa.select(audit, policies.c.tenant, policies.c.name).outerjoin(policies)
     query = query.where(*conditions).order_by(audit.c.id.desc() if newest else audit.c.id)
-    made = []
-    for row in connection.execute(query.limit(limit)):
-        values: dict[str, Any] = {name: row._mapping[name] for name in _COLUMNS}
-        policy = None if row.policy_id is None else full_name(row.tenant, row.name)
-        made.append(AuditEntry(policy=policy, **values | {"details": json.loads(row.details)}))
-    return made
+    return [
+        as_record(AuditEntry, row, details=json.loads(row.details))
+        for row in connection.execute(query.limit(limit))
+    ]

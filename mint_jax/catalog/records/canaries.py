@@ -14,18 +14,18 @@ import dataclasses
 import json
 import re
 from collections.abc import Sequence
-from typing import Any, Unpack
+from typing import Unpack
 
 import sqlalchemy as sa
 
 from mint_jax.catalog.evidence import ArmReward, CanaryEvidence
 from mint_jax.catalog.records import names
 from mint_jax.catalog.records.aliases import current, promote_in
-from mint_jax.catalog.records.audit import Author, Signed
-from mint_jax.catalog.records.handle import Handle, record
+from mint_jax.catalog.records.audit import Signed
+from mint_jax.catalog.records.handle import Change, Handle
 from mint_jax.catalog.records.lookup import find_in
-from mint_jax.catalog.records.names import LATEST, full_name
-from mint_jax.catalog.records.tables import aliases, policies
+from mint_jax.catalog.records.names import LATEST
+from mint_jax.catalog.records.tables import aliases, as_record, policies
 from mint_jax.catalog.records.tables import canaries as table
 from mint_jax.errors import UserError
 
@@ -95,42 +95,36 @@ def open_canary(
     if alias == LATEST:
         raise UserError("latest moves with every export: open the canary on another alias")
 
-    def body(connection: sa.Connection, author: Author, row: sa.Row) -> Canary:
+    def body(change: Change) -> Canary:
+        connection, row, full = change.connection, change.policy, f"{change.full}@{alias}"
         target = find_in(connection, row, revision, live=True)
-        now, full = current(connection, row, alias), full_name(row.tenant, row.name)
-        if now is None:
-            raise UserError(f"alias {full}@{alias} does not exist: promote a first revision to it")
+        if (now := current(connection, row, alias)) is None:
+            raise UserError(f"alias {full} does not exist: promote a first revision to it")
         if now.digest == target.digest:
             raise UserError(
-                f"revision {full}@{target.number} has the bytes that {full}@{alias} points at:"
+                f"revision {change.full}@{target.number} has the bytes that {full} points at:"
                 " choose another candidate"
             )
         if now.canary_id is not None:
             raise UserError(
-                f"alias {full}@{alias} has a canary, {now.canary_id}: wait for its decision, or"
-                " end it"
+                f"alias {full} has a canary, {now.canary_id}: wait for its decision, or end it"
             )
-        values = {
+        terms = {"alias": alias, "parent": now.number, "share": float(share), "margin": margin}
+        terms |= {"alpha": float(alpha)}
+        values = terms | {
             "policy_id": row.id,
-            "alias": alias,
-            "parent": now.number,
             "candidate": target.number,
             "digest": target.digest,
-            "share": float(share),
-            "margin": margin,
-            "alpha": float(alpha),
             "state": "open",
-            "evidence": json.dumps(CanaryEvidence().to_dict() | {"places": {}}),
-            "opened_at": max(author.now, row.touched_at),
-            "updated_at": max(author.now, row.touched_at),
+            "evidence": _text(CanaryEvidence(), {}),
+            "opened_at": change.now,
+            "updated_at": change.now,
         }
         number = connection.scalar(table.insert().returning(table.c.id), values)
         own = (aliases.c.policy_id == row.id, aliases.c.name == alias)
         connection.execute(aliases.update().where(*own).values(canary_id=number))
-        details = {"canary": number, "alias": alias, "parent": now.number, "share": share}
-        details |= {"margin": margin, "alpha": alpha}
-        record(connection, author, row, "open canary", details, before=target.number)
-        return _found(connection, table.c.id == number)[0]
+        change.record("open canary", {"canary": number, **terms}, before=target.number)
+        return _one(connection, number)[0]
 
     return catalog.change(policy, body, **signed, active=True)
 
@@ -141,13 +135,14 @@ def end_canary(
     """Ends an alias's canary without a decision. Raises ``UserError`` if none is open."""
     alias = names.clean_alias(alias)
 
-    def body(connection: sa.Connection, author: Author, row: sa.Row) -> Canary:
-        now = current(connection, row, alias)
+    def body(change: Change) -> Canary:
+        now = current(change.connection, change.policy, alias)
         if now is None or now.canary_id is None:
-            full = full_name(row.tenant, row.name)
-            raise UserError(f"alias {full}@{alias} has no open canary: list the policy's canaries")
-        [found] = _found(connection, table.c.id == now.canary_id)
-        return _close(connection, author, row, found, "ended", "end canary")
+            raise UserError(
+                f"alias {change.full}@{alias} has no open canary: list the policy's canaries"
+            )
+        found, _ = _one(change.connection, now.canary_id)
+        return _close(change, found, "ended", "end canary")
 
     return catalog.change(policy, body, **signed)
 
@@ -157,14 +152,17 @@ def list_canaries(
 ) -> list[Canary]:
     """Returns canaries of a policy, or of one of its aliases, newest first."""
     chosen = [] if alias is None else [table.c.alias == names.clean_alias(alias)]
-    return catalog.look(
-        policy, lambda c, row: _found(c, table.c.policy_id == row.id, *chosen, limit=limit)
-    )
+
+    def body(connection: sa.Connection, row: sa.Row) -> list[Canary]:
+        own = (table.c.policy_id == row.id, *chosen)
+        return [found for found, _ in _found(connection, *own, limit=limit)]
+
+    return catalog.look(policy, body)
 
 
 def canary(catalog: Handle, id: int) -> Canary:
     """Returns a canary by its id."""
-    return catalog.database.read(lambda c: _one(c, id))
+    return catalog.database.read(lambda c: _one(c, id)[0])
 
 
 def observe(
@@ -186,9 +184,9 @@ def observe(
         UserError: there is no such canary, or a reward or propensity is out of range.
     """
 
-    def body(connection: sa.Connection, author: Author, row: sa.Row) -> Canary:
-        found = _one(connection, id)
-        places = _places(connection, id)
+    def body(change: Change) -> Canary:
+        connection = change.connection
+        found, places = _one(connection, id)
         new = [(place, one) for place, one in rewards if place > places.get(source, 0)]
         if found.state != "open" or not new:
             return found
@@ -197,18 +195,18 @@ def observe(
             evidence, places[source] = evidence.after(one, found.margin), place
             if (state := _decision(evidence, found.alpha)) != "open":
                 break
-        text = json.dumps(evidence.to_dict() | {"places": places})
-        own, at = table.update().where(table.c.id == id), max(author.now, row.touched_at)
-        connection.execute(own.values(evidence=text, updated_at=at))
+        found = dataclasses.replace(found, evidence=evidence, updated_at=change.now)
+        values = {"evidence": _text(evidence, places), "updated_at": change.now}
+        connection.execute(table.update().where(table.c.id == id).values(**values))
         if state == "open":
-            return _one(connection, id)
-        found = dataclasses.replace(found, evidence=evidence)
-        author = dataclasses.replace(author, why=reason(found, state))
+            return found
+        why = reason(found, state)
+        change = change._replace(author=dataclasses.replace(change.author, why=why))
         action = "roll back canary" if state == "rolled back" else "promote canary"
-        closed = _close(connection, author, row, found, state, action)
+        closed = _close(change, found, state, action)
         if state == "promoted":
-            target = find_in(connection, row, found.candidate, live=True)
-            promote_in(connection, author, row, target, found.alias, canary=id)
+            target = find_in(connection, change.policy, found.candidate, live=True)
+            promote_in(change, target, found.alias, canary=id)
         return closed
 
     return catalog.change(canary(catalog, id).policy, body, **signed)
@@ -234,46 +232,41 @@ def _decision(evidence: CanaryEvidence, alpha: float) -> str:
     return "promoted" if evidence.e_fit >= 1 / alpha else "open"
 
 
-def _close(
-    connection: sa.Connection, author: Author, policy: Any, found: Canary, state: str, action: str
-) -> Canary:
+def _close(change: Change, found: Canary, state: str, action: str) -> Canary:
     """Closes an open canary, with its audit entry."""
-    at = max(author.now, policy.touched_at)
+    closed = dataclasses.replace(found, state=state, updated_at=change.now)
     own = table.update().where(table.c.id == found.id)
-    connection.execute(own.values(state=state, updated_at=at))
+    change.connection.execute(own.values(state=state, updated_at=change.now))
     alias = aliases.update().where(aliases.c.canary_id == found.id)
-    connection.execute(alias.values(canary_id=None))
-    evidence = found.evidence
+    change.connection.execute(alias.values(canary_id=None))
     details = {"canary": found.id, "alias": found.alias, "parent": found.parent}
-    details |= {"e_worse": evidence.e_worse, "e_fit": evidence.e_fit}
-    details |= {"answers": evidence.answers, "means": evidence.means}
-    record(connection, author, policy, action, details, before=found.candidate)
-    return _one(connection, found.id)
+    facts = ("e_worse", "e_fit", "answers", "means")
+    details |= {name: getattr(found.evidence, name) for name in facts}
+    change.record(action, details, before=found.candidate)
+    return closed
 
 
-def _one(connection: sa.Connection, id: int) -> Canary:
+def _text(evidence: CanaryEvidence, places: dict[str, int]) -> str:
+    """Returns the column ``evidence``; ``places``: number of the last reward of each source."""
+    return json.dumps(evidence.to_dict() | {"places": places})
+
+
+def _one(connection: sa.Connection, id: int) -> tuple[Canary, dict[str, int]]:
+    """Returns a canary and its evidence's places."""
     if not (found := _found(connection, table.c.id == id)):
         raise UserError(f"there is no canary {id}: list those of a policy")
     return found[0]
 
 
-def _places(connection: sa.Connection, id: int) -> dict[str, int]:
-    text = connection.scalar(sa.select(table.c.evidence).where(table.c.id == id))
-    return json.loads(str(text))["places"]
-
-
 def _found(
     connection: sa.Connection, *conditions: sa.ColumnElement[bool], limit: int = 1
-) -> list[Canary]:
+) -> list[tuple[Canary, dict[str, int]]]:
     query = sa.select(table, policies.c.tenant, policies.c.name).join(policies)
     query = query.where(*conditions).order_by(table.c.id.desc()).limit(limit)
-    return [_canary(**row._mapping) for row in connection.execute(query)]
-
-
-def _canary(
-    policy_id: int, tenant: str, name: str, digest: bytes, evidence: str, **same: Any
-) -> Canary:
-    fields = json.loads(evidence)
-    del fields["places"]
-    about: dict[str, Any] = {"policy": full_name(tenant, name), "digest": digest.hex()}
-    return Canary(**about, evidence=CanaryEvidence.from_dict(fields), **same)
+    found = []
+    for row in connection.execute(query):
+        fields = json.loads(row.evidence)
+        places = fields.pop("places")
+        evidence = CanaryEvidence.from_dict(fields)
+        found.append((as_record(Canary, row, evidence=evidence), places))
+    return found

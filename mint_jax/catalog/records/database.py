@@ -11,11 +11,13 @@ import contextlib
 import functools
 import os
 import random
+import re
 import sqlite3
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -36,18 +38,16 @@ _LOCK_KEY = 0x6D696E74  # PostgreSQL's advisory lock while tables are made
 _AGAIN = {"40001", "40P01", "55P03"}
 _LOST = {"57P01", "57P02", "57P03", "08000", "08001", "08003", "08006"}  # lost connections
 _TRANSACTION = sa.text("SELECT CAST(pg_current_xact_id_if_assigned() AS text)")
+_STATUS = sa.text("SELECT pg_xact_status(CAST(:id AS xid8))")
 _CORRUPT = {"XX001", "XX002"}  # damaged page or index
-_LOCKED = "another process holds the write lock; close its transaction, or raise timeout_s"
-_RESTORE = "the file is damaged; restore it from a backup"
-_SQLITE_REMEDIES = {
-    "locked": _LOCKED,
-    "busy": _LOCKED,
-    "not a database": f"{_RESTORE}, or choose another path",
-    "malformed": _RESTORE,
-    "could not decode": _RESTORE,
-    "no such": _RESTORE,
-    "unsupported file format": _RESTORE,
-    "foreign key mismatch": _RESTORE,
+_SQLITE_REMEDIES = {  # by patterns of SQLite's message
+    "locked|busy": (
+        "another process holds the write lock; close its transaction, or raise timeout_s"
+    ),
+    "not a database": "the file is damaged; restore it from a backup, or choose another path",
+    "malformed|could not decode|no such|unsupported file format|foreign key mismatch": (
+        "the file is damaged; restore it from a backup"
+    ),
     "readonly": "make the file and its folder writable",
     "unable to open": "check that the folder exists and is writable",
     "full": "free disk space",
@@ -145,6 +145,10 @@ class Database:
                 self._pause(attempt)
         raise AssertionError("unreachable")
 
+    def rows(self, query: sa.Select) -> Sequence[sa.Row[Any]]:
+        """Returns all rows of a query."""
+        return self.read(lambda c: c.execute(query).all())
+
     def write(self, body: Callable[[sa.Connection], T]) -> T:
         """Runs ``body(connection)`` in one transaction; ``body`` may run several times and must
         change only the database. Raises ``UserError``: the database cannot be written. Nothing was
@@ -180,9 +184,14 @@ class Database:
         logged = sa.select(sa.exists().where(tables.audit.c.write == write))
         while time.monotonic() < deadline:
             try:
-                status = self._status(transaction)
-                if status != "in progress":
-                    with self._reader.connect() as connection:
+                with self._reader.connect() as connection:
+                    try:
+                        status = connection.scalar(_STATUS, {"id": transaction})
+                    except exc.DataError as error:
+                        if _state(error) != "22023":  # "in the future": a crash forgot it
+                            raise
+                        status = None
+                    if status != "in progress":
                         return bool(connection.scalar(logged))
             except exc.OperationalError:
                 status = "unreachable"
@@ -192,16 +201,6 @@ class Database:
             f" {self.timeout_s:.0f} s: whether the change was made is unknown; look before"
             " repeating it"
         )
-
-    def _status(self, transaction: str) -> str | None:
-        query = sa.text("SELECT pg_xact_status(CAST(:id AS xid8))")
-        try:
-            with self._reader.connect() as connection:
-                return connection.scalar(query, {"id": transaction})
-        except exc.DBAPIError as error:
-            if _state(error) == "22023":  # "in the future": a crash forgot it
-                return None
-            raise
 
     def _pause(self, attempt: int) -> None:
         time.sleep(min(self.timeout_s / ATTEMPTS, 0.02 * 2**attempt) * random.uniform(0.5, 1.5))
@@ -213,7 +212,7 @@ class Database:
         if isinstance(error, exc.IntegrityError | exc.ProgrammingError):
             return error
         if self.sqlite:
-            found = (text for sign, text in _SQLITE_REMEDIES.items() if sign in reason.lower())
+            found = (to for sign, to in _SQLITE_REMEDIES.items() if re.search(sign, reason.lower()))
             remedy = next(found, None)
         elif _state(error) in _CORRUPT:
             remedy = "restore it from a backup"
@@ -352,14 +351,8 @@ def insert_new(connection: sa.Connection, table: sa.Table, rows: list[dict]) -> 
 
 def dialect_insert(connection: sa.Connection, table: sa.Table) -> Any:
     """An INSERT with ``on_conflict_do_nothing`` and ``on_conflict_do_update``."""
-    if connection.dialect.name == "postgresql":
-        # imported here: it takes 0.15 s and SQLite does not need it
-        from sqlalchemy.dialects.postgresql import insert
-
-        return insert(table)
-    from sqlalchemy.dialects.sqlite import insert
-
-    return insert(table)
+    # imported here: PostgreSQL's takes 0.15 s, and SQLite does not need it
+    return import_module(f"sqlalchemy.dialects.{connection.dialect.name}").insert(table)
 
 
 def chunks(items: Sequence[T], size: int = 500) -> Iterator[Sequence[T]]:

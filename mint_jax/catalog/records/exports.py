@@ -47,15 +47,14 @@ class Export:
 
 
 class Prepared(NamedTuple):
-    """An export, checked as far as possible without the database; ``key`` is tenant and name."""
+    """An export, checked as far as possible without the database."""
 
-    key: tuple[str, str]
+    key: tuple[str, str]  # tenant and name
     export: Export
     digest: bytes
-    length: int
     schema: str
     finite: bool
-    sampling: str | None
+    columns: dict[str, Any]  # of the revision
 
 
 def export(
@@ -101,14 +100,9 @@ def prepare(item: Export) -> Prepared:
     NaN or infinite weights without ``force``.
     """
     key = names.parse_policy(item.policy)
-    full = full_name(*key)
-    item = dataclasses.replace(
-        item,
-        step=whole(f"step of an export of {full!r}", item.step),
-        origin=note("origin", item.origin),
-    )
-    data = as_bytes(item.data)
-    adapter, schema = unpack(data)
+    full, digest = full_name(*key), bytes.fromhex(digest_of(item.data))
+    step = whole(f"step of an export of {full!r}", item.step)
+    adapter, schema = unpack(item.data)
     wrong = [path for path, leaf in nested.leaves_with_path(adapter) if not all_finite(leaf)]
     if wrong and not item.force:
         raise UserError(
@@ -118,8 +112,8 @@ def prepare(item: Export) -> Prepared:
     sampling = None
     if item.sampling is not None:
         sampling = json.dumps(dict(item.sampling), sort_keys=True, allow_nan=False)
-    digest = bytes.fromhex(digest_of(data))
-    return Prepared(key, item, digest, data.size, schema.to_json(), not wrong, sampling)
+    columns = {"step": step, "origin": note("origin", item.origin), "sampling": sampling}
+    return Prepared(key, item, digest, schema.to_json(), not wrong, columns)
 
 
 def commit(
@@ -142,33 +136,32 @@ def commit(
     add_payloads(connection, author, needed, places, finite)
     old = {owners[one.key].id for one in exports if owners[one.key].last_number}
     had = _find_same(connection, old, exports)
-    new: dict[tuple[int, int, bytes], dict[str, Any]] = {}
-    chosen = []  # for each export, its policy and the key of its revision
+    new, chosen = [], []  # rows of new revisions; for each export its policy and revision
     for one in exports:
         policy = owners[one.key]
-        key = (policy.id, one.export.step, one.digest)
-        chosen.append((policy, key))
-        if key not in had and key not in new:
+        key = (policy.id, one.columns["step"], one.digest)
+        if key not in had:
             policy.last_number += 1
-            new[key] = {
-                "policy_id": policy.id,
-                "number": policy.last_number,
-                "step": one.export.step,
-                "digest": one.digest,
-                "origin": one.export.origin,
-                "sampling": one.sampling,
-                "created_at": max(author.now, policy.touched_at),
-                "pinned": False,
-                "state": "live",
-            }
+            had[key] = SimpleNamespace(
+                policy_id=policy.id,
+                number=policy.last_number,
+                digest=one.digest,
+                **one.columns,
+                created_at=max(author.now, policy.touched_at),
+                pinned=False,
+                state="live",
+            )
+            new.append(had[key])
+        chosen.append((policy, had[key]))
     if new:
         insert = revisions.insert().returning(revisions.c.id, sort_by_parameter_order=True)
-        for key, number in zip(new, connection.scalars(insert, list(new.values()))):
-            had[key] = SimpleNamespace(id=number, **new[key])
-    _advance_latest(connection, author, [(policy, had[key]) for policy, key in chosen])
-    for one, (_, key) in zip(exports, chosen):
-        had[key].length = one.length
-    return [as_revision(had[key], policy) for policy, key in chosen]
+        numbers = connection.scalars(insert, [dict(vars(row)) for row in new])
+        for row, number in zip(new, numbers):
+            row.id = number
+    for one, (_, row) in zip(exports, chosen):
+        row.length = as_bytes(one.export.data).size
+    _advance_latest(connection, author, chosen)
+    return [as_revision(row, policy) for policy, row in chosen]
 
 
 def _lock_policies(
@@ -197,16 +190,13 @@ def _select_policies(
     connection: sa.Connection, keys: Iterable[tuple[str, str]]
 ) -> dict[tuple[str, str], Any]:
     """Locks policies; returns copies of their rows with revision, number, version of ``latest``."""
-    by_tenant: dict[str, list[str]] = {}
-    for tenant, name in keys:
-        by_tenant.setdefault(tenant, []).append(name)
     by_id: dict[int, Any] = {}
-    for tenant, some in sorted(by_tenant.items()):
-        for chunk in chunks(sorted(some)):
-            query = POLICIES.where(policy_table.c.tenant == tenant, policy_table.c.name.in_(chunk))
-            query = query.order_by(policy_table.c.name).with_for_update(of=policy_table)
-            for row in connection.execute(query):
-                by_id[row.id] = SimpleNamespace(**row._mapping, latest=(None, None, 0))
+    key = sa.tuple_(policy_table.c.tenant, policy_table.c.name)
+    query = POLICIES.order_by(*key.clauses).with_for_update(of=policy_table)
+    for chunk in chunks(sorted(keys)):
+        for row in connection.execute(query.where(key.in_(chunk))):
+            by_id[row.id] = SimpleNamespace(**row._mapping, latest=(None, None, 0))
+    # a new statement sees what was committed while the first one waited for locks
     columns = (aliases.c.policy_id, aliases.c.revision_id, revisions.c.number, aliases.c.version)
     for chunk in chunks([number for number, policy in by_id.items() if policy.last_number]):
         query = sa.select(*columns).join(revisions, aliases.c.revision_id == revisions.c.id)

@@ -8,7 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar, Unpack
+from typing import Any, NamedTuple, TypeVar, Unpack
 
 import sqlalchemy as sa
 
@@ -22,6 +22,36 @@ from mint_jax.errors import UserError
 
 T = TypeVar("T")
 POLICIES = sa.select(policies, schemas.c.json).join(schemas)  # with the schema's text as ``json``
+
+
+class Change(NamedTuple):
+    """A transaction of an author that changes one policy, whose row is locked."""
+
+    connection: sa.Connection
+    author: Author
+    policy: Any
+
+    @property
+    def full(self) -> str:
+        """Full name of the policy."""
+        return full_name(self.policy.tenant, self.policy.name)
+
+    @property
+    def now(self) -> float:
+        """Time of the change; times of one policy do not go back."""
+        return max(self.author.now, self.policy.touched_at)
+
+    def touch(self, **columns: Any) -> None:
+        """Changes columns of the policy, and sets the time of its last change."""
+        update = policies.update().where(policies.c.id == self.policy.id)
+        self.connection.execute(update.values(touched_at=self.now, **columns))
+
+    def record(
+        self, action: str, details: Any = None, before: int | None = None, **columns: Any
+    ) -> None:
+        """``touch`` with an entry in the audit log."""
+        self.touch(**columns)
+        audit.log(self.connection, self.author, action, self.policy, details, before=before)
 
 
 class Handle:
@@ -54,15 +84,13 @@ class Handle:
     def change(
         self,
         policy: str,
-        body: Callable[[Any, Author, Any], T],
+        body: Callable[[Change], T],
         active: bool = False,
         **signed: Unpack[Signed],
     ) -> T:
-        """Runs ``body(connection, author, policy's locked row)`` in one transaction. ``active``:
-        refuse a retired policy.
-        """
+        """Runs ``body`` in one transaction. ``active``: refuse a retired policy."""
         key, author = names.parse_policy(policy), self.author(**signed)
-        return self.database.write(lambda c: body(c, author, lock(c, *key, active=active)))
+        return self.database.write(lambda c: body(Change(c, author, lock(c, *key, active=active))))
 
 
 def find(connection: sa.Connection, tenant: str, name: str, query: sa.Select = POLICIES) -> sa.Row:
@@ -91,29 +119,8 @@ def lock(connection: sa.Connection, tenant: str, name: str, active: bool = False
 def check_active(policy: Any) -> None:
     """Raises ``UserError`` for a retired policy."""
     if policy.state != "active":
-        raise UserError(
-            f"policy {full_name(policy.tenant, policy.name)!r} is retired: restore it first"
-        )
-
-
-def touch(connection: sa.Connection, author: Author, policy: Any, **changes: Any) -> None:
-    """Changes columns of a locked policy and sets the time of its last change."""
-    changes["touched_at"] = max(author.now, policy.touched_at)
-    connection.execute(policies.update().where(policies.c.id == policy.id).values(**changes))
-
-
-def record(
-    connection: sa.Connection,
-    author: Author,
-    policy: Any,
-    action: str,
-    details: dict[str, Any] | None = None,
-    before: int | None = None,
-    **changes: Any,
-) -> None:
-    """``touch`` with an entry in the audit log."""
-    touch(connection, author, policy, **changes)
-    audit.log(connection, author, action, policy, details, before=before)
+        full = full_name(policy.tenant, policy.name)
+        raise UserError(f"policy {full!r} is retired: restore it first")
 
 
 def _user() -> str:

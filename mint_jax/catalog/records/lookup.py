@@ -17,7 +17,15 @@ from mint_jax.catalog.records.database import chunks
 from mint_jax.catalog.records.handle import Handle
 from mint_jax.catalog.records.names import RevisionName, full_name, parse_policy, parse_revision
 from mint_jax.catalog.records.payload_rows import place_of
-from mint_jax.catalog.records.tables import aliases, packs, payloads, policies, revisions, schemas
+from mint_jax.catalog.records.tables import (
+    aliases,
+    as_record,
+    packs,
+    payloads,
+    policies,
+    revisions,
+    schemas,
+)
 from mint_jax.catalog.storage.payloads import PackDamaged, PackMissing, Place
 from mint_jax.errors import UserError
 
@@ -94,13 +102,7 @@ _BY_DIGEST = (
     .order_by(revisions.c.digest, policies.c.state, revisions.c.state, revisions.c.id.desc())
     .limit(1)
 )
-_HIGHEST = (
-    sa.select(revisions.c.digest)
-    .select_from(_POLICIES)
-    .where(_IN_RANGE)
-    .order_by(revisions.c.digest.desc())
-    .limit(1)
-)
+_HIGHEST = _BY_DIGEST.order_by(None).order_by(revisions.c.digest.desc())
 
 
 def revision(catalog: Handle, policy: str, which: int | str) -> Revision:
@@ -126,17 +128,9 @@ def as_revision(row: Any, policy: Any = None) -> Revision:
     names of ``policy``.
     """
     owner = row if policy is None else policy
-    values = {name: getattr(row, name) for name in _COPIED}
-    return Revision(
-        policy=full_name(owner.tenant, owner.name),
-        digest=row.digest.hex(),
-        bytes=row.length,
-        sampling=None if row.sampling is None else json.loads(row.sampling),
-        **values,
-    )
-
-
-_COPIED = ("id", "number", "step", "origin", "pinned", "state", "created_at")
+    full = full_name(owner.tenant, owner.name)
+    sampling = None if row.sampling is None else json.loads(row.sampling)
+    return as_record(Revision, row, policy=full, bytes=row.length, sampling=sampling)
 
 
 def resolve(catalog: Handle, name: str, tenant: str | None = None) -> Resolved:
@@ -182,7 +176,7 @@ def holds(catalog: Handle, pairs: Sequence[tuple[str, str]]) -> list[bool]:
     columns = (policies.c.tenant, policies.c.name, revisions.c.digest)
     for chunk in chunks(sorted(set(keys)), 200):
         query = sa.select(*columns).select_from(_POLICIES).where(sa.tuple_(*columns).in_(chunk))
-        found |= set(catalog.database.read(lambda c, query=query: c.execute(query).tuples().all()))
+        found.update(map(tuple, catalog.database.rows(query)))
     return [key in found for key in keys]
 
 
@@ -222,7 +216,7 @@ def find(connection: sa.Connection, named: RevisionName, text: str) -> sa.Row:
         found = connection.execute(_BY_DIGEST, key).first()
         if found is None:
             raise UserError(f"revision {text[:80]!r} is not in the catalog: no digest begins so")
-        if low != high and connection.scalar(_HIGHEST, key) != found.digest:
+        if low != high and connection.execute(_HIGHEST, key).one().digest != found.digest:
             raise UserError(f"revision {text[:80]!r} begins several digests: give more digits")
         return found
     if named.number is not None:
@@ -253,7 +247,8 @@ def find_in(
                 f"revision {which[:80]!r} is not of policy {full!r}: name one of its own"
             )
     else:
-        named = parse_revision(which if names.is_digest(which) else f"p@{which}")
+        is_digest = names.is_digest(which) and not names.is_number(which)
+        named = parse_revision(which if is_digest else f"p@{which}")
     named = dataclasses.replace(named, tenant=policy.tenant, policy=policy.name)
     found = find(connection, named, text)
     if live:
@@ -286,16 +281,11 @@ def _unknown(connection: sa.Connection, named: RevisionName) -> UserError:
     policy = handle.find(connection, str(named.tenant), str(named.policy))
     full = full_name(policy.tenant, policy.name)
     if not policy.last_number:
-        return UserError(f"policy {full!r} has no revision yet: export one first")
-    if named.number is None:
-        return UserError(
-            f"policy {full!r} has no alias {named.alias!r}: list its aliases, or promote a"
-            " revision to it"
-        )
-    if named.number <= policy.last_number:
-        return UserError(
-            f"revision {full}@{named.number} was removed by retention: list the policy's revisions"
-        )
-    return UserError(
-        f"policy {full!r} has no revision {named.number}: its newest is {policy.last_number}"
-    )
+        text = "has no revision yet: export one first"
+    elif named.number is None:
+        text = f"has no alias {named.alias!r}: list its aliases, or promote a revision to it"
+    elif named.number <= policy.last_number:
+        text = f"has lost revision {named.number}, removed by retention: list its revisions"
+    else:
+        text = f"has no revision {named.number}: its newest is {policy.last_number}"
+    return UserError(f"policy {full!r} {text}")

@@ -42,21 +42,20 @@ def clean(what: str, text: str) -> str:
     if len(text) <= 4 * LONGEST:
         text = unicodedata.normalize("NFC", text)
     if not 0 < len(text) <= LONGEST:
-        raise UserError(
-            f"{what} {_short(text)} has {len(text)} characters; names have 1 to {LONGEST}"
-        )
-    for char in text:
-        category = unicodedata.category(char)
-        if char in "/@" or category[0] == "C" or category in ("Zl", "Zp"):
-            raise UserError(
-                f"{what} {_short(text)} contains {char!r}: names have no '/', '@', control or"
-                " invisible characters"
-            )
-    if text[0] == "." or text != text.strip():
-        raise UserError(
-            f"{what} {_short(text)} begins with '.' or has blanks at an end: choose another name"
-        )
-    return text
+        reason = f"has {len(text)} characters; names have 1 to {LONGEST}"
+    elif bad := [char for char in text if char in "/@" or not is_visible(char)]:
+        reason = f"contains {bad[0]!r}: names have no '/', '@', control or invisible characters"
+    elif text[0] == "." or text != text.strip():
+        reason = "begins with '.' or has blanks at an end: choose another name"
+    else:
+        return text
+    raise UserError(f"{what} {_short(text)} {reason}")
+
+
+def is_visible(char: str) -> bool:
+    """True for a character that is neither a control character nor a line separator."""
+    category = unicodedata.category(char)
+    return category[0] != "C" and category not in ("Zl", "Zp")
 
 
 def clean_policy(text: str) -> str:

@@ -26,7 +26,6 @@ class Vanished(Exception):
     """Payloads that a commit relied on were removed meanwhile; store them again."""
 
     def __init__(self, digests: Iterable[bytes]):
-        super().__init__()
         self.digests = set(digests)
 
 
@@ -51,30 +50,15 @@ def store_and_commit(
             places.update(zip(missing, store.put([objects[digest] for digest in missing])))
             stored.update(missing)
         try:
-            result = database.write(lambda c: commit(c, places))
+            return database.write(lambda c: commit(c, places))
         except Vanished as gone:
             stored -= gone.digests
             for digest in gone.digests:
                 places.pop(digest, None)
-            continue
-        _delete_unused(database, store, {place.pack for place in places.values()})
-        return result
     raise UserError(
         f"payloads of {len(objects)} exports were removed {ATTEMPTS} times while they were written:"
         " lengthen gc's grace period"
     )
-
-
-def _delete_unused(database: Database, store: PayloadStore, names: set[str]) -> None:
-    """Removes our packs whose bytes another writer committed first: no payload was in them."""
-    empty = ~sa.exists().where(payloads.c.pack_id == packs.c.id)
-    unused = sa.and_(packs.c.name.in_(names), packs.c.state == "dead")
-    query = sa.select(packs.c.name).where(unused, empty)
-    if names and (lost := database.read(lambda c: list(c.scalars(query)))):
-        for name in lost:
-            store.delete(name)
-        removal = packs.delete().where(packs.c.name.in_(lost), packs.c.state == "dead")
-        database.write(lambda c: c.execute(removal))
 
 
 def known(connection: sa.Connection, digests: list[bytes]) -> dict[bytes, int | None]:
@@ -103,7 +87,7 @@ def add_payloads(
     Args:
         needed: schema ids by digest; None for a payload that is not an adapter.
         places: places of new payloads, whose packs are entered too. A pack of ours that no payload
-            is in, because all came from other writers meanwhile, is marked dead.
+            is in, because all came from other writers meanwhile, is marked dead, for ``gc``.
         finite: True for payloads whose weights are all finite.
     """
     new = {digest: places[digest] for digest in sorted(needed) if digest in places}

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Unpack
+from typing import Any, Unpack
 
 import sqlalchemy as sa
 
@@ -11,10 +11,11 @@ from mint_jax.catalog.packed import Schema, schema_digest
 from mint_jax.catalog.records import audit, names
 from mint_jax.catalog.records.audit import Author, Signed
 from mint_jax.catalog.records.database import dialect_insert, insert_new
-from mint_jax.catalog.records.handle import POLICIES, Handle, lock, record
+from mint_jax.catalog.records.handle import POLICIES, Change, Handle, lock
 from mint_jax.catalog.records.names import full_name
 from mint_jax.catalog.records.tables import (
     aliases,
+    as_record,
     canaries,
     checkpoints,
     leases,
@@ -70,8 +71,12 @@ def create_policy(
     """
     key, author = names.parse_policy(name), catalog.author(**signed)
 
-    text = schema.to_json()
-    return catalog.database.write(lambda c: record_of(insert_one(c, author, key, text, keep_last)))
+    def body(connection: sa.Connection) -> PolicyRecord:
+        if not insert(connection, author, {key: schema.to_json()}, keep_last):
+            raise UserError(f"policy {full_name(*key)!r} exists already: choose another name")
+        return record_of(lock(connection, *key))
+
+    return catalog.database.write(body)
 
 
 def policy(catalog: Handle, name: str) -> PolicyRecord:
@@ -117,19 +122,11 @@ def keep_last(
     """Sets the number of newest revisions that ``gc`` keeps; None keeps all."""
     _check_keep_last(keep_last)
 
-    def body(connection: sa.Connection, author: Author, row: sa.Row) -> None:
-        details = {"before": row.keep_last, "after": keep_last}
-        record(connection, author, row, "keep_last", details, keep_last=keep_last)
+    def body(change: Change) -> None:
+        details = {"before": change.policy.keep_last, "after": keep_last}
+        change.record("keep_last", details, keep_last=keep_last)
 
     catalog.change(policy, body, **signed)
-
-
-def set_state(
-    connection: sa.Connection, author: Author, row: sa.Row, state: str, action: str
-) -> None:
-    """Retires or restores a locked policy."""
-    if row.state != state:
-        record(connection, author, row, action, state=state)
 
 
 def delete(catalog: Handle, policy: str, **signed: Unpack[Signed]) -> None:
@@ -139,8 +136,8 @@ def delete(catalog: Handle, policy: str, **signed: Unpack[Signed]) -> None:
     one of its revisions is leased.
     """
 
-    def body(connection: sa.Connection, author: Author, row: sa.Row) -> None:
-        full = full_name(row.tenant, row.name)
+    def body(change: Change) -> None:
+        (connection, author, row), full = change, change.full
         if row.state != "retired":
             raise UserError(f"policy {full!r} is {row.state}: retire it first")
         if row.session_owner is not None and author.now < row.session_expires:
@@ -149,27 +146,22 @@ def delete(catalog: Handle, policy: str, **signed: Unpack[Signed]) -> None:
                 " close its session, first"
             )
         own = revisions.c.policy_id == row.id
-        leased = sa.select(revisions.c.number, leases.c.owner).join_from(
-            revisions, leases, leases.c.digest == revisions.c.digest
-        )
-        leased = leased.where(own, leases.c.expires_at > author.now)
-        reasons = [
-            f"{full}@{number} is leased by {owner!r}"
-            for number, owner in connection.execute(leased).tuples()
-        ]
-        if reasons:
-            raise UserError(f"revision {min(reasons)}: policy {full!r} cannot be deleted yet")
+        query = sa.select(revisions.c.number, leases.c.owner).order_by(revisions.c.number)
+        query = query.join(leases, leases.c.digest == revisions.c.digest)
+        leased = connection.execute(query.where(own, leases.c.expires_at > author.now)).first()
+        if leased is not None:
+            raise UserError(
+                f"revision {full}@{leased.number} is leased by {leased.owner!r}: policy {full!r}"
+                " cannot be deleted yet"
+            )
         query = sa.select(revisions.c.number, revisions.c.digest).where(own)
-        found = connection.execute(query.order_by(revisions.c.number)).tuples().all()
-        free = f"{row.name}@{DELETED}-{row.id}"
+        found = connection.execute(query.order_by(revisions.c.number)).all()
         for table in (aliases, canaries, tags, checkpoints, rollouts, revisions):
             connection.execute(table.delete().where(table.c.policy_id == row.id))
-        removed = {
-            "revisions": [number for number, _ in found],
-            "digests": [digest.hex() for _, digest in found],
-        }
-        details = {"policy": full, **removed}
-        record(connection, author, row, "delete", details, state=DELETED, name=free)
+        details: dict[str, Any] = {"policy": full, "revisions": [one.number for one in found]}
+        details["digests"] = [one.digest.hex() for one in found]
+        free = f"{row.name}@{DELETED}-{row.id}"
+        change.record("delete", details, state=DELETED, name=free)
 
     catalog.change(policy, body, **signed)
 
@@ -205,29 +197,14 @@ def insert(
         rows.append({"tenant": tenant, "name": name, **about, **new})
     statement = dialect_insert(connection, policies).on_conflict_do_nothing()
     columns = (policies.c.id, policies.c.tenant, policies.c.name, policies.c.touched_at)
-    made = {
-        (row.tenant, row.name): row
-        for row in connection.execute(statement.returning(*columns), rows)
-    }
-    entries = []
-    for key, row in made.items():
+    made, entries = set(), []
+    for row in connection.execute(statement.returning(*columns), rows):
+        key = (row.tenant, row.name)
         about = {"policy": full_name(*key), "schema": wanted[key], "keep_last": keep_last}
         entries.append(audit.row(author, "create", row, about))
+        made.add(key)
     audit.append(connection, *entries)
-    return set(made)
-
-
-def insert_one(
-    connection: sa.Connection,
-    author: Author,
-    key: tuple[str, str],
-    schema: str,
-    keep_last: int | None,
-) -> sa.Row:
-    """Creates a policy and returns its locked row. Raises ``UserError`` if the name is taken."""
-    if not insert(connection, author, {key: schema}, keep_last):
-        raise UserError(f"policy {full_name(*key)!r} exists already: choose another name")
-    return lock(connection, *key)
+    return made
 
 
 @functools.lru_cache(1024)
@@ -238,11 +215,7 @@ def read_schema(text: str) -> Schema:
 
 def record_of(row: sa.Row) -> PolicyRecord:
     """Returns the record of a row selected with its schema's ``json``."""
-    values = {name: row._mapping[name] for name in _COLUMNS}
-    return PolicyRecord(**values, schema=row.json, revisions=row.last_number)
-
-
-_COLUMNS = {field.name for field in dataclasses.fields(PolicyRecord)} & set(policies.c.keys())
+    return as_record(PolicyRecord, row, schema=row.json, revisions=row.last_number)
 
 
 def _check_keep_last(keep_last: int | None) -> None:

@@ -7,10 +7,10 @@ from typing import Any, Unpack
 
 import sqlalchemy as sa
 
-from mint_jax.catalog.records import names, policies
-from mint_jax.catalog.records.audit import Author, Signed
+from mint_jax.catalog.records import names
+from mint_jax.catalog.records.audit import Signed
 from mint_jax.catalog.records.database import chunks
-from mint_jax.catalog.records.handle import Handle, record
+from mint_jax.catalog.records.handle import Change, Handle
 from mint_jax.catalog.records.lookup import find_in
 from mint_jax.catalog.records.policies import PolicyRecord
 from mint_jax.catalog.records.tables import aliases, canaries, revisions
@@ -28,25 +28,24 @@ def retire(
     candidate of an open canary.
     """
 
-    def body(connection: sa.Connection, author: Author, row: sa.Row) -> None:
+    def body(change: Change) -> None:
         if revision is None:
-            policies.set_state(connection, author, row, "retired", "retire")
-            return
-        found = find_in(connection, row, revision)
+            return _set_state(change, "retired", "retire")
+        connection, found = change.connection, find_in(change.connection, change.policy, revision)
         query = sa.select(aliases.c.name).where(aliases.c.revision_id == found.id)
         if naming := list(connection.scalars(query.order_by(aliases.c.name))):
             raise UserError(
-                f"revision {names.full_name(row.tenant, row.name)}@{found.number} is named by"
-                f" {', '.join(naming)}: promote another or roll back first"
+                f"revision {change.full}@{found.number} is named by {', '.join(naming)}: promote"
+                " another or roll back first"
             )
-        tried = sa.select(canaries.c.alias).where(canaries.c.policy_id == row.id)
+        tried = sa.select(canaries.c.alias).where(canaries.c.policy_id == change.policy.id)
         tried = tried.where(canaries.c.candidate == found.number, canaries.c.state == "open")
         if alias := connection.scalar(tried):
             raise UserError(
-                f"revision {names.full_name(row.tenant, row.name)}@{found.number} is the candidate"
-                f" of a canary on {alias!r}: end the canary first"
+                f"revision {change.full}@{found.number} is the candidate of a canary on {alias!r}:"
+                " end the canary first"
             )
-        _update(connection, author, row, found.number, "retire revision", state="retired")
+        return _update(change, found.number, "retire revision", state="retired")
 
     catalog.change(policy, body, **signed)
 
@@ -56,43 +55,36 @@ def restore(
 ) -> None:
     """Undoes ``retire``; for a revision, until ``gc`` has removed it."""
 
-    def body(connection: sa.Connection, author: Author, row: sa.Row) -> None:
+    def body(change: Change) -> None:
         if revision is None:
-            policies.set_state(connection, author, row, "active", "restore")
-        else:
-            _update(connection, author, row, revision, "restore revision", state="live")
+            return _set_state(change, "active", "restore")
+        return _update(change, revision, "restore revision", state="live")
 
     catalog.change(policy, body, **signed)
 
 
 def pin(catalog: Handle, policy: str, revision: int | str, **signed: Unpack[Signed]) -> None:
     """Keeps a revision regardless of retention."""
-    catalog.change(
-        policy, lambda c, by, row: _update(c, by, row, revision, "pin", pinned=True), **signed
-    )
+    catalog.change(policy, lambda c: _update(c, revision, "pin", pinned=True), **signed)
 
 
 def unpin(catalog: Handle, policy: str, revision: int | str, **signed: Unpack[Signed]) -> None:
     """Undoes ``pin``."""
-    catalog.change(
-        policy, lambda c, by, row: _update(c, by, row, revision, "unpin", pinned=False), **signed
-    )
+    catalog.change(policy, lambda c: _update(c, revision, "unpin", pinned=False), **signed)
 
 
-def _update(
-    connection: sa.Connection,
-    author: Author,
-    policy: sa.Row,
-    which: int | str,
-    action: str,
-    **change: Any,
-) -> None:
+def _set_state(change: Change, state: str, action: str) -> None:
+    if change.policy.state != state:
+        change.record(action, state=state)
+
+
+def _update(change: Change, which: int | str, action: str, **column: Any) -> None:
     """Sets one column of a revision, with its audit entry, unless it has the value already."""
-    found, [(column, value)] = find_in(connection, policy, which), change.items()
-    if found._mapping[column] != value:
-        connection.execute(revisions.update().where(revisions.c.id == found.id).values(**change))
-        details = {"digest": found.digest.hex()}
-        record(connection, author, policy, action, details, before=found.number)
+    found, [(name, value)] = find_in(change.connection, change.policy, which), column.items()
+    if found._mapping[name] != value:
+        update = revisions.update().where(revisions.c.id == found.id)
+        change.connection.execute(update.values(**column))
+        change.record(action, {"digest": found.digest.hex()}, before=found.number)
 
 
 def tag(
@@ -108,7 +100,8 @@ def tag(
     }
     policy, at, which = name.partition("@")
 
-    def body(connection: sa.Connection, author: Author, row: sa.Row) -> dict[str, str]:
+    def body(change: Change) -> dict[str, str]:
+        connection, row = change.connection, change.policy
         number = find_in(connection, row, which).number if at else 0
         before = _tags(connection, row, number)
         changed = {key: value for key, value in sorted(wanted.items()) if before.get(key) != value}
@@ -123,7 +116,7 @@ def tag(
         ]
         if rows:
             connection.execute(tag_table.insert(), rows)
-        record(connection, author, row, "tag", {"tags": changed}, before=number or None)
+        change.record("tag", {"tags": changed}, before=number or None)
         return _tags(connection, row, number)
 
     return catalog.change(policy, body, **signed)
@@ -145,7 +138,7 @@ def tags_of(catalog: Handle, records: Sequence[PolicyRecord]) -> dict[str, dict[
     for some in chunks(list(found)):
         query = sa.select(tag_table).where(tag_table.c.policy_id.in_(some), tag_table.c.number == 0)
         query = query.order_by(tag_table.c.key)
-        for row in catalog.database.read(lambda c, query=query: c.execute(query).all()):
+        for row in catalog.database.rows(query):
             found[row.policy_id][row.key] = row.value
     return {one.policy: found[one.id] for one in records}
 

@@ -2,7 +2,7 @@
 
 Opening a session takes the policy's next number. Writes carry the number and are refused once a
 newer session exists, whatever any clock says. Expiry only decides when another owner may open a
-session without force. The same owner may reopen at once, and so may a caller who knows that the
+session. The same owner may reopen at once, and so may a caller who knows that the
 owner has ended: so a restarted job takes its own policy back.
 """
 
@@ -12,8 +12,8 @@ from typing import Unpack
 import sqlalchemy as sa
 
 from mint_jax.catalog.records.aliases import current
-from mint_jax.catalog.records.audit import Author, Signed
-from mint_jax.catalog.records.handle import Handle, record, touch
+from mint_jax.catalog.records.audit import Signed
+from mint_jax.catalog.records.handle import Change, Handle
 from mint_jax.catalog.records.names import LATEST, duration, full_name, note
 from mint_jax.errors import UserError
 
@@ -36,7 +36,6 @@ def open_session(
     owner: str,
     seconds: float = 60.0,
     *,
-    force: bool = False,
     instead_of: str | None = None,
     **signed: Unpack[Signed],
 ) -> Session:
@@ -45,7 +44,6 @@ def open_session(
     Args:
         owner: the same owner may take its own session over at once.
         seconds: time without ``renew_session`` after which another owner may take over.
-        force: take over from any owner.
         instead_of: take over from owners whose name starts with this and who are known to have
             ended, such as a killed job.
     """
@@ -54,28 +52,28 @@ def open_session(
         raise UserError("a session needs an owner: name the job")
     duration("length of a session", seconds)
 
-    def body(connection: sa.Connection, author: Author, row: sa.Row) -> Session | UserError:
-        holder, full = row.session_owner, full_name(row.tenant, row.name)
+    def body(change: Change) -> Session | UserError:
+        row, full, now = change.policy, change.full, change.author.now
+        holder = row.session_owner
         ended = instead_of is not None and holder is not None and holder.startswith(instead_of)
-        taken = holder not in (None, owner) and author.now < row.session_expires
-        if taken and not force and not ended:
+        taken = holder not in (None, owner) and now < row.session_expires
+        if taken and not ended:
             # If the clock was set back, the holder's expiry can be further off than its session
             # ever lasted: shorten the wait to that length.
-            expires = min(row.session_expires, author.now + row.session_seconds)
+            expires = min(row.session_expires, now + row.session_seconds)
             if expires < row.session_expires:
-                touch(connection, author, row, session_expires=expires)
+                change.touch(session_expires=expires)
             return UserError(
-                f"policy {full!r} is being trained by {holder!r} for"
-                f" {expires - author.now:.0f} s more: wait, close that session, or open with force"
-                " to fence it off"
+                f"policy {full!r} is being trained by {holder!r} for {expires - now:.0f} s more:"
+                " wait, or close that session"
             )
-        latest = current(connection, row, LATEST)
+        latest = current(change.connection, row, LATEST)
         start = None if latest is None else latest.number
-        number, expires = row.session_number + 1, author.now + seconds
+        number, expires = row.session_number + 1, now + seconds
         values = {"session_number": number, "session_owner": owner, "session_revision": start}
         values |= {"session_expires": expires, "session_seconds": seconds}
         details = {"session": number, "owner": owner, "seconds": seconds, "fenced": holder}
-        record(connection, author, row, "open session", details, **values)
+        change.record("open session", details, **values)
         return Session(full, row.id, number, owner, expires, start)
 
     opened = catalog.change(policy, body, **signed, active=True)
@@ -89,10 +87,10 @@ def renew_session(catalog: Handle, session: Session, seconds: float = 60.0) -> S
     session fenced it off.
     """
 
-    def body(connection: sa.Connection, author: Author, row: sa.Row) -> Session:
-        check_writer(row, session)
-        expires = author.now + duration("length of a session", seconds)
-        touch(connection, author, row, session_expires=expires, session_seconds=seconds)
+    def body(change: Change) -> Session:
+        check_writer(change.policy, session)
+        expires = change.author.now + duration("length of a session", seconds)
+        change.touch(session_expires=expires, session_seconds=seconds)
         return dataclasses.replace(session, expires_at=expires)
 
     return catalog.change(session.policy, body)
@@ -101,11 +99,11 @@ def renew_session(catalog: Handle, session: Session, seconds: float = 60.0) -> S
 def close_session(catalog: Handle, session: Session, **signed: Unpack[Signed]) -> None:
     """Gives the right to write back."""
 
-    def body(connection: sa.Connection, author: Author, row: sa.Row) -> None:
-        check_writer(row, session)
+    def body(change: Change) -> None:
+        check_writer(change.policy, session)
         columns = ("session_owner", "session_expires", "session_seconds", "session_revision")
         details = {"session": session.number, "owner": session.owner}
-        record(connection, author, row, "close session", details, **dict.fromkeys(columns))
+        change.record("close session", details, **dict.fromkeys(columns))
 
     catalog.change(session.policy, body, **signed)
 
@@ -122,13 +120,10 @@ def check_writer(policy: sa.Row, session: Session | None) -> None:
                 " close it first"
             )
         return
-    if session.policy_id != policy.id:
-        raise UserError(
-            f"session {session.number} is of policy {session.policy!r}, not of {full!r}: open one"
-            " for it"
-        )
     end = "was closed" if holder is None else None
-    if session.number != policy.session_number:
+    if session.policy_id != policy.id:
+        end = f"is of another policy, {session.policy!r}"  # one deleted since may have its name
+    elif session.number != policy.session_number:
         end = f"was fenced off by session {policy.session_number} of {holder!r}"
     if end is not None:
         raise UserError(

@@ -7,8 +7,15 @@ A revision's ``number`` (1, 2, …) is unique in its policy and never given twic
 revisions by number, so the log stays readable after retention has removed a row.
 """
 
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import sqlalchemy as sa
 
+from mint_jax.catalog.records.names import full_name
+
+T = TypeVar("T")
 VERSION = 9  # of these tables; a database of another version is refused
 
 metadata = sa.MetaData()
@@ -35,17 +42,16 @@ _Digest = _Bytes(32)
 _Time = sa.Double()
 
 
-def _table(name: str, *parts: sa.Column | sa.Constraint | sa.Index) -> sa.Table:
-    return sa.Table(name, metadata, *parts)
+def _table(name: str, *parts: Any) -> sa.Table:
+    """A table, with a numbered ``id`` if it has no primary key."""
+    keyed = any(getattr(part, "primary_key", False) for part in parts)
+    number = [] if keyed else [sa.Column("id", _Id, primary_key=True, autoincrement=True)]
+    return sa.Table(name, metadata, *number, *parts)
 
 
 def _column(name: str, kind, *more, **options) -> sa.Column:
     """A column that is not null."""
     return sa.Column(name, kind, *more, nullable=False, **options)
-
-
-def _id() -> sa.Column:
-    return sa.Column("id", _Id, primary_key=True, autoincrement=True)
 
 
 def _policy(**options) -> sa.Column:
@@ -54,14 +60,12 @@ def _policy(**options) -> sa.Column:
 
 schemas = _table(
     "schemas",
-    _id(),
     _column("digest", _Digest, unique=True),  # of the text, which may be too long for an index
     _column("json", sa.Text),
 )
 
 policies = _table(
     "policies",
-    _id(),
     _column("tenant", _Name),
     _column("name", _Name),
     _column("base", sa.String),
@@ -81,7 +85,6 @@ policies = _table(
 
 packs = _table(
     "packs",
-    _id(),
     _column("name", _Name, unique=True),
     _column("bytes", sa.BigInteger),
     # live | dead: without payloads, removed after a grace period | swept: never to be committed
@@ -102,7 +105,6 @@ payloads = _table(
 
 revisions = _table(
     "revisions",
-    _id(),
     _policy(),
     _column("number", sa.Integer),
     _column("step", sa.BigInteger),
@@ -118,7 +120,6 @@ revisions = _table(
 
 canaries = _table(
     "canaries",
-    _id(),
     _policy(),
     _column("alias", _Name),
     _column("parent", sa.Integer),  # revision numbers
@@ -155,7 +156,6 @@ tags = _table(
 
 audit = _table(
     "audit",
-    _id(),
     _column("at", _Time),
     _column("actor", sa.String),
     _column("why", sa.String),
@@ -176,7 +176,6 @@ audit = _table(
 
 checkpoints = _table(
     "checkpoints",
-    _id(),
     _policy(),
     _column("step", sa.BigInteger),
     _column("place", sa.String),
@@ -186,7 +185,6 @@ checkpoints = _table(
 
 rollouts = _table(
     "rollouts",
-    _id(),
     _policy(),
     _column("step", sa.BigInteger),
     _column("digest", _Digest, sa.ForeignKey("payloads.digest"), index=True),
@@ -199,7 +197,6 @@ rollouts = _table(
 _REMOVED = sa.ForeignKey("revisions.id", ondelete="SET NULL")
 evaluations = _table(
     "evaluations",
-    _id(),
     sa.Column("revision_id", _Id, _REMOVED, index=True),  # null once retention removed it
     _column("digest", _Digest, index=True),
     _column("base", sa.String),
@@ -215,8 +212,20 @@ evaluations = _table(
 
 leases = _table(
     "leases",
-    _id(),
     _column("digest", _Digest, sa.ForeignKey("payloads.digest"), index=True),
     _column("owner", sa.String),
     _column("expires_at", _Time, index=True),
 )
+
+
+def as_record(kind: Callable[..., T], row: Any, **given: Any) -> T:
+    """Returns a dataclass whose fields are a row's columns, except those ``given``. Digests are
+    hex, ``policy`` is the full name, None for a row without a policy.
+    """
+    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
+        if field.name == "policy" and "policy" not in given:
+            given["policy"] = None if row.tenant is None else full_name(row.tenant, row.name)
+        elif field.name not in given:
+            value = getattr(row, field.name)
+            given[field.name] = value.hex() if isinstance(value, bytes) else value
+    return kind(**given)

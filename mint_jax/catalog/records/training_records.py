@@ -10,19 +10,21 @@ nothing about what is served, and is refused.
 import dataclasses
 import json
 import math
-from typing import Any, Unpack
+from collections.abc import Callable
+from typing import Any, TypeVar, Unpack
 
 import sqlalchemy as sa
 
 from mint_jax.catalog.packed import Buffer, digest_of
 from mint_jax.catalog.records import lookup, names
-from mint_jax.catalog.records.audit import Author, Signed
-from mint_jax.catalog.records.handle import Handle, lock, record
+from mint_jax.catalog.records.audit import Signed
+from mint_jax.catalog.records.handle import Change, Handle, lock
 from mint_jax.catalog.records.lookup import find_in
-from mint_jax.catalog.records.names import full_name, note, whole
+from mint_jax.catalog.records.names import note, whole
 from mint_jax.catalog.records.payload_rows import add_payloads, store_and_commit
 from mint_jax.catalog.records.sessions import Session, check_writer
 from mint_jax.catalog.records.tables import (
+    as_record,
     checkpoints,
     evaluations,
     policies,
@@ -31,6 +33,8 @@ from mint_jax.catalog.records.tables import (
 )
 from mint_jax.catalog.storage.payloads import Place
 from mint_jax.errors import UserError
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,35 +78,28 @@ def checkpoint(
     """
     if keep is not None:
         whole("keep", keep, 1)
+    values = {"step": whole("step", step), "place": note("place", place)}
 
-    def body(connection: sa.Connection, author: Author, row: sa.Row) -> TrainingCheckpoint:
-        check_writer(row, session)
-        values = {
-            "policy_id": row.id,
-            "step": whole("step", step),
-            "place": note("place", place),
-            "created_at": max(author.now, row.touched_at),
-        }
-        number = connection.scalar(checkpoints.insert().returning(checkpoints.c.id), values)
-        details: dict[str, Any] = {"step": step, "place": place}
+    def body(change: Change) -> TrainingCheckpoint:
+        check_writer(change.policy, session)
+        details: dict[str, Any] = dict(values)
+        _insert(change, checkpoints, values)
         if keep is not None:
-            older = sa.select(checkpoints.c.id).where(checkpoints.c.policy_id == row.id)
+            older = sa.select(checkpoints.c.id).where(checkpoints.c.policy_id == change.policy.id)
             older = older.order_by(checkpoints.c.id.desc()).offset(keep)
-            if removed := list(connection.scalars(older)):
-                connection.execute(checkpoints.delete().where(checkpoints.c.id.in_(removed)))
+            if removed := list(change.connection.scalars(older)):
+                removal = checkpoints.delete().where(checkpoints.c.id.in_(removed))
+                change.connection.execute(removal)
                 details["forgotten"] = len(removed)
-        record(connection, author, row, "checkpoint", details)
-        return _checkpoint(row, {"id": number, **values})
+        change.record("checkpoint", details)
+        return _newest(TrainingCheckpoint, checkpoints, 1)(change.connection, change.policy)[0]
 
     return catalog.change(policy, body, **signed, active=True)
 
 
 def list_checkpoints(catalog: Handle, policy: str, limit: int = 100) -> list[TrainingCheckpoint]:
     """Returns a policy's checkpoints, newest first."""
-    return catalog.look(
-        policy,
-        lambda c, row: [_checkpoint(row, one) for one in _newest(c, checkpoints, row, limit)],
-    )
+    return catalog.look(policy, _newest(TrainingCheckpoint, checkpoints, limit))
 
 
 def rollout(
@@ -119,65 +116,57 @@ def rollout(
     """Stores a rollout object (``rollouts.pack_rollouts``) of one step."""
     key, author = names.parse_policy(policy), catalog.author(**signed)
     digest = bytes.fromhex(digest_of(data))
+    if not math.isfinite(mean_reward):
+        raise UserError(f"mean_reward of {policy!r} is {mean_reward}: give a finite number")
+    values = {"step": whole("step", step), "digest": digest, "tokens": whole("tokens", tokens)}
+    values["mean_reward"] = float(mean_reward)
 
     def body(connection: sa.Connection, places: dict[bytes, Place]) -> RolloutRecord:
-        row = lock(connection, *key, active=True)
+        change = Change(connection, author, lock(connection, *key, active=True))
         add_payloads(connection, author, {digest: None}, places)
-        check_writer(row, session)
-        if not math.isfinite(mean_reward):
-            full = full_name(*key)
-            raise UserError(f"mean_reward of {full!r} is {mean_reward}: give a finite number")
-        values = {
-            "policy_id": row.id,
-            "step": whole("step", step),
-            "digest": digest,
-            "tokens": whole("tokens", tokens),
-            "mean_reward": float(mean_reward),
-            "created_at": max(author.now, row.touched_at),
-        }
-        number = connection.scalar(rollouts.insert().returning(rollouts.c.id), values)
-        details = {"step": step, "digest": digest.hex()}
-        record(connection, author, row, "rollout", details)
-        return _rollout(row, {"id": number, **values})
+        check_writer(change.policy, session)
+        _insert(change, rollouts, values)
+        change.record("rollout", {"step": step, "digest": digest.hex()})
+        return _newest(RolloutRecord, rollouts, 1)(connection, change.policy)[0]
 
     return store_and_commit(catalog.database, catalog.store, {digest: data}, body)
 
 
 def list_rollouts(catalog: Handle, policy: str, limit: int = 100) -> list[RolloutRecord]:
     """Returns a policy's rollout records, newest first; ``load_payload`` loads one."""
-    return catalog.look(
-        policy, lambda c, row: [_rollout(row, one) for one in _newest(c, rollouts, row, limit)]
-    )
+    return catalog.look(policy, _newest(RolloutRecord, rollouts, limit))
 
 
 def drop_rollouts(catalog: Handle, policy: str, before_step: int, **signed: Unpack[Signed]) -> int:
     """Removes the records of rollouts of earlier steps; ``gc`` then frees their bytes."""
 
-    def body(connection: sa.Connection, author: Author, row: sa.Row) -> int:
-        earlier = (rollouts.c.policy_id == row.id, rollouts.c.step < before_step)
-        dropped = connection.execute(rollouts.delete().where(*earlier)).rowcount
+    def body(change: Change) -> int:
+        earlier = (rollouts.c.policy_id == change.policy.id, rollouts.c.step < before_step)
+        dropped = change.connection.execute(rollouts.delete().where(*earlier)).rowcount
         if dropped:
-            details = {"before_step": before_step, "rollouts": dropped}
-            record(connection, author, row, "drop rollouts", details)
+            change.record("drop rollouts", {"before_step": before_step, "rollouts": dropped})
         return dropped
 
     return catalog.change(policy, body, **signed)
 
 
-def _newest(connection: sa.Connection, table: sa.Table, policy: sa.Row, limit: int) -> list[Any]:
-    query = sa.select(table).where(table.c.policy_id == policy.id).order_by(table.c.id.desc())
-    return [dict(row._mapping) for row in connection.execute(query.limit(limit))]
+def _insert(change: Change, table: sa.Table, values: dict[str, Any]) -> None:
+    about = {"policy_id": change.policy.id, "created_at": change.now}
+    change.connection.execute(table.insert(), about | values)
 
 
-def _checkpoint(policy: sa.Row, values: dict[str, Any]) -> TrainingCheckpoint:
-    del values["policy_id"]
-    return TrainingCheckpoint(policy=full_name(policy.tenant, policy.name), **values)
+def _newest(
+    kind: Callable[..., T], table: sa.Table, limit: int
+) -> Callable[[sa.Connection, sa.Row], list[T]]:
+    """Returns a function that finds a policy's newest records."""
+    query = sa.select(table, policies.c.tenant, policies.c.name).join(policies)
+    query = query.order_by(table.c.id.desc()).limit(limit)
 
+    def body(connection: sa.Connection, policy: sa.Row) -> list[T]:
+        found = connection.execute(query.where(table.c.policy_id == policy.id))
+        return [as_record(kind, row) for row in found]
 
-def _rollout(policy: sa.Row, values: dict[str, Any]) -> RolloutRecord:
-    del values["policy_id"]
-    digest = values.pop("digest").hex()
-    return RolloutRecord(policy=full_name(policy.tenant, policy.name), digest=digest, **values)
+    return body
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,25 +199,22 @@ def record_evaluation(
     metrics: dict[str, Any],
     isolated: float,
     shared: float,
-    tolerance: float = 0.0,
     **signed: Unpack[Signed],
 ) -> Evaluation:
-    """Records a score of a revision. Raises ``UserError``: the scores are not finite or differ by
-    more, or ``metrics`` is not JSON.
+    """Records a score of a revision. Raises ``UserError``: the scores are not finite or differ,
+    or ``metrics`` is not JSON.
 
     Args:
         dataset: digest of the data.
         isolated, shared: the score with the revision loaded alone, and in a batch with others.
-        tolerance: allowed difference of the two.
     """
     found = lookup.resolve(catalog, revision)
     named = f"{found.policy}@{found.number}"
     isolated, shared = float(isolated), float(shared)
-    finite = math.isfinite(isolated) and math.isfinite(shared)
-    if not (finite and abs(isolated - shared) <= tolerance):
+    if not math.isfinite(isolated) or isolated != shared:
         raise UserError(
-            f"score of {named} is {isolated} loaded alone and {shared} in a shared batch; they may"
-            f" differ by {tolerance}: find which of the two serves other bytes before recording it"
+            f"score of {named} is {isolated} loaded alone and {shared} in a shared batch: find"
+            " which of the two serves other bytes before recording it"
         )
     try:
         text = json.dumps(metrics, sort_keys=True, allow_nan=False)
@@ -236,30 +222,21 @@ def record_evaluation(
         raise UserError(
             f"metrics of {named} are not JSON ({error}): give finite numbers and text"
         ) from None
-    values = {
-        "renderer": note("renderer", renderer),
-        "scorer": note("scorer", scorer),
-        "dataset": note("dataset", dataset),
-        "seed": whole("seed", seed, -(2**62)),
-        "metrics": text,
-        "isolated": isolated,
-        "shared": shared,
-    }
+    texts = {"renderer": renderer, "scorer": scorer, "dataset": dataset}
+    values: dict[str, Any] = {name: note(name, value) for name, value in texts.items()}
+    values |= {"seed": whole("seed", seed, -(2**62)), "metrics": text}
+    values |= {"isolated": isolated, "shared": shared}
 
-    def body(connection: sa.Connection, author: Author, row: sa.Row) -> Evaluation:
-        scored = find_in(connection, row, found.number)
-        subject = {
-            "revision_id": scored.id,
-            "digest": scored.digest,
-            "base": row.base,
-            "created_at": max(author.now, row.touched_at),
-        }
+    def body(change: Change) -> Evaluation:
+        scored = find_in(change.connection, change.policy, found.number)
+        about = {"revision_id": scored.id, "digest": scored.digest, "base": change.policy.base}
         insert = evaluations.insert().returning(evaluations.c.id)
-        number = connection.scalar(insert, {**values, **subject})
+        row = values | about | {"created_at": change.now}
+        number = change.connection.scalar(insert, row)
         details = {"digest": scored.digest.hex(), "evaluation": number, "scorer": scorer}
         details["score"] = isolated
-        record(connection, author, row, "evaluate", details, before=scored.number)
-        return _evaluations(connection, evaluations.c.id == number, 1)[0]
+        change.record("evaluate", details, before=scored.number)
+        return _evaluations(change.connection, evaluations.c.id == number, 1)[0]
 
     return catalog.change(found.policy, body, **signed)
 
@@ -288,11 +265,7 @@ def _evaluations(
     query = query.outerjoin(revisions, evaluations.c.revision_id == revisions.c.id)
     query = query.outerjoin(policies, revisions.c.policy_id == policies.c.id)
     query = query.where(condition).order_by(evaluations.c.id).limit(limit)
-    return [_evaluation(**row._mapping) for row in connection.execute(query)]
-
-
-def _evaluation(
-    revision_id: int | None, tenant: str | None, name: str, digest: bytes, metrics: str, **same: Any
-) -> Evaluation:
-    policy = None if tenant is None else full_name(tenant, name)
-    return Evaluation(policy=policy, digest=digest.hex(), metrics=json.loads(metrics), **same)
+    return [
+        as_record(Evaluation, row, metrics=json.loads(row.metrics))
+        for row in connection.execute(query)
+    ]

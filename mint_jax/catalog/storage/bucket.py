@@ -27,8 +27,7 @@ from mint_jax.errors import UserError
 
 PART = 8 << 20  # bytes of one request to write
 PARALLEL = 3  # requests of one writer in flight
-WINDOW = 64 << 20  # bytes of one caller's reads in flight, or one read
-READS = 64  # number of one caller's reads in flight
+READS = 8  # pieces of one caller's reads in flight, of at most PART bytes each
 
 
 class Bucket:
@@ -92,20 +91,16 @@ class Bucket:
             raise self._explain(error, doing) from None
 
     def read(self, pieces: Iterable[Piece]) -> Iterator[np.ndarray]:
-        waiting: collections.deque[tuple[Piece, Any]] = collections.deque()
-        under_way = 0
-        for piece in pieces:
-            key, begin, end = piece
-            while waiting and (len(waiting) == READS or under_way + end - begin > WINDOW):
-                under_way -= waiting[0][0][2] - waiting[0][0][1]
+        waiting: collections.deque[tuple[str, int, int, Any]] = collections.deque()
+        for key, begin, end in pieces:
+            if len(waiting) == READS:
                 yield self._finish(*waiting.popleft())
-            waiting.append((piece, self._store.read(key, byte_range=slice(begin, end))))
-            under_way += end - begin
+            future = self._store.read(key, byte_range=slice(begin, end))
+            waiting.append((key, begin, end, future))
         while waiting:
             yield self._finish(*waiting.popleft())
 
-    def _finish(self, piece: Piece, future: Any) -> np.ndarray:
-        key, begin, end = piece
+    def _finish(self, key: str, begin: int, end: int, future: Any) -> np.ndarray:
         found = self.wait(future, f"read {key} of")
         if found.state == "missing":
             raise PackMissing(
@@ -135,11 +130,6 @@ class Bucket:
         after = prefix[:-1] + chr(ord(prefix[-1]) + 1) if prefix else ""
         keys = self.wait(self._store.list(ts.KvStore.KeyRange(prefix, after)), "list")
         yield from sorted(key.decode(errors="replace") for key in keys)
-
-    def modified(self, key: str) -> float | None:
-        """Returns when the writing started, from the key: an object's own time is unknown."""
-        stem = pack_format.stem_of(key)
-        return None if stem is None else pack_format.started_at(stem)
 
     def delete(self, key: str) -> None:
         self.wait(self.start(key, None), f"delete {key} of")

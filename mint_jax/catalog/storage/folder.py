@@ -80,26 +80,20 @@ class Folder:
         data.flags.writeable = False
         return data
 
-    def list(self, prefix: str) -> Iterator[str]:
-        """Yields keys of files below ``prefix``, a folder."""
+    def list(self, prefix: str) -> list[str]:
+        """Returns the keys of files below ``prefix``, a folder, in order."""
 
         def fail(error: OSError) -> None:
             if not isinstance(error, FileNotFoundError):
                 raise error
 
         with self.explained("list"):
-            for folder, folders, files in os.walk(self.root / prefix, onerror=fail):
-                folders.sort()
-                for name in sorted(files):
-                    yield os.path.relpath(f"{folder}/{name}", self.root)
-
-    def modified(self, key: str) -> float | None:
-        """Returns when a file was last written, seconds since 1970; None if it does not exist."""
-        with self.explained("list"):
-            try:
-                return (self.root / key).stat().st_mtime
-            except FileNotFoundError:
-                return None
+            walk = os.walk(self.root / prefix, onerror=fail)
+            return sorted(
+                os.path.relpath(f"{folder}/{name}", self.root)
+                for folder, _, files in walk
+                for name in files
+            )
 
     def delete(self, key: str) -> None:
         with self.explained("delete"):
@@ -110,13 +104,8 @@ class Folder:
         """Turns an ``OSError`` into a ``UserError`` of one line."""
         try:
             yield
-        except (FileNotFoundError, NotADirectoryError, FileExistsError):
-            self._made.clear()
-            raise StorageFailed(
-                f"cannot {doing} payloads in {self.url}: a folder on the way is missing or no"
-                " folder"
-            ) from None
         except OSError as error:
+            self._made.clear()  # one of them may be gone
             remedies = (remedy for codes, remedy in _REMEDIES.items() if error.errno in codes)
             raise StorageFailed(
                 f"cannot {doing} payloads in {self.url} ({error.strerror or error}):"
@@ -125,6 +114,7 @@ class Folder:
 
 
 _REMEDIES = {
+    (errno.ENOENT, errno.ENOTDIR, errno.EEXIST): "a folder on the way is missing or no folder",
     (errno.ENOSPC, errno.EDQUOT): "free disk space, run gc, or choose a larger disk",
     (errno.EROFS, errno.EACCES, errno.EPERM): (
         "the folder is read-only for this user; change its rights or choose another"
@@ -160,11 +150,10 @@ class _FileWriter:
         return name
 
     def abort(self) -> None:
-        # a full disk may refuse the flush; the file is removed anyway
-        with contextlib.suppress(OSError):
-            self._file.close()
-        with contextlib.suppress(OSError):  # a sweep removes it later
-            self._path.unlink(missing_ok=True)
+        # a full disk may refuse the flush; the file is removed anyway, or by a sweep later
+        for undo in (self._file.close, self._path.unlink):
+            with contextlib.suppress(OSError):
+                undo()
 
 
 def _aligned(size: int) -> np.ndarray:

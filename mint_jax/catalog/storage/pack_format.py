@@ -18,7 +18,7 @@ ALIGNMENT = 64
 MAPPED = 1 << 20  # bytes from which an object is aligned to pages
 PAGE = 4096
 MAX_PARTS = 1_000_000  # 8 TB
-_STEM = re.compile(r"[0-9a-f]{32}")
+_STEM = re.compile(r"/([0-9a-f]{32})(?![0-9a-z])")
 _NAME = re.compile(r"([0-9a-f]{32})-([1-9][0-9]{0,14})(?:-([1-9][0-9]{0,11}))?")
 
 
@@ -105,11 +105,8 @@ def part_key(stem: str, index: int) -> str:
 
 def stem_of(key: str) -> str | None:
     """Returns the stem in the key of a pack, a part or a staged file; None for other keys."""
-    tail = key.rsplit("/", 1)[-1].removesuffix(".pack")
-    for text in (tail.split("-")[0], key.split("/")[-2] if key.startswith("parts/") else ""):
-        if _STEM.fullmatch(text):
-            return text
-    return None
+    found = _STEM.search(key)
+    return found and found[1]
 
 
 def padding(position: int, length: int) -> int:

@@ -6,6 +6,7 @@ pack, and ``sweep`` removes them. ``configs/bench/revision_stores.py`` compares 
 TensorStore; its file driver copies the whole value, which costs 100 MiB more for 100 MiB.
 """
 
+import itertools
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -38,15 +39,11 @@ ABANDONED_S = 24 * 3600.0
 
 
 class PackInfo(NamedTuple):
-    """A pack as listed.
-
-    Attributes:
-        mtime: when it was written, or in a bucket when its writing started, in seconds since 1970.
-    """
+    """A pack as listed."""
 
     name: str
     bytes: int
-    mtime: float
+    started_at: float  # when its writing started, in seconds since 1970 by the writer's clock
 
 
 class PayloadStore:
@@ -67,18 +64,18 @@ class PayloadStore:
         on return, none is stored after an error. Raises ``UserError``: the storage is full, refuses
         or does not answer.
         """
-        writer, places, position, start = None, [], 0, time.monotonic()
+        objects, places, position, start = iter(objects), [], 0, time.monotonic()
+        if (first := next(objects, None)) is None:
+            return []
+        writer = self._storage.writer(pack_format.new_stem())
         try:
-            for data in objects:
+            for data in itertools.chain([first], objects):
                 view = as_bytes(data)
-                writer = writer or self._storage.writer(pack_format.new_stem())
                 pad = pack_format.padding(position, view.size)
                 writer.write(bytes(pad))
                 writer.write(view.data)
                 places.append((position + pad, view.size))
                 position += pad + view.size
-            if writer is None:
-                return []
             if not position:  # only empty objects: a pack has at least one byte
                 writer.write(b"\0")
             if time.monotonic() - start > ABANDONED_S / 2:
@@ -88,8 +85,7 @@ class PayloadStore:
                 )
             name = str(writer.commit(max(position, 1)))
         except BaseException:
-            if writer is not None:
-                writer.abort()
+            writer.abort()
             raise
         return [Place(name, offset, length) for offset, length in places]
 
@@ -109,11 +105,9 @@ class PayloadStore:
 
     def read_many(self, places: Iterable[Place]) -> Iterator[np.ndarray]:
         """Yields the objects in order; from a bucket with several requests in flight."""
-        places = list(places)
         pieces = [list(self._pieces(place)) for place in places]
         found = self._storage.read(piece for of_one in pieces for piece in of_one)
-        for place, of_one in zip(places, pieces, strict=True):
-            yield _join([next(found) for _ in of_one], place.length)
+        return (_join([next(found) for _ in of_one]) for of_one in pieces)
 
     def _pieces(self, place: Place) -> Iterator[Piece]:
         name = Name.parse(place.pack)
@@ -132,10 +126,12 @@ class PayloadStore:
     def packs(self) -> Iterator[PackInfo]:
         """Lists all committed packs."""
         for key in self._storage.list("packs/"):
-            name = _name_in(key)
-            modified = None if name is None else self._storage.modified(key)
-            if name is not None and modified is not None:
-                yield PackInfo(str(name), name.size, modified)
+            try:
+                name = Name.parse(Path(key).stem)
+            except UserError:  # another program's file
+                continue
+            if key == name.key:
+                yield PackInfo(str(name), name.size, pack_format.started_at(name.stem))
 
     def sweep(self, older_s: float = ABANDONED_S, dry_run: bool = False) -> list[str]:
         """Removes leftovers of killed writers: staged files, and parts of uncommitted packs.
@@ -149,10 +145,13 @@ class PayloadStore:
             # packs are listed after parts: these were not committed in between
             whole = {pack_format.stem_of(key) for key in self._storage.list("packs/")}
             found += [key for key in parts if pack_format.stem_of(key) not in whole]
-        limit = time.time() - older_s
-        left = [key for key in found if (self._storage.modified(key) or limit + 1) <= limit]
-        for key in [] if dry_run else left:
-            self._storage.delete(key)
+        limit, left = time.time() - older_s, []
+        for key in found:
+            stem = pack_format.stem_of(key)
+            if stem is not None and pack_format.started_at(stem) <= limit:
+                left.append(key)
+                if not dry_run:
+                    self._storage.delete(key)
         return left
 
 
@@ -161,11 +160,11 @@ def _open_storage(url: str, timeout: float) -> "Folder | Bucket":
     if "://" not in url:
         return Folder(Path(url))
     parts = urlsplit(url)
-    if parts.scheme == "file":
-        if parts.netloc not in ("", "localhost") or not parts.path:
-            raise UserError(f"{url} is not the URL of a folder here; write file:///absolute/path")
-        return Folder(Path(unquote(parts.path)))
-    return bucket_at(url, timeout)
+    if parts.scheme != "file":
+        return bucket_at(url, timeout)
+    if parts.netloc not in ("", "localhost") or not parts.path:
+        raise UserError(f"{url} is not the URL of a folder here; write file:///absolute/path")
+    return Folder(Path(unquote(parts.path)))
 
 
 def bucket_at(url: str, timeout: float) -> "Bucket":
@@ -184,22 +183,9 @@ def bucket_at(url: str, timeout: float) -> "Bucket":
     return Bucket(url, parts.scheme, parts.netloc, parts.path.strip("/"), timeout)
 
 
-def _name_in(key: str) -> Name | None:
-    tail = Path(key).name
-    try:
-        name = Name.parse(tail.removesuffix(".pack"))
-    except ValueError:
-        return None
-    return name if key == name.key else None
-
-
-def _join(pieces: Sequence[np.ndarray], length: int) -> np.ndarray:
+def _join(pieces: Sequence[np.ndarray]) -> np.ndarray:
     if len(pieces) == 1:
         return pieces[0]
-    data = np.empty(length, np.uint8)
-    at = 0
-    for piece in pieces:
-        data[at : at + piece.size] = piece
-        at += piece.size
+    data = np.concatenate([np.empty(0, np.uint8), *pieces])
     data.flags.writeable = False
     return data

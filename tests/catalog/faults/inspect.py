@@ -1,6 +1,5 @@
 """What a fresh process finds in a catalog whose writers were killed, held against their logs."""
 
-import collections
 import json
 import time
 from pathlib import Path
@@ -15,31 +14,17 @@ from mint_jax.errors import UserError
 from tests.catalog.faults.deeds import SHARED, TRASH
 
 
-class Logs:
-    """What all workers said. A deed is acknowledged, refused, or in flight: at most one of each
-    worker.
+def deeds_of(folder: str) -> dict[str, dict]:
+    """What all workers said of each deed, by its author. A deed is ``done``, ``refused``, or in
+    flight: at most one of each worker.
     """
-
-    def __init__(self, folder: str):
-        self.announced: dict[str, dict] = {}
-        self.done: dict[str, list] = {}
-        self.refused: dict[str, str] = {}
-        for file in Path(folder).iterdir():
-            for text in file.read_text().split("\n")[:-1]:  # a line that was cut off was not said
-                line = json.loads(text)
-                if "kind" in line:
-                    self.announced[line["by"]] = line
-                elif "done" in line:
-                    self.done[line["by"]] = line["done"]
-                elif "refused" in line:
-                    self.refused[line["by"]] = line["refused"]
-
-    def in_flight(self) -> dict[str, dict]:
-        return {
-            by: line
-            for by, line in self.announced.items()
-            if by not in self.done and by not in self.refused
-        }
+    found: dict[str, dict] = {}
+    for file in Path(folder).iterdir():
+        for text in file.read_text().split("\n")[:-1]:  # a line that was cut off was not said
+            line = json.loads(text)
+            if "by" in line:
+                found.setdefault(line["by"], {}).update(line)
+    return found
 
 
 def settle(catalog: Catalog) -> None:
@@ -67,10 +52,10 @@ def inspect(catalog: Catalog, logs: str, collect: bool) -> list[str]:
         collect: nobody writes: collect all garbage, and look again.
     """
     settle(catalog)
-    said, wrong = Logs(logs), []
-    wrong += [f"{by} was refused: {reason}" for by, reason in said.refused.items()]
+    deeds = deeds_of(logs)
+    wrong = [f"{by} was refused: {x['refused']}" for by, x in deeds.items() if "refused" in x]
     with catalog.database.engine.connect() as connection:
-        wrong += _against(connection, said)
+        wrong += _against(connection, deeds)
         wrong += _aliases(connection)
         live = _live(connection)
     wrong += [f"verify: {finding}" for finding in catalog.verify()]
@@ -112,19 +97,20 @@ def _loads(catalog: Catalog, live: list[tuple[str, str]]) -> list[str]:
     return wrong
 
 
-def _against(connection: sa.Connection, said: Logs) -> list[str]:
+def _against(connection: sa.Connection, deeds: dict[str, dict]) -> list[str]:
     """The rows: all that was acknowledged, of what was in flight all or nothing, and nothing
     else.
     """
     wrong: list[str] = []
     names = {row.id: _full(row) for row in connection.execute(sa.select(tables.policies))}
     log = list(connection.execute(sa.select(tables.audit).order_by(tables.audit.c.id)))
-    gone = collections.Counter()  # what retention removed, which only the trash may suffer
-    for row in log:
-        if row.action == "remove revisions":
-            gone.update(
-                (names[row.policy_id], digest) for digest in json.loads(row.details)["digests"]
-            )
+    authors = {row.actor for row in log}
+    gone = {  # what retention removed, which only the trash may suffer
+        (names[row.policy_id], digest)
+        for row in log
+        if row.action == "remove revisions"
+        for digest in json.loads(row.details)["digests"]
+    }
     if any(policy != TRASH for policy, _ in gone):
         wrong.append(f"retention removed {sorted(gone)}")
     rows = list(connection.execute(sa.select(tables.revisions)))
@@ -133,44 +119,29 @@ def _against(connection: sa.Connection, said: Logs) -> list[str]:
         wrong.append("a revision is there twice")
     expected: set[tuple] = set()
     policies = {SHARED, TRASH}
-    for by, made in said.done.items():
-        line = said.announced[by]
-        for policy, number, digest, step in made:
-            expected.add((policy, digest, step))
-            if found.get((policy, digest, step)) != number and not gone[policy, digest]:
-                wrong.append(
-                    f"{by}: acknowledged {policy}@{number} is {found.get((policy, digest, step))}"
-                )
-        for policy, digest, step in line.get("revisions", ()):
-            expected.add((policy, digest, step))
-            policies.add(policy)
-            if (policy, digest, step) not in found and not gone[policy, digest]:
-                wrong.append(f"{by}: acknowledged {policy} step {step} is not there")
-    authors = {row.actor for row in log}
-    for by, line in said.in_flight().items():
+    for by, line in deeds.items():
         adds = [tuple(add) for add in line.get("revisions", ())]
-        there = [add in found or bool(gone[add[:2]]) for add in adds]
-        if any(there) and not all(there):
-            wrong.append(f"{by}: half of it is visible: {list(zip(adds, there))}")
-        if any(there):
+        there = [add in found or add[:2] in gone for add in adds]
+        if "done" in line or any(there):
             expected.update(adds)
-            policies.update(policy for policy, _, _ in adds)
-        if adds and any(there) != (by in authors):
+            policies.update(policy for policy, *_ in adds)
+            if not all(there):
+                wrong.append(f"{by}: a part of it is not there: {list(zip(adds, there))}")
+        for policy, number, digest, step in line.get("done", ()):
+            if (policy, digest) not in gone and found.get((policy, digest, step)) != number:
+                wrong.append(f"{by}: acknowledged {policy}@{number} is not there")
+        if "done" not in line and adds and any(there) != (by in authors):
             wrong.append(f"{by}: visible {any(there)}, in the audit log {by in authors}")
     wrong += [f"nobody said {key}" for key in found.keys() - expected]
     wrong += [f"nobody made policy {name}" for name in set(names.values()) - policies]
-    if strangers := authors - said.announced.keys() - {"nursery", "inspector"}:
+    if strangers := authors - deeds.keys() - {"nursery", "inspector"}:
         wrong.append(f"the audit log names {strangers}")
-    there = [
-        (names[row.policy_id], row.digest.hex())
-        for row in connection.execute(sa.select(tables.rollouts))
-    ]
-    must = {
-        tuple(said.announced[by]["rollout"]) for by in said.done if "rollout" in said.announced[by]
-    }
-    may = must | {tuple(line["rollout"]) for line in said.in_flight().values() if "rollout" in line}
-    if not must <= set(there) <= may or len(there) != len(set(there)):
-        wrong.append(f"rollouts: lost {must - set(there)}, unknown {set(there) - may}")
+    rows = connection.execute(sa.select(tables.rollouts))
+    there = [(names[row.policy_id], row.digest.hex()) for row in rows]
+    may = {by: tuple(line["rollout"]) for by, line in deeds.items() if "rollout" in line}
+    must = {one for by, one in may.items() if "done" in deeds[by]}
+    if not must <= set(there) <= set(may.values()) or len(there) != len(set(there)):
+        wrong.append(f"rollouts: lost {must - set(there)}, unknown {set(there) - must}")
     return wrong
 
 
