@@ -132,21 +132,16 @@ def test_the_engine_draws_the_same_tokens(case, tiny_base, rng):
     base, (targets, kernels) = tiny_base(case[0]), SAMPLED[case]
     if isinstance(kernels, dict):
         kernels = dataclasses.replace(FORMS["xla"], **kernels)
-    ranks = {"a": 4, "b": 4, "c": 8}
-    configs = [PolicyConfig(n, AdapterConfig(r, targets=targets)) for n, r in ranks.items()]
-    trainer = Trainer(base, configs)
+    ranks = {"a": 4, "b": 4, "c": 8}.items()
+    trainer = Trainer(base, [PolicyConfig(n, AdapterConfig(r, targets=targets)) for n, r in ranks])
     stacks = jax.tree.map(
         lambda x: x + 0.3 * rng.normal(size=x.shape).astype(x.dtype) if x.ndim > 3 else x,
         trainer.stacks,
     )
+    prompts = [tuple(rng.integers(3, base.cfg.vocab_size, n).tolist()) for n in (3, 40)]
     requests = [
-        Request(
-            tuple(rng.integers(3, base.cfg.vocab_size, n).tolist()),
-            slot,
-            max_tokens=5,
-            temperature=0.0,
-        )
-        for n in (3, 40)
+        Request(prompt, slot, max_tokens=5, temperature=0.0)
+        for prompt in prompts
         for slot in (*trainer.slots.values(), None)
     ]
     drawn = []
