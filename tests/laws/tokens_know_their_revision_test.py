@@ -23,7 +23,7 @@ from mint_jax.recipes import grpo
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Request
 from mint_jax.rollout.score import Scorer
-from tests.configs import read, run_config, tiny
+from tests.configs import only, read, run_config, tiny
 from tests.groups import rows_of, write_environment
 
 ATOL = 1e-4  # float32: a scorer's batch has another shape than the sampler's
@@ -46,10 +46,7 @@ def run_job(tmp_path, one_device, monkeypatch):
     write_environment(tmp_path, monkeypatch)
 
     def run(workdir, names, tenant="default", settings=None, **changes):
-        config = tiny("grpo")
-        for name in list(config.policies):
-            if name not in names:
-                del config.policies[name]
+        config = only(tiny("grpo"), *names)
         config.update({"steps": 2, "export_every": 1, "tensorboard": False, "tenant": tenant})
         config.catalog = str(tmp_path / "catalog")
         with config.unlocked():

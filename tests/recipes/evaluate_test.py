@@ -24,25 +24,28 @@ from mint_jax.recipes import evaluate
 from mint_jax.residency import pool
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Request
-from tests.configs import read, run_config, tiny
+from tests.configs import only, read, run_config, tiny
 
 
 def make():
     """An environment whose reward differs between any two completions."""
-    examples = [Example(f"{i * 7919} is", str(i)) for i in range(12)]
-    return ListEnvironment(
-        examples, examples[:6], lambda completion, example: sum(map(ord, completion)) % 11 / 11
-    )
+    return ListEnvironment(EXAMPLES, EXAMPLES[:6], reward_of)
+
+
+def reward_of(text, example):
+    return sum(map(ord, text)) % 11 / 11
+
+
+EXAMPLES = [Example(f"{i * 7919} is", str(i)) for i in range(12)]
 
 
 def play():
     """A conversation of four turns, whose rewards differ as those of ``make``."""
 
     def answer(texts, example):
-        return StepResult(" so", sum(map(ord, texts[-1])) % 11 / 11, len(texts) == 4)
+        return StepResult(" so", reward_of(texts[-1], example), len(texts) == 4)
 
-    env = make()
-    return ListConversation(env.train, env.held_out, answer)
+    return ListConversation(EXAMPLES, EXAMPLES[:6], answer)
 
 
 def store(place, base, scale):
@@ -53,10 +56,9 @@ def store(place, base, scale):
     with Catalog.open(place) as opened:
         for name, rank in (("one", 5), ("two", 8)):
             config = AdapterConfig(rank, 2.0 * rank)
-            specs = lora_tree.adapter_specs(transformer.abstract(base.cfg), config)
-            adapter = jax.tree.map(
-                lambda s: rng.normal(size=s.shape, scale=scale).astype(np.float32), specs
-            )
+            shapes = lora_tree.adapter_specs(transformer.abstract(base.cfg), config)
+            draw = lambda s: rng.normal(size=s.shape, scale=scale).astype(np.float32)  # noqa: E731
+            adapter = jax.tree.map(draw, shapes)
             opened.export(name, pack(adapter, Schema(base.fingerprint, config)), 1, create=True)
 
 
@@ -69,19 +71,11 @@ def catalog(tmp_path_factory):
 
 
 def config_of(catalog, **fields) -> ConfigDict:
-    settings = {
-        "job": "evaluate",
-        "base": "tiny-random",
-        "mesh": {"data": 1},
-        "catalog": str(catalog),
-        "adapters": {"base": "", "one": "one@latest", "two": "two@1"},
-        "sampling": {"max_tokens": 4, "temperature": 1.0},
-        "env": {"name": "tests.recipes.evaluate_test:make"},
-        "examples": 6,
-        "samples": 4,
-        "max_rows": 16,
-        "seed": 3,
-    }
+    settings = {"job": "evaluate", "base": "tiny-random", "mesh": {"data": 1}, "seed": 3}
+    settings |= {"catalog": str(catalog), "examples": 6, "samples": 4, "max_rows": 16}
+    settings |= {"adapters": {"base": "", "one": "one@latest", "two": "two@1"}}
+    settings |= {"sampling": {"max_tokens": 4, "temperature": 1.0}}
+    settings |= {"env": {"name": "tests.recipes.evaluate_test:make"}}
     return ConfigDict(settings | fields)
 
 
@@ -110,9 +104,7 @@ def test_a_score_is_recorded_with_everything_that_produced_it(catalog, tmp_path)
 @pytest.mark.parametrize(("env", "turns"), [("make", {}), ("play", {"max_turns": 3})])
 def test_a_revision_is_sampled_as_it_was_trained_unless_set_otherwise(tmp_path, env, turns):
     """The held-out reward that training reported comes out again."""
-    config = tiny("grpo", steps=1, eval={"examples": 6, "samples": 4})
-    for name in ("cispo", "reinforce"):
-        del config.policies[name]
+    config = only(tiny("grpo", steps=1, eval={"examples": 6, "samples": 4}), "ppo")
     policy = config.policies.ppo
     policy.env.name = f"tests.recipes.evaluate_test:{env}"
     policy.optimizer.learning_rate = 0.1
@@ -136,20 +128,15 @@ def test_a_revision_is_sampled_as_it_was_trained_unless_set_otherwise(tmp_path, 
     assert recorded == wanted | {"stop": ["e"]}
 
 
-def swapped(held):
-    """Each adapter under the next one's name."""
-    slots = list(held.slots.values())
-    return dataclasses.replace(held, slots=dict(zip(held.slots, [*slots[1:], slots[0]])))
-
-
 def serve_wrong(patch):
-    """Batches of several adapters serve others."""
+    """Batches of several adapters serve each under the next one's name."""
     right = pool.Pool.hold
 
     @contextlib.contextmanager
     def hold(self, names, following=()):
         with right(self, names, following) as held:
-            yield swapped(held) if len(held.slots) > 1 else held
+            slots = list(held.slots.values())
+            yield dataclasses.replace(held, slots=dict(zip(held.slots, slots[1:] + slots[:1])))
 
     patch.setattr(pool.Pool, "hold", hold)
 

@@ -18,17 +18,11 @@ from mint_jax.recipes import sft
 from mint_jax.train.trainer import Trainer
 from tests import configs
 from tests.configs import run_config
+from tests.groups import rows_of as rows
 
 
 def tiny(job, *names, **changes):
-    config = configs.tiny(job, tensorboard=False, **changes)
-    for name in [n for n in config.policies if n not in names]:
-        del config.policies[name]
-    return config
-
-
-def rows(workdir):
-    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    return configs.only(configs.tiny(job, tensorboard=False, **changes), *names)
 
 
 @pytest.fixture
