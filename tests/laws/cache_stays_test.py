@@ -36,8 +36,6 @@ from tests.configs import read
 pytestmark = pytest.mark.bits
 
 MOVES = ("copy", "transpose")
-SENDS = ("all-gather", "all-reduce", "all-to-all", "reduce-scatter", "collective-permute")
-SENDS += ("collective-broadcast", "ragged-all-to-all")
 
 
 def keys_of(pool):
@@ -78,7 +76,7 @@ def check(text, pool):
     least = min(math.prod(shard(x)[1:]) * x.dtype.itemsize for x in keys_of(pool))
     assert not copied(text, pool)
     assert not large(text, least, MOVES)
-    assert not large(text, least, SENDS)
+    assert not large(text, least, hlo.COLLECTIVES)
 
 
 T, C = 300, 200

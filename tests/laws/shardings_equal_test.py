@@ -21,10 +21,10 @@ from mint_jax.models.hf_config import from_hf
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Request
 from mint_jax.rollout.score import Scorer
-from mint_jax.train.batch import Group, TrainSequence
 from mint_jax.train.state import OptimizerConfig
 from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
 from tests.exchange import looser
+from tests.groups import random_groups
 
 DENSE = {  # every dimension that a mesh below splits is divisible by its ways
     "architectures": ["Qwen3ForCausalLM"],
@@ -132,23 +132,21 @@ MESHES = {
 }
 # into how many parts a dense projection falls
 SPLITS = {"data8": 1, "fsdp8": 8, "tensor2_fsdp2_data2": 4, "expert4_tensor2": 2}
-DENSE_MESHES = [("dense", name) for name in ("data8", "fsdp8", "tensor2_fsdp2_data2")]
-SPARSE_MESHES = [
-    (family, "expert4_tensor2") for family in ("experts", "indexed", "windows", "only")
-]
-STATE_MESHES = [("states", name) for name in ("data8", "tensor2_fsdp2_data2")]
-STATE_MESHES += [(family, "tensor2_fsdp2_data2") for family in ("only", "channels")]
+MESHES_OF = {
+    "data8": ("dense", "states"),
+    "fsdp8": ("dense",),
+    "tensor2_fsdp2_data2": ("dense", "states", "only", "channels", "shared keys"),
+    # all that the last two have, others have too
+    "expert4_tensor2": (
+        *("experts", "indexed", "windows", "only", "hybrid", "latent", "with mlp"),
+    ),
+}
+SLOW = ("latent", "with mlp")
 CASES = [
-    pytest.param(*case, marks=pytest.mark.long)
-    for case in [
-        *(*DENSE_MESHES, *SPARSE_MESHES, *STATE_MESHES),
-        *(("hybrid", "expert4_tensor2"), ("shared keys", "tensor2_fsdp2_data2")),
-    ]
-]
-# all that they have, others have too
-CASES += [
-    pytest.param(family, "expert4_tensor2", marks=pytest.mark.slow)
-    for family in ("latent", "with mlp")
+    pytest.param(family, name, marks=pytest.mark.slow if family in SLOW else pytest.mark.long)
+    for family in FAMILIES  # one after another: their problem is made once
+    for name, families in MESHES_OF.items()
+    if family in families
 ]
 
 
@@ -172,9 +170,9 @@ def save_checkpoint(family, directory):
     cfg = from_hf(FAMILIES[family])
     specs, key = transformer.abstract(cfg), jax.random.key(seed_of(family))
     if family == "windows":  # biases and sinks that are not zero
+        filled = {"zeros": "normal"}
         specs = jax.tree.map(
-            lambda spec: dataclasses.replace(spec, init="normal") if spec.init == "zeros" else spec,
-            specs,
+            lambda s: dataclasses.replace(s, init=filled.get(s.init, s.init)), specs
         )
     params = params_lib.init(specs, key)
     hf.save(params, cfg, directory)
@@ -188,10 +186,9 @@ def outcome(base, configs, adapters, groups, requests):
     # rounding of gradients near 0
     optimizer = OptimizerConfig(learning_rate=0.1, eps=1.0, weight_decay=0.1)
     drops = "all-linear" not in configs["a"].targets  # the targets of a base without experts
-    policies = [
-        PolicyConfig(n, c, optimizer, LossConfig("ppo", kl_kind="k3", kl=0.1), dropout=rate)
-        for (n, c), rate in zip(configs.items(), (0.3 * drops, 0.0, 0.0))
-    ]
+    how = optimizer, LossConfig("ppo", kl_kind="k3", kl=0.1)
+    rates = {"a": 0.3 * drops}
+    policies = [PolicyConfig(n, c, *how, dropout=rates.get(n, 0)) for n, c in configs.items()]
     trainer = Trainer(base, policies)
     for name, adapter in adapters.items():
         trainer.load_adapter(name, adapter)
@@ -237,18 +234,12 @@ def pose(family, checkpoint):
     def ids(n):
         return rng.integers(3, DENSE["vocab_size"], n).tolist()
 
-    def sequence(n):
-        return TrainSequence(
-            ids(n), [0.1] * n, rng.normal(size=n).tolist(), (-rng.exponential(size=n)).tolist()
-        )
-
     specs = transformer.abstract(base.cfg)
-    shapes = {n: lora_tree.adapter_specs(specs, c) for n, c in configs.items()}
+    draw = lambda s: (0.1 * rng.normal(size=s.shape)).astype(np.float32)  # noqa: E731
     adapters = {
-        n: jax.tree.map(lambda s: (0.1 * rng.normal(size=s.shape)).astype(np.float32), tree)
-        for n, tree in shapes.items()
+        n: jax.tree.map(draw, lora_tree.adapter_specs(specs, c)) for n, c in configs.items()
     }
-    groups = {n: [Group(ids(4), [sequence(6), sequence(4)]) for _ in range(2)] for n in configs}
+    groups = {n: random_groups(rng, DENSE["vocab_size"]) for n in configs}
     owners = ("a", "a", "c", None, *(["d"] * ("d" in configs)))
     requests = [(n, tuple(ids(k))) for n, k in zip(owners, (5, 7, 3, 6, 4))]
     args = configs, adapters, groups, requests

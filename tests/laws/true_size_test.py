@@ -23,7 +23,7 @@ from mint_jax.rollout.samples import longest_table
 from mint_jax.rollout.score import next_token_logprobs
 from mint_jax.train import state as state_lib
 from mint_jax.train import step
-from tests.laws.configs_trace_test import load
+from tests.configs import load
 from tests.laws.vmap_one_matmul_test import training_batch
 from tests.marks import first
 
