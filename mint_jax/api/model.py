@@ -297,8 +297,7 @@ class Model:
                 " OptimizerConfig"
             )
         if optimizer is None:
-            rate = OptimizerConfig().learning_rate if learning_rate is None else learning_rate
-            optimizer = OptimizerConfig(rate)
+            optimizer = OptimizerConfig(*([] if learning_rate is None else [learning_rate]))
         loaded = None if start is None else self._adapter(start, "start")
         compared = None if reference is None else self._adapter(reference, "reference")
         given: dict[str, Any] = {"rank": rank, "alpha": alpha, "targets": targets, "kind": kind}
@@ -480,9 +479,8 @@ class Model:
         with Pool(self.base, source, names, slots) as pool:
 
             def sampled(turn: AdapterBatch) -> list[list[Completion]]:
-                rows = [
-                    (requests[i], turn.slot(names[i]), {"revision": names[i]}) for i in turn.rows
-                ]
+                own = [(requests[i], names[i]) for i in turn.rows]
+                rows = [(one, turn.slot(name), {"revision": name}) for one, name in own]
                 return self.generate(rows, turn.stacks)
 
             return pool.run(sampled)
