@@ -127,8 +127,10 @@ def _samplings(
     """Returns how each adapter and the base are sampled."""
 
     def recorded() -> dict[str, Any]:
-        named = revisions.items() if catalog is not None else ()
-        return {text: catalog.main.revision(one.policy, one.number).sampling for text, one in named}
+        if catalog is None:
+            return {}
+        find = catalog.main.revision
+        return {text: find(one.policy, one.number).sampling for text, one in revisions.items()}
 
     found = multihost.agree("how revisions were sampled", recorded)
     trained = {text: values for text, values in found.items() if values is not None}
