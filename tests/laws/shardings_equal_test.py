@@ -28,53 +28,30 @@ from tests.groups import random_groups
 
 DENSE = {  # every dimension that a mesh below splits is divisible by its ways
     "architectures": ["Qwen3ForCausalLM"],
-    "vocab_size": 96,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
+    **{"vocab_size": 96, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
     "max_position_embeddings": 128,
 }
-SPARSE = DENSE | {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "num_experts": 8,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 24,
-    "norm_topk_prob": True,
-}
-LATENT = DENSE | {
+CHOSEN = {"num_experts_per_tok": 3, "moe_intermediate_size": 24}
+ROUTED = {"num_experts": 8} | CHOSEN
+SPARSE = DENSE | ROUTED | {"architectures": ["Qwen3MoeForCausalLM"], "norm_topk_prob": True}
+LATENT = DENSE | CHOSEN
+LATENT |= {
     "architectures": ["DeepseekV3ForCausalLM"],
-    "first_k_dense_replace": 1,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 24,
-    "n_shared_experts": 1,
-    "num_key_value_heads": 4,
-    "q_lora_rank": 20,
-    "kv_lora_rank": 24,
-    "qk_nope_head_dim": 12,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 10,
+    **{"n_routed_experts": 8, "n_shared_experts": 1, "n_group": 1, "topk_group": 1},
+    **{"first_k_dense_replace": 1, "num_key_value_heads": 4, "q_lora_rank": 20},
+    **{"kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10},
     "head_dim": 8,  # of the rotary part
-    "n_group": 1,
-    "topk_group": 1,
 }
 INDEXED = LATENT | {
     "architectures": ["GlmMoeDsaForCausalLM"],
-    "index_n_heads": 4,
-    "index_head_dim": 12,
-    "index_topk": 5,
+    **{"index_n_heads": 4, "index_head_dim": 12, "index_topk": 5},
     "indexer_types": ["full", "shared"],
 }
 STATES = DENSE | {
     "architectures": ["Qwen3_5ForCausalLM"],
-    "num_hidden_layers": 5,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 12,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
+    **{"linear_key_head_dim": 8, "linear_value_head_dim": 12, "num_hidden_layers": 5},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
     "rms_norm_eps": 1e-2,  # see ``oracles.TINY``
 }
 WINDOWS = DENSE | {  # sinks and biases, too
@@ -99,12 +76,8 @@ WITH_MLP = {name: value for name, value in SHARED_KEYS.items() if "layer_input" 
     **{"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "enable_moe_block": True},
     **{"num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 24},
 }
-HYBRID = STATES | {
-    "architectures": ["Qwen3NextForCausalLM"],
-    "num_hidden_layers": 4,
-    **{"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
-    "shared_expert_intermediate_size": 20,
-}
+HYBRID = STATES | ROUTED | {"architectures": ["Qwen3NextForCausalLM"]}
+HYBRID |= {"num_hidden_layers": 4, "shared_expert_intermediate_size": 20}
 CHANNELS = {name: value for name, value in LATENT.items() if "dense" not in name} | {
     "architectures": ["KimiLinearForCausalLM"],
     "num_hidden_layers": 5,
@@ -116,8 +89,7 @@ ONLY = {k: v for k, v in DENSE.items() if k != "num_hidden_layers"} | {
     "architectures": ["NemotronHForCausalLM"],
     "hybrid_override_pattern": "MEM*-E",
     **{"ssm_state_size": 8, "mamba_num_heads": 4, "mamba_head_dim": 12, "n_groups": 2},
-    **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
-    "moe_shared_expert_intermediate_size": 20,
+    **{"n_routed_experts": 8, "moe_shared_expert_intermediate_size": 20, **CHOSEN},
 }
 FAMILIES = {
     **{"dense": DENSE, "experts": SPARSE, "latent": LATENT, "indexed": INDEXED},
