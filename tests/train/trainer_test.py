@@ -3,6 +3,7 @@ errors by name.
 """
 
 import dataclasses
+from collections import defaultdict
 
 import chex
 import jax
@@ -29,10 +30,8 @@ B = PolicyConfig("b", AdapterConfig(2, 2.0, ("q",)), loss=LossConfig("cross_entr
 
 def random_group(rng, prompt, lengths, **fields):
     def sequence(n):
-        columns = [rng.normal(size=n).tolist(), (-rng.exponential(4, n)).tolist()]
-        return TrainSequence(
-            rng.integers(3, 97, n).tolist(), rng.uniform(0.1, 1, n).tolist(), *columns
-        )
+        columns = rng.uniform(0.1, 1, n), rng.normal(size=n), -rng.exponential(4, n)
+        return TrainSequence(rng.integers(3, 97, n).tolist(), *(x.tolist() for x in columns))
 
     return Group(rng.integers(3, 97, prompt).tolist(), [sequence(n) for n in lengths], **fields)
 
@@ -120,13 +119,9 @@ def test_dpo_and_kl_compare_with_the_adapter_that_their_reference_names(
         "kl": LossConfig("ppo", kl_kind="k3", kl=0.1, reference=reference),
         "bare": LossConfig("ppo", kl_kind="k3", kl=0.1, reference="base"),
     }
-    trainer = Trainer(
-        base,
-        [
-            PolicyConfig(n, only_q, OptimizerConfig(1e-2), loss, seed=i)
-            for i, (n, loss) in enumerate(losses.items())
-        ],
-    )
+    how = only_q, OptimizerConfig(1e-2)
+    policies = [PolicyConfig(n, *how, one, i) for i, (n, one) in enumerate(losses.items())]
+    trainer = Trainer(base, policies)
     started = {name: random_adapter(rng, base, only_q, 1.0) for name in losses}
     for name, adapter in started.items():
         trainer.load_adapter(name, adapter)
@@ -140,37 +135,27 @@ def test_dpo_and_kl_compare_with_the_adapter_that_their_reference_names(
             trainer.update({"dpo": [random_group(rng, 4, (5, 3), pair_weight=1.0)]})
         for name, (config, adapter) in named.items():
             trainer.refer(name, config, adapter)
-    models = {
-        name: merged(hf_dirs("llama"), base.cfg, config, adapter)
-        for name, (config, adapter) in named.items()
-    }
+    on = hf_dirs("llama"), base.cfg
+    models = {name: merged(*on, *adapter) for name, adapter in named.items()}
     models["bare"] = oracles.torch_model(hf_dirs("llama"))
     for step in range(2):  # the reference stands still while the policy moves
-        pairs = {"pair_weight": 0.5}
+        weights = {"dpo": 0.5}
         groups = {
-            n: [random_group(rng, 4, (5, 3), **(pairs if n == "dpo" else {})) for _ in range(2)]
+            n: [random_group(rng, 4, (5, 3), pair_weight=weights.get(n, 0.0)) for _ in range(2)]
             for n in losses
         }
-        policies = {
-            n: merged(hf_dirs("llama"), base.cfg, only_q, trainer.adapter(n)) for n in losses
-        }
-        got = trainer.update(groups)
-        gains = {}
+        policies = {n: merged(*on, only_q, trainer.adapter(n)) for n in losses}
+        got, gains = trainer.update(groups), defaultdict(list)
         for name, model in models.items():
-            for g in groups[name]:
-                for s in g.sequences:
-                    expected = torch_logp(model, g.prefix, s.tokens)
-                    # float32 log-softmax over 97 logits, 3 layers
-                    np.testing.assert_allclose(s.ref_logp, expected, rtol=0, atol=3e-5)
-                    gains.setdefault(name, []).append(
-                        torch_logp(policies[name], g.prefix, s.tokens).astype(np.float64) - expected
-                    )
-        k3 = {n: np.concatenate(gains[n]) for n in ("kl", "bare")}
-        for name, gain in k3.items():
-            # of differences of 1e-5
-            np.testing.assert_allclose(
-                got[name]["kl"], np.mean(np.exp(-gain) + gain - 1), rtol=1e-3, atol=1e-6
-            )
+            for prefix, s in ((g.prefix, s) for g in groups[name] for s in g.sequences):
+                expected = torch_logp(model, prefix, s.tokens)
+                # float32 log-softmax over 97 logits, 3 layers
+                np.testing.assert_allclose(s.ref_logp, expected, rtol=0, atol=3e-5)
+                gains[name].append(torch_logp(policies[name], prefix, s.tokens) - expected)
+        for name in ("kl", "bare"):
+            gain = np.concatenate(gains[name])
+            k3 = np.mean(np.exp(-gain) + gain - 1)  # of differences of 1e-5
+            np.testing.assert_allclose(got[name]["kl"], k3, rtol=1e-3, atol=1e-6)
         sums = [x.sum() for x in gains["dpo"]]
         margins = [0.7 * (sums[2 * i] - sums[2 * i + 1]) for i in range(2)]
         # float32 sums of up to 8 logprobs of about 5
