@@ -374,9 +374,9 @@ class Model:
         """
         self.need_open()
         own = None if loss is None else inputs.as_loss(loss)
-        state = saved.read(file, self.base.fingerprint, self.name, own)
-        policy = self._join(state.config, state.restore)
-        policy.draws = state.draws
+        config, draws, restore = saved.read(file, self.base.fingerprint, self.name, own)
+        policy = self._join(config, restore)
+        policy.draws = draws
         return policy
 
     def remove(self, policy: str | Policy) -> None:
