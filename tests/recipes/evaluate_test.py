@@ -48,25 +48,20 @@ def play():
     return ListConversation(EXAMPLES, EXAMPLES[:6], answer)
 
 
-def store(place, base, scale):
-    """A catalog's folder with policies ``one`` (rank 5) and ``two`` (rank 8), whose random factors
-    have this standard deviation.
+@pytest.fixture(scope="module")
+def catalog(tmp_path_factory):
+    """A catalog's folder with policies ``one`` (rank 5) and ``two`` (rank 8) over tiny-random, whose
+    random factors change most tokens.
     """
-    rng = np.random.default_rng(0)
+    place, rng = tmp_path_factory.mktemp("catalog"), np.random.default_rng(0)
+    base = base_lib.load("tiny-random", mesh.make_mesh({"data": 1}, jax.devices()[:1]))
+    draw = lambda s: rng.normal(size=s.shape, scale=0.3).astype(np.float32)  # noqa: E731
     with Catalog.open(place) as opened:
         for name, rank in (("one", 5), ("two", 8)):
             config = AdapterConfig(rank, 2.0 * rank)
             shapes = lora_tree.adapter_specs(transformer.abstract(base.cfg), config)
-            draw = lambda s: rng.normal(size=s.shape, scale=scale).astype(np.float32)  # noqa: E731
-            adapter = jax.tree.map(draw, shapes)
-            opened.export(name, pack(adapter, Schema(base.fingerprint, config)), 1, create=True)
-
-
-@pytest.fixture(scope="module")
-def catalog(tmp_path_factory):
-    """Policies over tiny-random whose adapters change most tokens."""
-    place = tmp_path_factory.mktemp("catalog")
-    store(place, base_lib.load("tiny-random", mesh.make_mesh({"data": 1}, jax.devices()[:1])), 0.3)
+            data = pack(jax.tree.map(draw, shapes), Schema(base.fingerprint, config))
+            opened.export(name, data, 1, create=True)
     return place
 
 
