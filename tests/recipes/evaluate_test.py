@@ -50,8 +50,8 @@ def play():
 
 @pytest.fixture(scope="module")
 def catalog(tmp_path_factory):
-    """A catalog's folder with policies ``one`` (rank 5) and ``two`` (rank 8) over tiny-random, whose
-    random factors change most tokens.
+    """Policies ``one`` (rank 5) and ``two`` (rank 8) over tiny-random, whose random factors change
+    most tokens.
     """
     place, rng = tmp_path_factory.mktemp("catalog"), np.random.default_rng(0)
     base = base_lib.load("tiny-random", mesh.make_mesh({"data": 1}, jax.devices()[:1]))
