@@ -297,7 +297,8 @@ class Model:
                 " OptimizerConfig"
             )
         if optimizer is None:
-            optimizer = OptimizerConfig(*([] if learning_rate is None else [learning_rate]))
+            rate = OptimizerConfig().learning_rate if learning_rate is None else learning_rate
+            optimizer = OptimizerConfig(rate)
         loaded = None if start is None else self._adapter(start, "start")
         compared = None if reference is None else self._adapter(reference, "reference")
         given: dict[str, Any] = {"rank": rank, "alpha": alpha, "targets": targets, "kind": kind}
