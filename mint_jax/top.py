@@ -70,7 +70,10 @@ def _read(url: str, key: str | None) -> bytes:
 
 def table_of(now: Look, before: Look) -> RenderableType:
     """Returns the table of two polls."""
-    title = Text(f"{now.state['base']}, up {_seconds(now.state['up_s'])}")
+    minutes, seconds = divmod(int(now.state["up_s"]), 60)
+    hours, rest = divmod(minutes, 60)
+    up = f"{hours} h {rest} min" if hours else f"{minutes} min {seconds} s"
+    title = Text(f"{now.state['base']}, up {up}")
     return Group(Panel(_summary(now, before), title=title), _policies(now, before))
 
 
@@ -81,9 +84,10 @@ def _summary(now: Look, before: Look) -> RenderableType:
     asked = _rate(now.requests - before.requests, passed, "{:.1f}")
     rows, pages = engine["rows"], engine["pages"]
     used = f"{pages['count'] - pages['available']}/{pages['count']}"
+    loading = residency["loads"]["unfinished"]
     places = [f"{n} in {where}" for where, n in sorted(training["policies"].items())]
     slots = f"no policies; {sum(training['slots'].values())} slots"
-    memory = [n for n in state["memory"]["devices"] if n is not None]
+    memory = [state["memory"]["rss"], *(n for n in state["memory"]["devices"] if n is not None)]
     flights = [f"{tenant} {count}" for tenant, count in sorted(state["tokens_in_flight"].items())]
     lines = {
         "state": f"{state['trouble'] or 'ready'}, devices {busy} busy, {asked} requests/s",
@@ -92,11 +96,8 @@ def _summary(now: Look, before: Look) -> RenderableType:
             f" pages {used}, {pages['cached']} cached"
         ),
         "training": f"{training['waiting']} requests; policies: {', '.join(places) or slots}",
-        "adapters": (
-            f"{len(residency['resident'])} in slots, {residency['loads']['unfinished']} being"
-            " loaded"
-        ),
-        "memory": ", ".join([f"host {_bytes(state['memory']['rss'])}", *map(_bytes, memory)]),
+        "adapters": f"{len(residency['resident'])} in slots, {loading} being loaded",
+        "memory": "host " + ", ".join(f"{count / 2**30:.2f} GiB" for count in memory),
         "tokens in flight": ", ".join(flights) or "none",
     }
     grid = Table.grid(padding=(0, 2))
@@ -132,16 +133,6 @@ def _rate(change: float, by: float, form: str) -> str:
     return form.format(change / by) if by > 0 else "-"
 
 
-def _seconds(seconds: float) -> str:
-    minutes, seconds = divmod(int(seconds), 60)
-    hours, rest = divmod(minutes, 60)
-    return f"{hours} h {rest} min" if hours else f"{minutes} min {seconds} s"
-
-
-def _bytes(count: float) -> str:
-    return f"{count / 2**30:.2f} GiB"
-
-
 def follow(
     url: str,
     key: str | None,
@@ -167,18 +158,15 @@ def follow(
 def main(arguments: Sequence[str] | None = None, console: Console | None = None) -> int:
     """Runs the command. Returns the exit status: 1 if ``--once`` finds no server."""
     parser = argparse.ArgumentParser(
-        prog="python -m mint_jax.top", description="Shows a live table of a server."
+        "python -m mint_jax.top",
+        description="Shows a live table of a server.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument(
-        "--url",
-        default="http://127.0.0.1:8000",
-        help="of the server (default http://127.0.0.1:8000)",
-    )
-    parser.add_argument("--key", help="API key of scope admin; none if the server has no keys")
-    parser.add_argument(
-        "--interval", type=float, default=2.0, help="seconds between two polls (default 2)"
-    )
-    parser.add_argument("--once", action="store_true", help="poll twice, print one table and end")
+    add = parser.add_argument
+    add("--url", default="http://127.0.0.1:8000", help="of the server")
+    add("--key", help="API key of scope admin; none if the server has no keys")
+    add("--interval", type=float, default=2.0, help="seconds between two polls")
+    add("--once", action="store_true", help="poll twice, print one table and end")
     given = parser.parse_args(arguments)
     console, url = console or Console(), given.url.rstrip("/")
     if not 0 < given.interval <= 3600 or not url.startswith(("http://", "https://")):

@@ -13,22 +13,13 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from mint_jax import multihost
 from mint_jax.errors import UserError
 from mint_jax.files import write_file
 
 T = TypeVar("T")
-
-
-class Tracker(Protocol):
-    """Run in one tracker; ``id`` finds it again."""
-
-    id: str
-
-    def log(self, step: int, name: str, numbers: Mapping[str, float]) -> None: ...
-    def close(self, finished: bool) -> None: ...
 
 
 class Trackers:
@@ -38,7 +29,7 @@ class Trackers:
 
     def __init__(self, workdir: str | Path, named: Mapping[str, str], config: Mapping[str, Any]):
         self._file = Path(workdir) / "trackers.json"
-        self._trackers: dict[str, Tracker] = {}
+        self._trackers: dict[str, Any] = {}  # of ``KINDS``
         self._silent: set[str] = set()
         wanted = {kind: where for kind, where in named.items() if where}
 
@@ -92,22 +83,7 @@ def check(named: Mapping[str, str]) -> None:
     """
     for kind, where in named.items():
         if where:
-            _usable(kind, where, CHECKS[kind])
-
-
-def _wandb_key() -> None:
-    import wandb
-
-    if os.environ.get("WANDB_MODE", "online") == "online" and not wandb.api.api_key:
-        raise ValueError(
-            "no API key: set WANDB_API_KEY, run wandb login, or set WANDB_MODE=offline"
-        )
-
-
-def _mlflow_answers() -> None:
-    from mlflow import MlflowClient
-
-    MlflowClient().search_experiments(max_results=1)
+            _usable(kind, where, KINDS[kind].check)
 
 
 def _usable(kind: str, where: str, call: Callable[[], T]) -> T:
@@ -127,19 +103,24 @@ def _usable(kind: str, where: str, call: Callable[[], T]) -> T:
 
 
 class _Wandb:
+    """A run of W&B; ``id`` finds it again, as in ``_Mlflow``."""
+
     def __init__(self, project: str, workdir: Path, id: str | None, config: Mapping[str, Any]):
         import wandb
 
-        self._run = wandb.init(
-            project=project,
-            name=workdir.name,
-            dir=str(workdir),
-            id=id,
-            resume="allow" if id else None,
-            config=dict(config),
-        )
+        where: Any = {"project": project, "name": workdir.name, "dir": str(workdir)}
+        self._run = wandb.init(**where, id=id, resume="allow" if id else None, config=dict(config))
         self.id = self._run.id
         self._named: set[str] = set()
+
+    @staticmethod
+    def check() -> None:
+        import wandb
+
+        if os.environ.get("WANDB_MODE", "online") == "online" and not wandb.api.api_key:
+            raise ValueError(
+                "no API key: set WANDB_API_KEY, run wandb login, or set WANDB_MODE=offline"
+            )
 
     def log(self, step: int, name: str, numbers: Mapping[str, float]) -> None:
         # W&B's own step never goes back and drops rows of an earlier one: of a policy that another
@@ -172,6 +153,12 @@ class _Mlflow:
             self._client.update_run(id, status="RUNNING")
         self.id = run.info.run_id
 
+    @staticmethod
+    def check() -> None:
+        from mlflow import MlflowClient
+
+        MlflowClient().search_experiments(max_results=1)
+
     def log(self, step: int, name: str, numbers: Mapping[str, float]) -> None:
         now = int(1000 * time.time())
         finite = {key: value for key, value in numbers.items() if math.isfinite(value)}
@@ -183,8 +170,4 @@ class _Mlflow:
         self._client.set_terminated(self.id, "FINISHED" if finished else "FAILED")
 
 
-KINDS: dict[str, Callable[[str, Path, str | None, Mapping[str, Any]], Tracker]] = {
-    "wandb": _Wandb,
-    "mlflow": _Mlflow,
-}
-CHECKS: dict[str, Callable[[], None]] = {"wandb": _wandb_key, "mlflow": _mlflow_answers}
+KINDS: dict[str, Any] = {"wandb": _Wandb, "mlflow": _Mlflow}

@@ -28,6 +28,13 @@ def tiny(name: str, **changes: Any) -> Any:
     return config
 
 
+def only(config: Any, *names: str) -> Any:
+    """Removes the other policies of a ConfigDict; returns it."""
+    for name in set(config.policies) - set(names):
+        del config.policies[name]
+    return config
+
+
 def run_config(config: Any, workdir: str | Path) -> dict[str, Any]:
     """Runs the recipe of a config; returns its result."""
     return recipes.run(read(config), Path(workdir))

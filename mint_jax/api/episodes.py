@@ -139,12 +139,8 @@ def groups(
             f"rewards are no numbers ({error}): give a finite number for each completion"
         ) from None
     if max_tokens is None:
-        turns = [
-            turn
-            for several in completions
-            for one in several
-            for turn in ([one] if isinstance(one, Completion) else one)
-        ]
+        drawn = (one for several in completions for one in several)
+        turns = (t for one in drawn for t in ([one] if isinstance(one, Completion) else one))
         max_tokens = max(turn.request.max_tokens for turn in turns if turn.request)
     advantages_QG = group_advantages(rewards_QG, baseline, divide_by_std)
     return to_groups(episodes, advantages_QG, normalisation, max_tokens)

@@ -375,9 +375,9 @@ class Model:
         """
         self.need_open()
         own = None if loss is None else inputs.as_loss(loss)
-        state = saved.read(file, self.base.fingerprint, self.name, own)
-        policy = self._join(state.config, state.restore)
-        policy.draws = state.draws
+        config, draws, restore = saved.read(file, self.base.fingerprint, self.name, own)
+        policy = self._join(config, restore)
+        policy.draws = draws
         return policy
 
     def remove(self, policy: str | Policy) -> None:
@@ -480,9 +480,8 @@ class Model:
         with Pool(self.base, source, names, slots) as pool:
 
             def sampled(turn: AdapterBatch) -> list[list[Completion]]:
-                rows = [
-                    (requests[i], turn.slot(names[i]), {"revision": names[i]}) for i in turn.rows
-                ]
+                own = [(requests[i], names[i]) for i in turn.rows]
+                rows = [(one, turn.slot(name), {"revision": name}) for one, name in own]
                 return self.generate(rows, turn.stacks)
 
             return pool.run(sampled)

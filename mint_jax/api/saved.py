@@ -1,6 +1,7 @@
 """File of one policy's training state; reading restores the same bits."""
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,27 +42,11 @@ def save(file: str | Path, trainer: Trainer, name: str, fingerprint: str, draws:
     return path
 
 
-@dataclasses.dataclass(frozen=True)
-class Saved:
-    """Contents of a state file; ``reference`` is None for the base or the start."""
-
-    config: PolicyConfig
-    state: HostState
-    reference: tuple[AdapterConfig, Any] | None
-    draws: int
-    shapes: list[tuple[int, ...]]
-
-    def restore(self, trainer: Trainer) -> None:
-        """Replaces the training state of the policy, which is in ``trainer``."""
-        trainer.replace(self.config.name, self.state)
-        if self.reference is not None:
-            trainer.refer(self.config.name, *self.reference)
-        known = trainer.shapes.shapes
-        known += [shape for shape in self.shapes if shape not in known]
-
-
-def read(file: str | Path, fingerprint: str, base: str, loss: LossConfig | None) -> Saved:
-    """Reads a file that ``save`` wrote.
+def read(
+    file: str | Path, fingerprint: str, base: str, loss: LossConfig | None
+) -> tuple[PolicyConfig, int, Callable[[Trainer], None]]:
+    """Reads a file that ``save`` wrote; returns the policy's config and ``Policy.draws``, and a
+    function that replaces the state of the policy in a trainer that has it.
 
     Args:
         fingerprint, base: fingerprint and name of the loaded base.
@@ -85,16 +70,22 @@ def read(file: str | Path, fingerprint: str, base: str, loss: LossConfig | None)
             f"{path} belongs to base {notes['base'][:12]}, but {base} is"
             f" {fingerprint[:12]}: load the base that the policy trained over"
         )
-    given, parts, reference = notes["policy"], dict(state.parts), None
+    given, parts = notes["policy"], dict(state.parts)
     own = LossConfig(**given["loss"]) if loss is None else loss
     optimizer = OptimizerConfig(**given["optimizer"])
     how = state.config, optimizer, own, given["seed"]
     config = PolicyConfig(given["name"], *how, dropout=given["dropout"])
-    if (compared := parts.pop("reference", None)) is not None:
-        shape = AdapterConfig(**notes["reference"])
-        reference = shape, params_lib.nest(dict(compared))
-    state = dataclasses.replace(state, parts=parts)
-    return Saved(config, state, reference, notes["draws"], list(map(tuple, notes["shapes"])))
+    compared = parts.pop("reference", None)
+
+    def restore(trainer: Trainer) -> None:
+        trainer.replace(config.name, dataclasses.replace(state, parts=parts))
+        if compared is not None:
+            shape = AdapterConfig(**notes["reference"])
+            trainer.refer(config.name, shape, params_lib.nest(dict(compared)))
+        known = trainer.shapes.shapes
+        known += [shape for shape in map(tuple, notes["shapes"]) if shape not in known]
+
+    return config, notes["draws"], restore
 
 
 def _path(file: Any) -> Path:

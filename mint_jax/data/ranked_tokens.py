@@ -52,7 +52,7 @@ def read_tiktoken(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     first = len(ranks)
     listed = {int(id): one for id, one in (config.get("added_tokens_decoder") or {}).items()}
     special = [
-        _added(id, listed.get(id, {}).get("content", f"<|reserved_token_{id}|>"))
+        added(id, listed.get(id, {}).get("content", f"<|reserved_token_{id}|>"))
         for id in range(first, first + RESERVED)
     ]
     return _source(path, ranks, 0, KIMI_PATTERN, special)
@@ -77,10 +77,10 @@ def read_tekken(path: Path, config: dict[str, Any]) -> dict[str, Any]:
         )
     if order != list(range(len(order))) or sorted(named) != list(range(len(named))):
         raise _unreadable(path, "its ranks are not 0, 1, 2, ..")
-    special = [_added(id, named.get(id, f"<SPECIAL_{id}>")) for id in range(max(size, len(named)))]
+    special = [added(id, named.get(id, f"<SPECIAL_{id}>")) for id in range(max(size, len(named)))]
     # the file has more tokens than the model
     ranks = {token: rank for rank, token in enumerate(tokens[: vocab - len(special)])}
-    present = {one["content"] for one in special}
+    present = {one["content"]: one["id"] for one in special}
     for name, text in {"bos": "<s>", "eos": "</s>", "pad": "<pad>", "unk": "<unk>"}.items():
         if text in present:
             config.setdefault(f"{name}_token", text)
@@ -88,15 +88,7 @@ def read_tekken(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     config.setdefault("split_special_tokens", not has_template)
     source = _source(path, ranks, len(special), pattern, special)
     if "<s>" in present:
-        begin, text = ({"id": id, "type_id": 0} for id in ("<s>", "A"))
-        source["post_processor"] = {
-            "type": "TemplateProcessing",
-            "single": [{"SpecialToken": begin}, {"Sequence": text}],
-            "pair": [{"SpecialToken": begin}, {"Sequence": text}, {"Sequence": text | {"id": "B"}}],
-            "special_tokens": {
-                "<s>": {"id": "<s>", "ids": [_id_of(special, "<s>")], "tokens": ["<s>"]}
-            },
-        }
+        source["post_processor"] = around_texts({"<s>": present["<s>"]}, {})
     return source
 
 
@@ -104,13 +96,22 @@ def _unreadable(path: Path, reason: str) -> UserError:
     return UserError(f"{path} is not a readable tokenizer ({reason}): fetch the checkpoint again")
 
 
-def _added(id: int, text: str) -> dict[str, Any]:
+def added(id: int, text: str, special: bool = True) -> dict[str, Any]:
+    """Returns an added token in the form of a ``tokenizer.json``."""
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return {"id": id, "content": text, **flags, "special": True}
+    return {"id": id, "content": text, **flags, "special": special}
 
 
-def _id_of(special: list[dict[str, Any]], text: str) -> int:
-    return next(one["id"] for one in special if one["content"] == text)
+def around_texts(begin: dict[str, int], end: dict[str, int]) -> dict[str, Any]:
+    """Returns the post-processor that adds these tokens, with their ids, around a text."""
+    first, second = ({"Sequence": {"id": name, "type_id": i}} for i, name in enumerate("AB"))
+    front, back = (
+        [{"SpecialToken": {"id": text, "type_id": 0}} for text in side] for side in (begin, end)
+    )
+    single = [*front, first, *back]
+    used = {t: {"id": t, "ids": [id], "tokens": [t]} for t, id in (begin | end).items()}
+    pair = [*single, second]  # the library wants one
+    return {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": used}
 
 
 def _source(

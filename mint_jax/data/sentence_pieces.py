@@ -7,6 +7,7 @@ from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message, message_factory
 
+from mint_jax.data.ranked_tokens import added, around_texts
 from mint_jax.errors import UserError
 
 BPE, CONTROL, USER_DEFINED = 2, 3, 4
@@ -63,9 +64,8 @@ def read(path: Path, config: dict[str, Any]) -> dict[str, Any]:
             " checkpoint's tokenizer.json"
         )
     vocab = {one.piece: id for id, one in enumerate(model.pieces)}
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    added = [
-        {"id": id, "content": one.piece, **flags, "special": one.type == CONTROL}
+    listed = [
+        added(id, one.piece, one.type == CONTROL)
         for id, one in enumerate(model.pieces)
         if one.type in (CONTROL, USER_DEFINED)
     ]
@@ -75,16 +75,15 @@ def read(path: Path, config: dict[str, Any]) -> dict[str, Any]:
         for i in range(1, len(piece))
         if piece[:i] in vocab and piece[i:] in vocab
     ]
-    source: dict[str, Any] = {"version": "1.0", "added_tokens": added, "normalizer": None}
+    source: dict[str, Any] = {"version": "1.0", "added_tokens": listed, "normalizer": None}
     source |= {"pre_tokenizer": None, "post_processor": _ends(config, vocab, path), "decoder": None}
     return source | {"model": {"type": "BPE", "vocab": vocab, "merges": merges}}
 
 
 def _ends(config: dict[str, Any], vocab: dict[str, int], path: Path) -> dict[str, Any]:
     """Returns the post-processor that adds the tokens of a text's begin and end."""
-    parts: list[dict[str, Any]] = [{"Sequence": {"id": "A", "type_id": 0}}]
-    used = {}
-    for name, default, at in (("bos", "<s>", 0), ("eos", "</s>", 2)):
+    sides: list[dict[str, int]] = [{}, {}]
+    for side, name, default in zip(sides, ("bos", "eos"), ("<s>", "</s>")):
         value = config.get(f"{name}_token", default)
         text = value.get("content") if isinstance(value, dict) else value
         if not config.get(f"add_{name}_token") or text is None:
@@ -94,7 +93,5 @@ def _ends(config: dict[str, Any], vocab: dict[str, int], path: Path) -> dict[str
                 f"{path} lacks the {name}_token {text!r} of tokenizer_config.json: name one of its"
                 " tokens"
             )
-        parts.insert(at, {"SpecialToken": {"id": text, "type_id": 0}})
-        used[text] = {"id": text, "ids": [vocab[text]], "tokens": [text]}
-    pair = [*parts, {"Sequence": {"id": "B", "type_id": 1}}]  # the library wants one
-    return {"type": "TemplateProcessing", "single": parts, "pair": pair, "special_tokens": used}
+        side[text] = vocab[text]
+    return around_texts(*sides)

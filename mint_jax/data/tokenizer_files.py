@@ -172,21 +172,13 @@ def _built(kind: str, source: dict[str, Any], fast: Any, config: dict[str, Any],
                 " it has in tokenizer_config.json"
             )
         unknown = {"unk_token": text}
-    built: Any = Tokenizer(
-        models.BPE(
-            vocab=model["vocab"],
-            merges=merges,
-            fuse_unk=by_piece,
-            byte_fallback=by_piece,
-            **unknown,
-        )
-    )
+    how: Any = {"fuse_unk": by_piece, "byte_fallback": by_piece, **unknown}
+    built: Any = Tokenizer(models.BPE(vocab=model["vocab"], merges=merges, **how))
     if is_llama:
         prefix = prefix is None or prefix
         scheme = "never" if not prefix else "always" if config.get("legacy", False) else "first"
-        built.pre_tokenizer = pre_tokenizers.Metaspace(
-            replacement="▁", prepend_scheme=scheme, split=False
-        )
+        how = {"prepend_scheme": scheme, "split": False}
+        built.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", **how)
     elif is_gemma:
         built.normalizer = normalizers.Replace(" ", "▁")
         built.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
@@ -195,9 +187,8 @@ def _built(kind: str, source: dict[str, Any], fast: Any, config: dict[str, Any],
         strip = [decoders.Strip(content=" ", left=1)] if is_llama and prefix else []
         built.decoder = decoders.Sequence(parts + strip)
     else:
-        bytes_: Any = pre_tokenizers.ByteLevel(
-            add_prefix_space=bool(prefix), use_regex=kind == "GPT2Tokenizer"
-        )
+        how = {"add_prefix_space": bool(prefix), "use_regex": kind == "GPT2Tokenizer"}
+        bytes_: Any = pre_tokenizers.ByteLevel(**how)
         if kind in QWEN_SPLITS:
             built.normalizer = normalizers.NFC()
             split = pre_tokenizers.Split(Regex(QWEN_SPLITS[kind]), "isolated")
@@ -224,9 +215,8 @@ def _add_tokens(
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
     if isinstance(extra, dict):
         given, extra = given | extra, []
-    tokens_of = {
-        name: _token(given[name], special=True) for name in (*NAMED, *given) if name in given
-    }
+    texts = {name: given[name] for name in (*NAMED, *given) if name in given}
+    tokens_of = {name: _token(value, special=True) for name, value in texts.items()}
     named = {name: token for name, token in tokens_of.items() if token is not None}
     further = [_token(value, special=True) for value in extra]
     special = [token for token in (*named.values(), *further) if token is not None]

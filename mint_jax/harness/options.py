@@ -95,12 +95,8 @@ class SamplerSettings(CatalogSettings):
     """Settings of recipes that sample."""
 
     max_rows: Count = setting("rows sampled together", 64)
-    speculative_tokens: Natural = setting(
-        "drafts of a sample that idle rows verify in one step, at most 15; 0: none", 0
-    )
-    cache_gib: Amount = setting(
-        "largest cache of the sampler, GiB; 0: 1 GiB on a CPU, most free memory elsewhere", 0.0
-    )
+    speculative_tokens: Natural = setting("drafts that idle rows verify in one step, 0 to 15", 0)
+    cache_gib: Amount = setting("largest cache, GiB; 0: 1 GiB on a CPU, else most free memory", 0.0)
 
     @property
     def cache_bytes(self) -> int | None:
@@ -133,9 +129,7 @@ class PolicySettings:
     init: Annotated[str, INITS] = setting(
         "A of a new adapter, whose B is zero: uniform as PEFT's, or orthonormal rows", "uniform"
     )
-    dropout: float = setting(
-        "probability that an input of the adapter is dropped in training, less than 1", 0.0
-    )
+    dropout: float = setting("probability of dropping an adapter's input in training, below 1", 0.0)
     rollout_revision = ""  # GRPO policies may draw from another revision
 
 
@@ -183,9 +177,7 @@ class EnvSettings(Open):
     """An environment; further settings are its own options."""
 
     name: str = setting(ENVIRONMENTS)
-    chat_template_kwargs: Open = setting(
-        "variables of the chat template, such as enable_thinking", Open()
-    )
+    chat_template_kwargs: Open = setting("variables of the chat template: enable_thinking", Open())
 
     def make(self) -> env_lib.Environment:
         return env_lib.make(self.name, **self.extra)
@@ -323,7 +315,7 @@ class GrpoSettings(TrainingSettings, SamplerSettings):
     schedule: str = setting("sequential, overlapped or batched sharing of the devices", "batched")
     cohorts: Count = setting("groups of policies that take turns, with schedule batched", 1)
     max_staleness: Natural = setting(
-        "updates by which the weights that draw a rollout may be behind; 0: none", 0
+        "updates that the weights of a rollout may lag behind; 0: none", 0
     )
     partial_rollouts: bool = setting(
         "with max_staleness: completions in parts, which go on under the weights of each update",

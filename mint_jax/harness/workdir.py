@@ -19,12 +19,10 @@ from mint_jax.files import write_file
 from mint_jax.harness import settings
 from mint_jax.harness.options import TRACKERS, RecipeSettings, TrainingSettings
 
-# a resumed run may change these; the others must stay
 ROLLOUTS = "rollouts.json"  # a run's examples, from the catalog
-CHANGEABLE = (
+CHANGEABLE = (  # by a resumed run; the others must stay
     *("steps", "export_every", "checkpoint", "reward_workers", "reward_timeout"),
-    "reward_processes",
-    *("keep_rollouts", "cache_gib", "kernels", "tensorboard", *TRACKERS),
+    *("reward_processes", "keep_rollouts", "cache_gib", "kernels", "tensorboard", *TRACKERS),
 )
 
 
@@ -106,11 +104,8 @@ def claim(config: TrainingSettings, workdir: Path) -> None:
                 f" {new.get(key)!r}: choose another --workdir, or remove that folder, or repeat its"
                 " config to resume it"
             )
-        for name in (
-            "run.json",
-            "trackers.json",
-            ROLLOUTS,
-        ):  # of a run that ended before its first step
+        # of a run that ended before its first step
+        for name in ("run.json", "trackers.json", ROLLOUTS):
             (workdir / name).unlink(missing_ok=True)
 
     multihost.agree("workdir", look)

@@ -107,11 +107,7 @@ class BaseNames(dict[str, list[str]]):
 
 
 def _alternate(names: Names) -> bool:
-    return isinstance(names, BaseNames) and names.alternate
-
-
-def _is_fused(names: Names) -> bool:
-    return isinstance(names, BaseNames) and names.fused
+    return getattr(names, "alternate", False)
 
 
 def _tensor_names(path: str, module: str) -> tuple[str, str]:
@@ -165,21 +161,21 @@ def write_peft(
             )
         tensors, config = _take_biases(flat, names), AdapterConfig(1, 1.0, config.targets)
     if layout != "peft":
-        paths = {leaf.rsplit("/", 1)[0] for leaf in flat}
-        last = {module.rsplit(".", 1)[-1] for path in paths for module in names[path]}
+        last = {_last(module) for path in _owners(flat) for module in names[path]}
         targets = {"target_modules": sorted(last), "use_rslora": False}
         targets["lora_alpha"] = config.scale * config.rank
         tensors = _take_stacked(flat, adapter, names, layout)
-    fused = _add_lacking(flat, names) if _is_fused(names) else {}
+    fused = _add_lacking(flat, names) if getattr(names, "fused", False) else {}
     for experts, parameters in fused_parameters(names, fused, _alternate(names)).items():
         for module, a, b in fused_factors(experts, parameters, flat):
             tensors |= dict(zip(_tensor_names("", module), (a, b)))
-    for path in sorted({leaf.rsplit("/", 1)[0] for leaf in flat} - fused.keys()):
-        a, b = (_per_module(flat[f"{path}/{factor}"]) for factor in ("a", "b"))
+    for path in [path for path in _owners(flat) if path not in fused]:
+        factors = (np.asarray(flat[f"{path}/{f}"]) for f in "ab")
+        # from `[L, R, D]` or `[L, E, R, D]` to `[modules, R, D]`
+        a, b = (factor.reshape(-1, *factor.shape[-2:]) for factor in factors)
         for i, module in enumerate(names[path]):
-            name_a, name_b = _tensor_names(path, module)
-            tensors[name_a] = np.ascontiguousarray(a[i])
-            tensors[name_b] = np.ascontiguousarray(b[i].T)
+            pair = np.ascontiguousarray(a[i]), np.ascontiguousarray(b[i].T)
+            tensors |= dict(zip(_tensor_names(path, module), pair))
     fields = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -192,9 +188,8 @@ def write_peft(
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
+        **({"lora_bias": True} if is_bias else {}),
     }
-    if is_bias:
-        fields["lora_bias"] = True
     if fused:  # the layout of experts that PEFT writes since this version
         fields["peft_version"] = ".".join(map(str, PLAIN_SINCE))
     with new_directory(directory) as staging:
@@ -202,6 +197,15 @@ def write_peft(
         (staging / CONFIG).write_text(json.dumps(fields, indent=2))
         # safetensors makes files readable by their owner only
         (staging / WEIGHTS).chmod((staging / CONFIG).stat().st_mode)
+
+
+def _owners(flat: Mapping[str, Any]) -> list[str]:
+    """Returns the paths of the projections that have factors."""
+    return sorted({leaf.rsplit("/", 1)[0] for leaf in flat})
+
+
+def _last(name: str, separator: str = ".") -> str:
+    return name.rsplit(separator, 1)[-1]
 
 
 def _take_biases(flat: dict[str, Any], names: Names) -> dict[str, np.ndarray]:
@@ -225,9 +229,9 @@ def _read_biases(
     directory: Path,
 ) -> tuple[Any, AdapterConfig]:
     """Removes the biases of found modules, which have no other factors, from a file's tensors."""
-    targets = tuple(dict.fromkeys(path.rsplit("/", 1)[-1] for path in names if path in found))
+    targets, paths = _targeted(names, found)
     flat = {}
-    for path in [p for p in names if p.rsplit("/", 1)[-1] in targets]:
+    for path in paths:
         modules, F = names[path], projections[path].d_out
         flat[f"{path}/{BIAS}"] = out = np.zeros((len(modules), 1, F), np.float32)
         for i, (a, b, scale) in found.get(path, {}).items():
@@ -241,6 +245,13 @@ def _read_biases(
     return params_lib.nest(flat), AdapterConfig(targets=targets, kind=BIAS)
 
 
+def _targeted(names: Names, found: Found) -> tuple[tuple[str, ...], list[str]]:
+    """Returns the targets of found factors, and the paths of all that these name."""
+    # In the base's order, as of tree.spelled_out: an adapter's digest depends on it.
+    targets = tuple(dict.fromkeys(_last(path, "/") for path in names if path in found))
+    return targets, [path for path in names if _last(path, "/") in targets]
+
+
 def _targets(
     flat: Mapping[str, Any], config: AdapterConfig, names: Names, moe_type: bool
 ) -> dict[str, Any]:
@@ -251,23 +262,18 @@ def _targets(
     # and shared experts, whose factors PEFT drops silently, and with rslora the scale of gate and
     # up grows by sqrt(2). In these cases the parameters are named explicitly. So are routers: PEFT
     # adapts one as a parameter, whose name it derives for some types of models only.
-    paths = sorted({leaf.rsplit("/", 1)[0] for leaf in flat})
-    modules = {path: {module.rsplit(".", 1)[-1] for module in names[path]} for path in paths}
+    modules = {path: set(map(_last, names[path])) for path in _owners(flat)}
     stacks = _stacks(flat)
     of_experts = set().union(*(modules[path] for path in stacks), _MLP if moe_type else ())
-    routers = {path for path in paths if path.endswith("/router")}
-    colliding = [
-        path
-        for path in paths
-        if path not in stacks and (modules[path] & of_experts or path in routers)
-    ]
-    if not colliding and not (stacks and (config.rslora or _is_fused(names))):
+    others = [path for path in modules if path not in stacks]
+    colliding = [p for p in others if modules[p] & of_experts or p.endswith("/router")]
+    if not colliding and not (stacks and (config.rslora or getattr(names, "fused", False))):
         return {"target_modules": sorted(set().union(*modules.values()))}
     by_module = fused_parameters(names, stacks, False)
     fused = [parameter for of_layer in by_module.values() for parameter in of_layer.values()]
     parameters = [one.name for one in fused]
     parameters += [f"{module}.weight" for path in colliding for module in names[path]]
-    plain = [modules[path] for path in paths if path not in stacks and path not in colliding]
+    plain = [modules[path] for path in others if path not in colliding]
     return {
         "target_modules": sorted(set().union(*plain)),
         "target_parameters": sorted(parameters),
@@ -278,7 +284,7 @@ def _targets(
 def _stacks(flat: Mapping[str, Any]) -> dict[str, Projection]:
     """Returns the projections of routed experts among an adapter's factors."""
     out = {}
-    for path in sorted({leaf.rsplit("/", 1)[0] for leaf in flat}):
+    for path in _owners(flat):
         (*stack, _, d_in), (*_, d_out) = (np.shape(flat[f"{path}/{f}"]) for f in "ab")
         if len(stack) == 2:
             out[path] = Projection(tuple(stack), d_in, d_out, ())
@@ -318,12 +324,6 @@ def _add_lacking(flat: dict[str, Any], names: Names) -> dict[str, Projection]:
         if f"{owner}/{other}" in names and f"{owner}/{other}/a" not in flat:
             flat |= {f"{owner}/{other}/{f}": np.zeros_like(flat[f"{path}/{f}"]) for f in "ab"}
     return _stacks(flat)
-
-
-def _per_module(factor: Any) -> np.ndarray:
-    """Reshapes ``[L, R, D]`` or ``[L, E, R, D]`` to ``[modules, R, D]``."""
-    factor = np.asarray(factor)
-    return factor.reshape(-1, *factor.shape[-2:])
 
 
 def read_peft(
@@ -391,11 +391,10 @@ def read_peft(
 
     rank = max(pair.a.shape[0] for pairs in found.values() for pair in pairs.values())
     alpha = float(Patterns(config).alpha_default)
-    # In the base's order, as of tree.spelled_out: an adapter's digest depends on it.
-    targets = tuple(dict.fromkeys(path.rsplit("/", 1)[-1] for path in names if path in found))
+    targets, paths = _targeted(names, found)
     result = AdapterConfig(rank, alpha, targets, bool(config.get("use_rslora", False)))
     flat = {}
-    for path in [p for p in names if p.rsplit("/", 1)[-1] in targets]:
+    for path in paths:
         stack, D, F, *_ = projections[path]
         a_all, b_all = (np.zeros((len(names[path]), rank, end), np.float32) for end in (D, F))
         for i, (a, b, scale) in found.get(path, {}).items():
@@ -405,10 +404,8 @@ def read_peft(
         flat[f"{path}/b"] = b_all.reshape(*stack, rank, F)
     adapter = params_lib.nest(flat)
     if shares:
-        adapter, result = (
-            shared_outer(adapter, str(directory)),
-            dataclasses.replace(result, experts=SHARED_OUTER),
-        )
+        adapter = shared_outer(adapter, str(directory))
+        result = dataclasses.replace(result, experts=SHARED_OUTER)
     if finite:
         check_finite(adapter, str(directory))
     return adapter, result
@@ -489,7 +486,16 @@ def _find(
     targets = config.get("target_parameters") or ()
     patterns = Patterns(config)
     fused = fused_parameters(names, projections, _alternate(names))
-    _check_target_parameters(targets, names, fused, directory)
+    parameters = [parameter for of_layer in fused.values() for parameter in of_layer.values()]
+    known = [parameter.name for parameter in parameters]
+    known += [f"{m}.weight" for path, ms in names.items() if path != "embed" for m in ms]
+    for target in targets:
+        if not any(is_targeted(name, [target]) for name in known):
+            raise UserError(
+                f"{directory / CONFIG}: target_parameters is {sorted(targets)!r}, of which"
+                f" {target!r} is not adaptable in this base, unlike {known[0]!r}: the adapter was"
+                " trained on another model"
+            )
     found = read_fused(take, fused, patterns, config.get("peft_version"), str(directory))
     stacked, shares = read_stacked(take, fused, patterns, str(directory))
     found |= stacked
@@ -511,7 +517,7 @@ def _find(
     for path, pairs in found.items():
         if len(projections[path].stack) == 2:
             _check_experts(pairs, names[path], projections[path].stack[1], directory)
-    for parameter in (p for of_layer in fused.values() for p in of_layer.values()):
+    for parameter in parameters:
         if is_targeted(parameter.name, targets) and (
             lacking := [p for p in parameter.paths if parameter.first not in found.get(p, {})]
         ):
@@ -520,21 +526,6 @@ def _find(
                 f" factors of {lacking[0]} for it"
             )
     return found, shares
-
-
-def _check_target_parameters(
-    targets: Sequence[str], names: Names, fused: Mapping[str, Mapping[str, Fused]], directory: Path
-) -> None:
-    known = [parameter.name for of_layer in fused.values() for parameter in of_layer.values()]
-    for path, modules in names.items():
-        known += [f"{module}.weight" for module in modules if path != "embed"]
-    for target in targets:
-        if not any(is_targeted(name, [target]) for name in known):
-            raise UserError(
-                f"{directory / CONFIG}: target_parameters is {sorted(targets)!r}, of which"
-                f" {target!r} is not adaptable in this base, unlike {known[0]!r}: the adapter was"
-                " trained on another model"
-            )
 
 
 def _check_pair(

@@ -102,7 +102,7 @@ class Rollout:
     def conversations(self) -> list[list[Dialogue]]:
         """The completions, if they are conversations."""
         groups = ([c for c in group if isinstance(c, Dialogue)] for group in self.completions)
-        return [group for group in groups if group]
+        return list(filter(None, groups))
 
     @property
     def is_open(self) -> bool:
@@ -352,9 +352,8 @@ class PolicySampler:
             how["max_tokens"] = limit[0] if limit else drawing["max_tokens"]
             requests.append(Request(tuple(prompt), slot, **how))
         stacks = self._stacks if is_fixed else self.trainer.stacks
-        for (name, prompt, *_), some in zip(
-            rows, self.engine.generate(requests, stacks, *finished)
-        ):
+        drawn = self.engine.generate(requests, stacks, *finished)
+        for (name, prompt, *_), some in zip(rows, drawn):
             out[name].append(some)
             member = self.members[name]
             if self.config.speculative_tokens and not (member.converses or member.part):
@@ -386,9 +385,8 @@ def overlong_penalty(sampling: GrpoSampling, rollout: Rollout) -> np.ndarray:
     """
     lengths_QG = np.array([[len(c.tokens) for c in group] for group in rollout.completions])
     soft = sampling.overlong_tokens
-    return -np.clip(
-        (lengths_QG - (sampling.max_tokens - soft)) / max(soft, 1), 0.0, float(soft > 0)
-    )
+    over_QG = (lengths_QG - (sampling.max_tokens - soft)) / max(soft, 1)
+    return -np.clip(over_QG, 0.0, float(soft > 0))
 
 
 def shaped_advantages(
@@ -417,12 +415,9 @@ def trained(
     """
     differs_Q = shaped_advantages(sampling, rollout, rewards_QG).any(axis=1)
     best = np.sort(np.argsort(~differs_Q, kind="stable")[: sampling.prompts])
-
-    def of(column: list[Any]) -> list[Any]:
-        return [column[q] for q in best if column]
-
     columns = rollout.examples, rollout.prompts, rollout.completions, rollout.drawn_by
-    return Rollout(*map(of, columns)), rewards_QG[best]
+    chosen = ([column[q] for q in best if column] for column in columns)
+    return Rollout(*chosen), rewards_QG[best]
 
 
 def missing_prompts(
@@ -471,13 +466,10 @@ def as_record(rollout: Rollout, rewards_QG: np.ndarray) -> catalog_rollouts.Roll
     """Returns scored rollouts as the catalog keeps them."""
     tokens = [[c.tokens for c in group] for group in rollout.completions]
     logprobs = [[c.logprobs for c in group] for group in rollout.completions]
-    digests = [
-        ["", *(d if isinstance(d, str) else d.digest for d in by)] for by in rollout.drawn_by
-    ]
-    drawn_by = [
-        [[by[turn] for turn in dialogues.turns_of(c)] for c in group]
-        for by, group in zip(digests, rollout.completions)
-    ]
+    drawn_by = []
+    for drawers, group in zip(rollout.drawn_by, rollout.completions):
+        by = ["", *(d if isinstance(d, str) else d.digest for d in drawers)]
+        drawn_by.append([[by[turn] for turn in dialogues.turns_of(c)] for c in group])
     made = tokens, logprobs, drawn_by, rewards_QG
     return catalog_rollouts.Rollouts("", 0, rollout.prompts, *made)
 

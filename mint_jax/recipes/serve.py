@@ -29,20 +29,12 @@ def sizes_of(config: ServeSettings) -> Any:
     """Returns ``service.server.Sizes`` of the settings."""
     from mint_jax.service.server import Sizes
 
-    same = (
-        "experts",
-        "max_rows",
-        "speculative_tokens",
-        "reuse_decoded",
-        "gap_s",
-        "idle_gap_s",
-        "session_s",
-    )
+    same = "experts", "max_rows", "speculative_tokens", "reuse_decoded"
+    same = *same, "gap_s", "idle_gap_s", "session_s", "cache_bytes"
     return Sizes(
         slots={rank: config.slots for rank in config.ranks if rank},  # clients train LoRA
         adapters=dict.fromkeys(config.ranks, config.adapters),
         shapes=[BlockShape(*shape) for shape in config.shapes],
-        cache_bytes=config.cache_bytes,
         host_bytes=int(config.host_gib * 2**30),
         every=config.snapshot_every,
         every_s=config.snapshot_s,

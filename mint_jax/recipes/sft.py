@@ -203,10 +203,7 @@ def _encoded(
 def _cut(group: Group, limit: int) -> Group | None:
     """Returns a group cut to ``limit`` tokens; None where a sequence loses all its targets."""
     left = max(0, limit - len(group.prefix))
-    sequences = [
-        dataclasses.replace(s, tokens=s.tokens[:left], weights=s.weights[:left])
-        for s in group.sequences
-    ]
+    sequences = [TrainSequence(s.tokens[:left], s.weights[:left]) for s in group.sequences]
     if not all(any(s.weights) for s in sequences):
         return None
     return dataclasses.replace(group, sequences=sequences)
@@ -217,9 +214,8 @@ def weighted(groups: Sequence[Group]) -> list[Group]:
     tokens = sum(w != 0 for g in groups for s in g.sequences for w in s.weights)
     out = []
     for group in groups:
-        sequences = [
-            dataclasses.replace(s, weights=[w / tokens for w in s.weights]) for s in group.sequences
-        ]
+        rows = [(s.tokens, [w / tokens for w in s.weights]) for s in group.sequences]
+        sequences = [TrainSequence(*row) for row in rows]
         out.append(Group(group.prefix, sequences, group.pair_weight / len(groups)))
     return out
 
@@ -243,13 +239,8 @@ def group_of(*marked: chat.Marked, pair_weight: float = 0.0) -> Group:
 
 def from_env(examples: Sequence[Example]) -> list[Row]:
     """Returns prompts and answers; after a text prompt come a space, the answer and a newline."""
-    return [
-        {
-            "prompt": e.messages,
-            "completion": f" {e.answer}\n" if isinstance(e.messages, str) else e.answer,
-        }
-        for e in examples
-    ]
+    pairs = [(e.messages, e.answer) for e in examples]
+    return [{"prompt": p, "completion": f" {a}\n" if isinstance(p, str) else a} for p, a in pairs]
 
 
 def sequence_logprobs(

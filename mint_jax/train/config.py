@@ -64,17 +64,13 @@ def needs(kind: str) -> frozenset[str]:
 class LossConfig(Settings):
     """Loss of one policy; ``losses`` has the formulas."""
 
-    kind: str = setting(
-        f"{', '.join(KINDS)}, or a name that mint_jax.register_loss was given", "ppo"
-    )
+    kind: str = setting(f"{', '.join(KINDS)}, or a name given to mint_jax.register_loss", "ppo")
     clip_low: float | None = setting(
         "PPO, GSPO and CISPO clip the probability ratio at 1 - clip_low; unset: 1 (no bound) for "
         "CISPO, else 0.2",
         None,
     )
-    clip_high: float = setting(
-        "PPO, GSPO and CISPO clip the probability ratio at 1 + clip_high", 0.2
-    )
+    clip_high: float = setting("PPO, GSPO, CISPO clip the probability ratio at 1 + clip_high", 0.2)
     dual_clip: float = setting(
         "PPO and GSPO also clip the ratio here where the advantage is negative; inf: no clip",
         math.inf,
@@ -98,7 +94,7 @@ class LossConfig(Settings):
         "DPO's beta and IPO's tau: a larger one keeps the policy nearer to its reference", 0.1
     )
     label_smoothing: float = setting(
-        "DPO and SimPO: probability that a pair's answers are in the wrong order", 0.0
+        "DPO, SimPO: probability that a pair is in the wrong order", 0.0
     )
     simpo_beta: float = setting("SimPO's beta, of log-probabilities per token", 2.0)
     simpo_margin: float = setting("SimPO's gamma, which a pair's margin should exceed", 1.0)

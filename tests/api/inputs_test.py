@@ -38,10 +38,7 @@ WRONG = [
     (lambda m, p, s: m.sample("2", "p@latest"), r"revision is 'p@latest'; expected store\['pol"),
     (lambda m, p, s: p.train_step(["x"]), r"rows\[0\] is 'x'; expected a dict with {'messages'}"),
     (lambda m, p, s: p.train_step([group(), ROWS[0]]), r"rows\[1\] is .*expected only groups"),
-    (
-        lambda m, p, s: p.train_step([group(weights=[NAN, 1.0])]),
-        "group 0, sequence 0: weights has nan; expected finite",
-    ),
+    (lambda m, p, s: p.train_step([group(weights=[NAN, 1.0])]), "sequence 0: weights has nan; exp"),
     (lambda m, p, s: m.train_step(ROWS), "rows is .*expected a dict from a policy's name to its"),
     (lambda m, p, s: m.remove("nobody"), "policy is 'nobody'"),
     (lambda m, p, s: m.policy("p"), "policy 'p' is in training already: choose another name"),
@@ -77,13 +74,11 @@ PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_si
 KEYS = st.sampled_from(["prompt", "completion", "text", "messages", "role", "content"])
 
 
-@given(
-    st.recursive(
-        PLAIN,
-        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
-        max_leaves=6,
-    )
-)
+def around(inner):
+    return st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3)
+
+
+@given(st.recursive(PLAIN, around, max_leaves=6))
 @settings(max_examples=150)
 def test_any_value_is_rows_and_prompts_or_a_user_error(model, policy, value):
     for check in (

@@ -72,9 +72,8 @@ def test_evaluation_is_the_mean_over_prompts_with_its_standard_error(model):
     held_out = [Example(p, "4") for p in prompts]
     environment = ListEnvironment([], held_out, lambda text, example: float(example.answer == "4"))
     assert repr(model.evaluate(environment, max_tokens=2)) == "Evaluation(1 ± 0, 4 prompts)"
-    mint.register_environment(
-        "own_task", lambda size: ListEnvironment(held_out, held_out[:size], reward)
-    )
+    make = lambda size: ListEnvironment(held_out, held_out[:size], reward)  # noqa: E731
+    mint.register_environment("own_task", make)
     assert env_lib.make("own_task", size=2).held_out == held_out[:2]
     for call, says in (
         (lambda: model.evaluate(reward), "prompts are missing"),
@@ -90,18 +89,15 @@ def test_evaluation_is_the_mean_over_prompts_with_its_standard_error(model):
 @pytest.mark.long
 def test_grpo_by_hand_raises_the_reward(hf_dirs, mesh):
     base = mint.load(str(hf_dirs("llama")), mesh=mesh)  # no tokenizer: token ids in, token ids out
-    policy = base.policy(
-        "low", 4, targets=["q", "v", "unembed"], loss=mint.LossConfig("ppo"), learning_rate=3e-2
-    )
+    policy = base.policy("low", 4, targets=["q", "v", "unembed"], loss="ppo", learning_rate=3e-2)
+    how = {"temperature": 1.0, "max_tokens": 4}
 
     def score(completion):
         return float(np.mean([token < 48 for token in completion.tokens]))  # of 97
 
     rewards = []
     for _ in range(10):
-        completions = policy.completions(
-            [[5, 9, 33], [70, 12]], n=16, temperature=1.0, max_tokens=4
-        )
+        completions = policy.completions([[5, 9, 33], [70, 12]], n=16, **how)
         scores = [[score(c) for c in some] for some in completions]
         groups = mint.groups(completions, scores)
         metrics = policy.train_step(groups)
@@ -132,18 +128,12 @@ def test_turns_of_an_episode_learn_what_the_policy_wrote_and_read_what_the_envir
         assert [w != 0 for w in sequence.weights] == [bool(m) for m in mask]
         assert sum(sequence.weights) == pytest.approx(0.5), "a mean over what it wrote"
         assert np.sign(sequence.advantages[0]) == sign
-        np.testing.assert_array_equal(
-            np.array(sequence.old_logp)[np.array(mask) == 1], a.drawn_logprobs + b.drawn_logprobs
-        )
+        drawn_logp = np.array(sequence.old_logp)[np.array(mask) == 1]
+        np.testing.assert_array_equal(drawn_logp, a.drawn_logprobs + b.drawn_logprobs)
     metrics = policy.train_step([group])
     assert metrics["tokens"] == 12
-    assert metrics["max_gap"] < 1e-3, (
-        "each token's log-probability is of the whole episode before it"
-    )
-    with pytest.raises(
-        mint.UserError,
-        match="the prompt of turn 2 does not begin with the tokens of the turns before it",
-    ):
+    assert metrics["max_gap"] < 1e-3, "each log-probability is of the whole episode before it"
+    with pytest.raises(mint.UserError, match="the prompt of turn 2 does not begin with the tokens"):
         mint.groups([[[firsts[0], seconds[1]], firsts[1]]], [[1.0, 0.0]])
     policy.remove()
 

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 import mint_jax as mint
+from mint_jax import params
 from tests import oracles
 from tests.exchange import peft_model, randomise
+from tests.train.torch_lora import MODULES
 
 ROWS = [
     {"prompt": "2 + 2 =", "completion": " 4"},
@@ -31,7 +33,6 @@ def with_peft(hf_dirs, mesh, tmp_path):
 
 
 TOKENS, PREFIX = [5, 9, 33, 70, 12, 41, 8, 2], 3
-MODULES = {"attn/q": "self_attn.q_proj", "mlp/down": "mlp.down_proj"}
 
 
 def torch_gradients(hf_dir, directory, loss_of):
@@ -49,17 +50,15 @@ def torch_gradients(hf_dir, directory, loss_of):
 
 def assert_close(gradients, expected):
     assert len(jax.tree.leaves(gradients)) == 4
-    for target, module in MODULES.items():
-        tree = gradients["dense"]
-        for part in target.split("/"):
-            tree = tree[part]
-        for layer in range(3):
-            key = f"base_model.model.model.layers.{layer}.{module}.lora_{{}}.default.weight"
-            for found, factor in ((tree["a"][layer], "A"), (tree["b"][layer].T, "B")):
-                wanted = expected[key.format(factor)]
-                # float32 against float64: an element is a sum of terms as large as the largest
-                atol = 1e-5 * np.abs(wanted).max()
-                np.testing.assert_allclose(found, wanted, rtol=2e-4, atol=atol)
+    for path, leaf in params.leaves_with_path(gradients):
+        owner, _, factor = path.rpartition("/")
+        for layer, found in enumerate(leaf):
+            module = f"base_model.model.{MODULES[owner].format(layer)}"
+            wanted = expected[f"{module}.lora_{factor.upper()}.default.weight"]
+            # float32 against float64: an element is a sum of terms as large as the largest
+            atol = 1e-5 * np.abs(wanted).max()
+            got = found if factor == "a" else found.T
+            np.testing.assert_allclose(got, wanted, rtol=2e-4, atol=atol)
 
 
 @pytest.mark.long

@@ -110,10 +110,8 @@ def test_what_is_sampled_is_what_is_learned(pair, rng):
             consistent += 1
             last = len(marked.learn) - marked.learn[::-1].index(True)
             assert marked.learn[:last] == [False] * len(prompt) + [True] * (last - len(prompt))
-        plain = chat.supervised_row(
-            mine, {"prompt": "The colour is" + said, "completion": reply + " x"}, "row"
-        )
-        asked = mine.encode("The colour is" + said)
+        row = {"prompt": "The colour is" + said, "completion": reply + " x"}
+        plain, asked = chat.supervised_row(mine, row, "row"), mine.encode(row["prompt"])
         if plain.tokens[: len(asked)] == asked:
             consistent += 1
             assert plain.learn == [False] * len(asked) + [True] * (len(plain.tokens) - len(asked))
@@ -125,9 +123,8 @@ def test_a_token_that_straddles_prompt_and_reply_belongs_to_the_reply(tmp_path):
     [straddling] = mine.encode(" two")
     marked = chat.supervised_row(mine, {"prompt": "one t", "completion": "wo four"}, "row")
     assert marked.first == marked.tokens.index(straddling)
-    chosen, rejected = chat.preference_row(
-        mine, {"prompt": "one t", "chosen": "wo four", "rejected": "!"}, "row"
-    )
+    row = {"prompt": "one t", "chosen": "wo four", "rejected": "!"}
+    chosen, rejected = chat.preference_row(mine, row, "row")
     assert chosen.tokens[: chosen.first] != rejected.tokens[: rejected.first]
     group = sft.group_of(chosen, rejected, pair_weight=1.0)
     assert group.prefix == mine.encode("one")
@@ -154,9 +151,8 @@ def test_replies_that_the_template_marks_are_learned(tmp_path, rng, kind):
     for _ in range(30):
         said = ["two", "one", *rng.choice([w for w in WORDS if w.isascii()], 2).tolist()]
         messages = [turn(("user", "assistant")[i % 2], text) for i, text in enumerate(said)]
-        wanted = theirs.apply_chat_template(
-            messages, return_assistant_tokens_mask=True, return_dict=True
-        )
+        how = {"return_assistant_tokens_mask": True, "return_dict": True}
+        wanted = theirs.apply_chat_template(messages, **how)
         marked = chat.supervised_row(mine, {"messages": messages}, "row")
         assert marked.tokens == wanted["input_ids"]
         assert marked.learn == [bool(x) for x in wanted["assistant_masks"]]
@@ -169,10 +165,8 @@ TOOLED = (
     " add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking is false"
     " %}<think></think>{% endif %}{% endif %}"
 )
-TOOL = {
-    "type": "function",
-    "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
-}
+ADD = {"name": "add", "parameters": {"type": "object", "properties": {}}}
+TOOL = {"type": "function", "function": ADD}
 
 
 @pytest.fixture
@@ -197,9 +191,8 @@ def test_tools_and_arguments_reach_the_template_as_objects(tooled, dumped):
         assert text.startswith(f"Tools: {json.dumps([TOOL])}\n<|im_start|>user")
         assert learned(tooled, marked) == parts
     reply = {"prompt": asked[:1], "completion": asked[1:], "tools": [TOOL]}
-    assert chat.supervised_row(tooled, reply, "row") == chat.supervised_row(
-        tooled, {"messages": asked, "tools": [TOOL]}, "row"
-    )
+    whole = chat.supervised_row(tooled, {"messages": asked, "tools": [TOOL]}, "row")
+    assert chat.supervised_row(tooled, reply, "row") == whole
     pair = {"prompt": asked[:1], "chosen": asked[1], "rejected": "4", "tools": [TOOL]}
     found = [learned(tooled, marked) for marked in chat.preference_row(tooled, pair, "row")]
     assert found == [parts[:1], parts[1:]]
@@ -207,19 +200,14 @@ def test_tools_and_arguments_reach_the_template_as_objects(tooled, dumped):
 
 def test_prompts_to_sample_are_those_that_are_learned(tooled):
     """Tools, variables and arguments as JSON text, in front of the reply's opening."""
-    row = {
-        "messages": [turn("user", "q"), call('{"a": 1}'), {"role": "tool", "content": "4"}],
-        "tools": [TOOL],
-    }
+    messages = [turn("user", "q"), call('{"a": 1}'), {"role": "tool", "content": "4"}]
+    row = {"messages": messages, "tools": [TOOL]}
     prompt = chat.prompt_tokens(tooled, row, "row")
-    marked = chat.supervised_row(
-        tooled, row | {"messages": [*row["messages"], turn("assistant", "four")]}, "row"
-    )
-    assert marked.tokens[: len(prompt)] == prompt
+    answered = row | {"messages": [*messages, turn("assistant", "four")]}
+    assert chat.supervised_row(tooled, answered, "row").tokens[: len(prompt)] == prompt
     assert prompt != chat.prompt_tokens(tooled, row | {"tools": None}, "row")
-    bare = chat.prompt_tokens(
-        tooled, row | {"chat_template_kwargs": {"enable_thinking": False}}, "row"
-    )
+    variables = {"chat_template_kwargs": {"enable_thinking": False}}
+    bare = chat.prompt_tokens(tooled, row | variables, "row")
     assert tooled.decode(bare).endswith("<think></think>")
     assert bare[: len(prompt)] == prompt
 
@@ -263,10 +251,7 @@ def test_preferences_share_their_prompt(tokenizer, row):
         ({"text": "a b", "tools": [TOOL]}, "there are tools and plain text"),
         ({"messages": [Q, GOOD], "tools": "add"}, "tools has 'add'; expected a list, or its JSON"),
         ({"messages": [Q, GOOD], "tools": [TOOL]}, "template has no place for them"),
-        (
-            {"messages": [Q, GOOD], "chat_template_kwargs": {"tools": []}},
-            "chat_template_kwargs has 'tools'",
-        ),
+        ({"messages": [Q], "chat_template_kwargs": {"tools": []}}, "template_kwargs has 'tools'"),
         ({"messages": [Q, call("[1]")]}, r"a call of add has '\[1\]'; expected an object"),
     ],
 )

@@ -11,14 +11,11 @@ from mint_jax.data.order import epoch_indices
 @settings(max_examples=50)
 @given(st.integers(1, 40), st.integers(1, 60), st.integers(0, 2**63))
 def test_every_epoch_is_a_permutation(examples, per_step, seed):
-    steps = [
-        epoch_indices(examples, per_step, seed, step)
-        for step in range(3 * examples // per_step + 1)
-    ]
+    count = 3 * examples // per_step + 1
+    steps = [epoch_indices(examples, per_step, seed, step) for step in range(count)]
     assert all(len(indices) == per_step for indices in steps)
     walked = list(itertools.chain(*steps))
     for epoch in range(len(walked) // examples):
         assert sorted(walked[epoch * examples : (epoch + 1) * examples]) == list(range(examples))
-    assert [epoch_indices(examples, 1, seed, i) for i in range(len(walked))] == [
-        [i] for i in walked
-    ]
+    one_by_one = [epoch_indices(examples, 1, seed, i) for i in range(len(walked))]
+    assert one_by_one == [[i] for i in walked]

@@ -43,19 +43,12 @@ PATTERN = (
     r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 # as tokenization_kimi.py of the published models has it
-KIMI = "|".join(
-    [
-        r"[\p{Han}]+",
-        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"
-        r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
-        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
-        r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
-        r"\p{N}{1,3}",
-        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
-        r"\s*[\r\n]+",
-        r"\s+(?!\S)",
-        r"\s+",
-    ]
+KIMI = (
+    r"[\p{Han}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"
+    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
+    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 
@@ -106,9 +99,8 @@ def test_kimis_files_give_the_tokens_of_tiktoken(tmp_path, rng):
     first = len(ranks)
     special = {f"<|reserved_token_{id}|>": id for id in range(first + len(SPECIAL), first + 256)}
     special |= {text: first + i for i, text in enumerate(SPECIAL)}
-    encoding = tiktoken.Encoding(
-        "kimi", pat_str=KIMI, mergeable_ranks=ranks, special_tokens=special
-    )
+    how = {"pat_str": KIMI, "mergeable_ranks": ranks, "special_tokens": special}
+    encoding = tiktoken.Encoding("kimi", **how)
     mine = Tokenizer(write_kimi(tmp_path, ranks))
     assert_as_encoding(mine, encoding, rng)
     assert mine.vocab_size == encoding.n_vocab
@@ -121,10 +113,8 @@ CONTROL = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]", "<pad>"]
 
 
 def tekken(ranks):
-    vocab = [
-        {"rank": rank, "token_bytes": base64.b64encode(token).decode(), "token_str": None}
-        for token, rank in ranks.items()
-    ]
+    coded = ((rank, base64.b64encode(token).decode()) for token, rank in ranks.items())
+    vocab = [{"rank": rank, "token_bytes": text, "token_str": None} for rank, text in coded]
     special = [{"rank": i, "token_str": text, "is_control": True} for i, text in enumerate(CONTROL)]
     size = len(ranks) + 20 - 7  # published files have more tokens than the model
     config = {"pattern": PATTERN, "num_vocab_tokens": len(ranks), "version": "v7"}
@@ -163,36 +153,36 @@ def broken(change):
     return write
 
 
-BAD = {
-    "no special tokens": (broken(lambda f: f.pop("special_tokens")), "lists no special_tokens"),
-    "no pattern": (broken(lambda f: f["config"].pop("pattern")), "KeyError: 'pattern'"),
-    "a rank twice": (broken(lambda f: f["vocab"][3].update(rank=2)), "ranks are not 0, 1, 2"),
-    "a token twice": (
-        broken(lambda f: f["vocab"][300].update(f["vocab"][299], rank=300)),
-        "stands there twice",
-    ),
-    "no bytes": (broken(lambda f: f["vocab"].pop(0)), "ranks are not 0, 1, 2"),
-    "no base64": (broken(lambda f: f["vocab"][9].update(token_bytes="a")), "not a readable"),
-    "a list": (lambda d, ranks: (d / "tekken.json").write_text("[]"), "TypeError"),
-    "cut": (lambda d, ranks: (d / "tekken.json").write_text('{"config'), "not a readable"),
-    "another class": (
-        lambda d, ranks: write_kimi(d, ranks, tokenizer_class="QwenTokenizer"),
-        "tokenizer_config.json has 'QwenTokenizer'",
-    ),
-    "a line without rank": (
-        lambda d, ranks: (write_kimi(d, ranks) / "tiktoken.model").write_bytes(b"YQ==\n"),
-        "is no token and rank",
-    ),
-    "a missing rank": (
-        lambda d, ranks: write_kimi(d, {t: r for t, r in ranks.items() if r != 400}),
-        "ranks are not 0, 1, 2",
-    ),
-}
+def text(content):
+    return lambda directory, ranks: (directory / "tekken.json").write_text(content)
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_broken_files_are_refused(tmp_path, rng, name):
-    write, message = BAD[name]
+def kimi(lines=None, **config):
+    def write(directory, ranks):
+        write_kimi(directory, {t: r for t, r in ranks.items() if config or r != 400}, **config)
+        if lines is not None:
+            (directory / "tiktoken.model").write_bytes(lines)
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        (broken(lambda f: f.pop("special_tokens")), "lists no special_tokens"),
+        (broken(lambda f: f["config"].pop("pattern")), "KeyError: 'pattern'"),
+        (broken(lambda f: f["vocab"][3].update(rank=2)), "ranks are not 0, 1, 2"),
+        (broken(lambda f: f["vocab"][300].update(f["vocab"][299], rank=300)), "there twice"),
+        (broken(lambda f: f["vocab"].pop(0)), "ranks are not 0, 1, 2"),
+        (broken(lambda f: f["vocab"][9].update(token_bytes="a")), "not a readable"),
+        (text("[]"), "TypeError"),
+        (text('{"config'), "not a readable"),
+        (kimi(tokenizer_class="QwenTokenizer"), "tokenizer_config.json has 'QwenTokenizer'"),
+        (kimi(b"YQ==\n"), "is no token and rank"),
+        (kimi(), "ranks are not 0, 1, 2"),
+    ],
+)
+def test_broken_files_are_refused(tmp_path, rng, write, message):
     write(tmp_path, ranks_of(rng, 200))
     with pytest.raises(UserError, match=message):
         Tokenizer(tmp_path)

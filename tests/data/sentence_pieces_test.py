@@ -13,8 +13,6 @@ from tests.data.ranked_tokens_test import SCRIPTS
 from tests.data.tiny_tokenizers import CORPUS
 from tests.data.tokenizer_files_test import assert_same
 
-UNSUITED = b"YQ== 0\nYg== 1\n"  # ranked bytes, as Llama 3's original file of this name
-
 
 def write(directory, rng, model_type="bpe", text_type="llama", **config):
     corpus = [*CORPUS, *SCRIPTS.values()]
@@ -57,20 +55,15 @@ def test_model_files_give_the_tokens_of_transformers(tmp_path, rng, name):
 @pytest.mark.parametrize(
     ("config", "model_type", "content", "message"),
     [
-        (
-            LLAMA | {"tokenizer_class": "QwenTokenizer"},
-            "bpe",
-            None,
-            "tokenizer_config.json says Qw",
-        ),
-        ({}, "bpe", None, "tokenizer_config.json says None"),
-        (LLAMA, "unigram", None, "has model_type 1, expected 2"),
-        (LLAMA, "bpe", UNSUITED, "is no SentencePiece model"),
-        (LLAMA | {"add_bos_token": True, "bos_token": "<b>"}, "bpe", None, "lacks the bos_token"),
+        ({"tokenizer_class": "QwenTokenizer"}, "bpe", None, "tokenizer_config.json says Qwen"),
+        ({"tokenizer_class": None}, "bpe", None, "tokenizer_config.json says None"),
+        ({}, "unigram", None, "has model_type 1, expected 2"),
+        ({}, "bpe", b"YQ== 0\nYg== 1\n", "is no SentencePiece model"),  # Llama 3's ranked bytes
+        ({"add_bos_token": True, "bos_token": "<b>"}, "bpe", None, "lacks the bos_token"),
     ],
 )
 def test_unsuited_model_files_are_refused(tmp_path, rng, config, model_type, content, message):
-    write(tmp_path, rng, model_type, **config)
+    write(tmp_path, rng, model_type, **LLAMA | config)
     if content is not None:
         (tmp_path / "tokenizer.model").write_bytes(content)
     with pytest.raises(UserError, match=message):

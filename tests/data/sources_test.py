@@ -70,10 +70,7 @@ def write_table(path, table):
     elif path.suffix == ".feather":
         feather.write_feather(table, str(path))
     else:
-        with (
-            pyarrow.OSFile(str(path), "wb") as file,
-            pyarrow.ipc.new_stream(file, table.schema) as stream,
-        ):
+        with pyarrow.ipc.new_stream(str(path), table.schema) as stream:
             stream.write_table(table)
 
 

@@ -35,12 +35,8 @@ def _byte_level() -> str:
     made.train_from_iterator(
         CORPUS, trainers.BpeTrainer(vocab_size=340, initial_alphabet=alphabet, show_progress=False)
     )
-    made.add_special_tokens(
-        [
-            AddedToken(text, special=True, normalized=False)
-            for text in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-        ]
-    )
+    special = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+    made.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
     made.add_tokens([AddedToken("<tool>", special=False, normalized=False)])
     return made.to_str()
 
@@ -64,16 +60,12 @@ def _sentence_piece() -> str:
     source = json.loads(made.to_str())
     source["pre_tokenizer"] = None
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
-    source["normalizer"] = {
-        "type": "Sequence",
-        "normalizers": [{"type": "Prepend", "prepend": "▁"}, replace],
-    }
+    front = {"type": "Prepend", "prepend": "▁"}
+    source["normalizer"] = {"type": "Sequence", "normalizers": [front, replace]}
     strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
     back = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
-    source["decoder"] = {
-        "type": "Sequence",
-        "decoders": [back, {"type": "ByteFallback"}, {"type": "Fuse"}, strip],
-    }
+    parts = [back, {"type": "ByteFallback"}, {"type": "Fuse"}, strip]
+    source["decoder"] = {"type": "Sequence", "decoders": parts}
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     source["added_tokens"] = [
         {"id": i, "content": text, **flags, "special": True} for i, text in enumerate(special)
@@ -104,11 +96,8 @@ def save(
 ) -> Path:
     """Writes the three files of a checkpoint that tokenizers come from."""
     directory.mkdir(parents=True, exist_ok=True)
-    end = (
-        "<|im_end|>"
-        if any(token["content"] == "<|im_end|>" for token in source["added_tokens"])
-        else "</s>"
-    )
+    ends = {token["content"] for token in source["added_tokens"]} & {"<|im_end|>"}
+    end = ends.pop() if ends else "</s>"
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end} | config
     (directory / "tokenizer.json").write_text(json.dumps(source))
     (directory / "tokenizer_config.json").write_text(json.dumps(config))

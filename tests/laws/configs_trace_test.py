@@ -2,6 +2,7 @@
 trace at its own shapes.
 """
 
+import functools
 import re
 import types
 from pathlib import Path
@@ -12,13 +13,13 @@ import numpy as np
 import pytest
 
 from benchmarks import launch as bench_launch
-from mint_jax import launch, mesh
+from mint_jax import mesh
 from mint_jax import params as params_lib
 from mint_jax.aot.programs import Plan
 from mint_jax.data.buckets import ShapeBook
 from mint_jax.data.tokenizer import Tokenizer
 from mint_jax.errors import UserError
-from mint_jax.harness import settings, start
+from mint_jax.harness import start
 from mint_jax.models import base as base_lib
 from mint_jax.models import hf_config, transformer
 from mint_jax.models.base import DTYPES
@@ -31,6 +32,7 @@ from mint_jax.train import state as state_lib
 from mint_jax.train import step
 from mint_jax.train.batch import Group, TrainSequence
 from mint_jax.train.losses import stack_coefs
+from tests.configs import load
 from tests.groups import pack
 
 ROOT = Path(__file__).parents[2]
@@ -39,23 +41,17 @@ ROOT = Path(__file__).parents[2]
 def variants(path: Path) -> list[str]:
     """A config and its variants, as its docstring names them: ``configs/quickstart.py:ci``."""
     named = re.findall(rf"{path.name}:\w+", path.read_text())
-    return [
-        f"{path.parent.relative_to(ROOT)}/{name}" for name in dict.fromkeys([path.name, *named])
-    ]
+    folder = path.parent.relative_to(ROOT)
+    return [f"{folder}/{name}" for name in dict.fromkeys([path.name, *named])]
 
 
-JOB_CONFIGS = [
-    path
+NAMES = [
+    name
     for path in sorted((ROOT / "configs").rglob("*.py"))
     if path.parent.name not in ("bench", "sweeps")  # tests/benchmarks loads these
+    for name in variants(path)
 ]
-NAMES = [name for path in JOB_CONFIGS for name in variants(path)]
 TRAINING = {"grpo", "sft", "dpo"}
-
-
-def load(name, *overrides):
-    """What ``launch`` makes of ``--config=name`` and overrides."""
-    return settings.build(*launch.load(str(ROOT / name), launch.split(overrides)[1]))
 
 
 @pytest.fixture(scope="session")
@@ -69,11 +65,8 @@ def pretrained(tmp_path_factory):
 
 def abstract_base(config, pretrained):
     """The config's base with shapes in place of weights."""
-    directory = (
-        Path(pretrained)
-        if config.base == "runs/bench/pretrain/base"
-        else base_lib.resolve(config.base)
-    )
+    is_made = config.base == "runs/bench/pretrain/base"
+    directory = Path(pretrained) if is_made else base_lib.resolve(config.base)
     cfg = hf_config.read_config(directory)
     params = params_lib.abstract(transformer.abstract(cfg, base_lib.DTYPES[config.dtype]))
     devices = mesh.make_mesh(vars(config.mesh), jax.devices()[:1])
@@ -85,14 +78,9 @@ def training_groups(config, base):
     if config.job == "grpo":
         out = {}
         for name, m in grpo.members_of(config, base).items():
-            tokens = [5] * m.sampling.max_tokens
-            sampled = TrainSequence(
-                tokens, [1.0] * len(tokens), [0.5] * len(tokens), [-1.0] * len(tokens)
-            )
-            out[name] = [
-                Group(prompt, [sampled] * m.sampling.group_size)
-                for prompt in m.train[: m.sampling.prompts]
-            ]
+            columns = ([x] * m.sampling.max_tokens for x in (5, 1.0, 0.5, -1.0))
+            sampled = [TrainSequence(*columns)] * m.sampling.group_size
+            out[name] = [Group(prompt, sampled) for prompt in m.train[: m.sampling.prompts]]
         return out
     kind = {"sft": sft.SFT, "dpo": dpo.DPO}[config.job]
     made_up = [("row", Group([5] * 9, [TrainSequence([5] * 9, [1.0] * 9)]))] * 40
@@ -115,9 +103,8 @@ def test_config_loads_and_is_whole(name):
         assert load(name, f"--config.base={config.base}x").base == config.base + "x"
     with pytest.raises(UserError, match="baze is no setting"):
         load(name, "--config.baze=tiny-random")
-    assert f"--config={name.split(':')[0]}" in (ROOT / name.split(":")[0]).read_text(), (
-        "the docstring gives the command"
-    )
+    file = name.split(":")[0]
+    assert f"--config={file}" in (ROOT / file).read_text(), "the docstring gives the command"
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if load(n).job in TRAINING])
@@ -125,10 +112,7 @@ def test_training_config_traces(name, pretrained):
     config = load(name)
     base = abstract_base(config, pretrained)
     specs = transformer.abstract(base.cfg)
-    policies = {
-        n: start.policy_config(n, section, i)
-        for i, (n, section) in enumerate(config.policies.items())
-    }
+    policies = {n: start.policy_config(n, section, 0) for n, section in config.policies.items()}
     groups = training_groups(config, base)
     assert set(groups) == set(policies)
 
@@ -153,13 +137,11 @@ def test_training_config_traces(name, pretrained):
         blocks = plans.blocks_plan([[]], BLOCKS, table, stacks)
         rows, _ = plans.rows_plan([], samples, 1, table, base.cfg.vocab_size, stacks)
         args = base.params, stacks, pool
-        assert jax.eval_shape(lambda *a: device.prefill(*a, cfg=base.cfg), *args, blocks) == (
-            pool,
-            None,
+        prefill, decode = (
+            functools.partial(fn, cfg=base.cfg) for fn in (device.prefill, device.decode)
         )
-        new, drawn = jax.eval_shape(
-            lambda *a: device.decode(*a, cfg=base.cfg), *args, rows, jnp.int32(8)
-        )
+        assert jax.eval_shape(prefill, *args, blocks) == (pool, None)
+        new, drawn = jax.eval_shape(decode, *args, rows, jnp.int32(8))
         assert (new, drawn.tokens.shape) == (pool, (samples, device.STEPS))
 
 
@@ -183,9 +165,5 @@ def test_other_configs_build():
         elif config.job == "convert":
             assert min(config.sizes.values()) == 1
         else:
-            assert config.job in TRAINING | {
-                "score",
-                "export",
-                "import",
-                "scale_up",
-            }, f"{name}: say here what its config builds into"
+            known = TRAINING | {"score", "scale_up"}
+            assert config.job in known, f"{name}: say here what its config builds into"

@@ -2,7 +2,6 @@
 stopped, or killed, and run again.
 """
 
-import dataclasses
 import itertools
 import multiprocessing
 import os
@@ -38,16 +37,13 @@ RANKS = {"c": 1, "a": 3, "b": 3, "d": 0}  # d is a bias
 
 
 def make(base, seed) -> Trainer:
-    optimizer = OptimizerConfig(
-        learning_rate=1e-2, weight_decay=0.1, warmup_steps=2, total_steps=6, schedule="cosine"
-    )
-    optimizers = optimizer, optimizer, dataclasses.replace(optimizer, kind="dimuon"), optimizer
-    kinds = {0: "bias"}
-    adapters = [AdapterConfig(r, kind=kinds.get(r, "lora")) for r in RANKS.values()]
-    policies = [
-        PolicyConfig(n, adapters[i], own, LossConfig("ppo"), seed + i, dropout=0.3 * (i < 2))
-        for i, (n, own) in enumerate(zip(RANKS, optimizers))
-    ]
+    how = {"weight_decay": 0.1, "warmup_steps": 2, "total_steps": 6, "schedule": "cosine"}
+    policies = []
+    for i, (n, rank) in enumerate(RANKS.items()):
+        adapter = AdapterConfig(rank, kind="lora" if rank else "bias")
+        own = OptimizerConfig(1e-2, **how, kind="dimuon" if n == "b" else "adamw")
+        more = LossConfig("ppo"), seed + i
+        policies.append(PolicyConfig(n, adapter, own, *more, dropout=0.3 * (i < 2)))
     return Trainer(base, policies)
 
 
@@ -114,9 +110,7 @@ def exported(workdir) -> dict[tuple[str, int], str]:
 def kept(workdir) -> dict[tuple[str, int], str]:
     """(policy, step) -> digest of the rollouts that the catalog keeps."""
     with Catalog.open(workdir / "catalog") as catalog:
-        records = [
-            record for policy in catalog.policies() for record in catalog.rollouts(policy.name)
-        ]
+        records = [r for policy in catalog.policies() for r in catalog.rollouts(policy.name)]
     out = {(record.policy, record.step): record.digest for record in records}
     assert len(out) == len(records), "a step's rollouts were recorded twice"
     return out
@@ -124,12 +118,9 @@ def kept(workdir) -> dict[tuple[str, int], str]:
 
 def drawn_by(workdir) -> dict[tuple[str, int, int], set[str]]:
     """(policy, step, turn) -> digests of the revisions that drew the kept rollouts."""
+    digests, out = kept(workdir), defaultdict(set)
     with Catalog.open(workdir / "catalog") as catalog:
-        records = [r for policy in catalog.policies() for r in catalog.rollouts(policy.name)]
-        loaded = {
-            (r.policy, r.step): unpack_rollouts(catalog.load_payload(r.digest)) for r in records
-        }
-    out = defaultdict(set)
+        loaded = {at: unpack_rollouts(catalog.load_payload(d)) for at, d in digests.items()}
     for at, one in loaded.items():
         for row in itertools.chain(*one.revisions):  # the environment's tokens are between turns
             for turn, digest in enumerate((d for d, _ in itertools.groupby(row) if d), 1):
@@ -219,14 +210,14 @@ def count_of(workdir: Path) -> int:
         (4, 1, {"stale": 1}, signal.SIGKILL),
         (4, 1, {"stale": 1, "turns": 3}, signal.SIGKILL),
         (4, 1, {"stale": 1, "parts": True}, signal.SIGKILL),
-        pytest.param(
-            *(9, 2, {"schedule": "overlapped", "stale": 2}, signal.SIGTERM), marks=pytest.mark.slow
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (9, 2, {"schedule": "overlapped", "stale": 2}, signal.SIGTERM),
+                (9, 2, {"schedule": "overlapped", "stale": 2, "parts": True}, signal.SIGTERM),
+                (24, 4, {"schedule": "overlapped"}, signal.SIGKILL),
+            )
         ),
-        pytest.param(
-            *(9, 2, {"schedule": "overlapped", "stale": 2, "parts": True}, signal.SIGTERM),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(24, 4, {"schedule": "overlapped"}, signal.SIGKILL, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -29,34 +29,16 @@ SHAPE |= {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 CFG = ModelConfig("qwen3_moe", **SHAPE, experts=Experts(count=16, per_token=2, width=112))
 SIZES = {"fsdp": 2, "expert": 2, "tensor": 2}
 P, B, T, M = 2, 4, 7, 3  # policies, rows of each, tokens and targets of a row
-COLLECTIVES = (
-    "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter|collective-broadcast"
-)
 
 
 def collectives(text: str) -> list[tuple[str, tuple[int, ...]]]:
     """(name, shape) of everything that collectives of a compiled program read or write."""
-    shapes = {
-        name: _shapes(kind) for name, kind in re.findall(r"%([\w.-]+) = (\([^)]*\)|\S+) ", text)
-    }
-    out = []
-    for kind, name, operands in re.findall(
-        rf" = (\([^)]*\)|\S+) ({COLLECTIVES})(?:-start)?\(([^)]*)\)", text
-    ):
-        read = [
-            shape
-            for operand in re.findall(r"%([\w.-]+)", operands)
-            for shape in shapes.get(operand, [])
-        ]
-        out += [(name, shape) for shape in _shapes(kind) + read]
+    module, out = hlo.Module(text), []
+    for i in (i for body in module.computations.values() for i in body):
+        if (op := i.op.removesuffix("-start")) in hlo.COLLECTIVES:
+            types = [i.type, *(module.types[name] for name in i.operands if name in module.types)]
+            out += [(op, hlo.shape(one)) for kind in types for one in hlo.arrays(kind)]
     return out
-
-
-def _shapes(text: str) -> list[tuple[int, ...]]:
-    return [
-        tuple(map(int, filter(None, dims.split(","))))
-        for dims in re.findall(r"\w+\[([\d,]*)\]", text)
-    ]
 
 
 def _compiled() -> str:
@@ -66,13 +48,11 @@ def _compiled() -> str:
 
     batch, coefs = training_batch(P, B, T, M)
     slots = {1: jax.ShapeDtypeStruct((P,), jnp.int32)}
+    args = params, state, batch, coefs, slots
     with jax.set_mesh(mesh):
         step.forward_backward.clear_cache()
-        return (
-            step.forward_backward.lower(params, state, batch, coefs, slots, cfg=CFG, remat="names")
-            .compile()
-            .as_text()
-        )
+        lowered = step.forward_backward.lower(*args, cfg=CFG, remat="names")
+        return lowered.compile().as_text()
 
 
 @pytest.mark.long
@@ -83,14 +63,11 @@ def test_no_collective_carries_an_expert(limit, travels, monkeypatch):
     monkeypatch.setattr(expert_parallel, "GATHER_TOKENS", limit)
     assert CFG.experts is not None
     D, F, here = CFG.d_model, CFG.experts.width, CFG.experts.count // math.prod(SIZES.values())
-    tokens = P * B * T
-    assert tokens * CFG.experts.per_token * D < here * D * F, (
-        "an activation must not be mistaken for an expert"
-    )
+    routed = P * B * T * CFG.experts.per_token
+    assert routed * D < here * D * F, "an activation must not be mistaken for an expert"
     text = _compiled()
-    assert re.search(rf"\[(?:\d+,)?{here},{D},{F}\]", text), (
-        "a device holds whole experts, and its share of them only"
-    )
+    # a device holds whole experts, and its share of them only
+    assert re.search(rf"\[(?:\d+,)?{here},{D},{F}\]", text)
     carried = collectives(text)
     assert any(name == travels and D in shape for name, shape in carried), "tokens travel"
     for name, shape in carried:
@@ -119,9 +96,7 @@ def test_decoding_copies_no_layer_of_experts():
     assert CFG.experts is not None
     mesh = single_device_mesh()
     plan = programs.Plan(CFG, mesh, jnp.float32, AdapterConfig(4))
-    program = plan.sampling(
-        programs.RolloutShape(adapters=2, prompts=2, rollouts=2, prompt_tokens=40, new_tokens=40)
-    )[1]
+    program = plan.sampling(programs.RolloutShape(2, 2, 2, 40, 40))[1]
     with jax.set_mesh(mesh):
         text = program.trace(mesh).lower().compile().as_text()
     E, D, F = CFG.experts.count, CFG.d_model, CFG.experts.width
@@ -160,9 +135,8 @@ def test_a_tpu_reads_experts_from_where_they_are(targets, quantise):
     m = measure(decode, plan.mesh, target)
     assert "packed_matmul" in m.text
     assert not made(m.text, (E // 8, D, F)) + made(m.text, (E // 8, F, D))
-    assert m.temporaries < 3 * E // 8 * D * F * 2 / 10, (
-        "a tenth of a layer's experts, which were 71 % when they were sliced"
-    )
+    # a tenth of a layer's experts, which were 71 % when they were sliced
+    assert m.temporaries < 3 * E // 8 * D * F * 2 / 10
 
 
 @pytest.mark.long

@@ -37,18 +37,15 @@ DIMUON = OptimizerConfig(learning_rate=3e-3, eps=1e-4, kind="dimuon")
 DROPOUT = {"a": 0.4, "c": 0.2}
 
 
-def make(base, optimizer=USUAL, loss=LossConfig("importance_sampling")) -> Trainer:
-    """Policy a as said, b and c as always, b by another optimizer."""
-    others = OptimizerConfig(learning_rate=3e-3), LossConfig("reinforce")
-    chosen = {"a": (optimizer, loss), "b": (DIMUON, others[1]), "c": others}
-    ranks = enumerate(RANKS.items())
-    return Trainer(
-        base,
-        [
-            PolicyConfig(n, AdapterConfig(r), *chosen[n], seed=i, dropout=DROPOUT.get(n, 0.0))
-            for i, (n, r) in ranks
-        ],
-    )
+def make(base) -> Trainer:
+    """Policies of two losses and two optimizers, two of them with dropout."""
+    loss, chosen = LossConfig("reinforce"), {"a": USUAL, "b": DIMUON}
+    losses = {"a": LossConfig("importance_sampling")}
+    policies = []
+    for i, (n, r) in enumerate(RANKS.items()):
+        how = chosen.get(n, OptimizerConfig(3e-3)), losses.get(n, loss), i
+        policies.append(PolicyConfig(n, AdapterConfig(r), *how, dropout=DROPOUT.get(n, 0.0)))
+    return Trainer(base, policies)
 
 
 def poisoned(groups, value):
@@ -86,15 +83,14 @@ def scores(trainer, texts):
 
 # and the router: every product that a policy takes part in
 TARGETS = (ALL_LINEAR, "embed", "unembed")
+LARGE = np.float32(1e30)
 WARM = {"temperature": 0.3, "top_k": 5, "top_p": 0.6, "min_p": 0.1, "max_tokens": 3, "seed": 4}
 PENALTIES = {"frequency_penalty": 1e6, "presence_penalty": -2.0, "logit_bias": ((1, -1e30),)}
 EXTREMES = {
-    "weight decay": {"optimizer": OptimizerConfig(learning_rate=1e-2, weight_decay=50.0)},
-    "huge rate": {"optimizer": OptimizerConfig(learning_rate=1e9)},
-    "no clipping, rate beyond float32": {
-        "optimizer": OptimizerConfig(learning_rate=1e30, max_grad_norm=0.0)
-    },
-    "tight clipping": {"optimizer": OptimizerConfig(learning_rate=1e-2, max_grad_norm=1e-12)},
+    "weight decay": {"optimizer": OptimizerConfig(1e-2, weight_decay=50.0)},
+    "huge rate": {"optimizer": OptimizerConfig(1e9)},
+    "no clipping, rate beyond float32": {"optimizer": OptimizerConfig(1e30, max_grad_norm=0.0)},
+    "tight clipping": {"optimizer": OptimizerConfig(1e-2, max_grad_norm=1e-12)},
     "odd moments": {"optimizer": OptimizerConfig(b1=0.0, b2=0.5, eps=1e3, warmup_steps=5)},
     "another optimizer": {"optimizer": DIMUON},
     "another loss": {"loss": LossConfig("cispo", band_low=0.9, band_high=1.1)},
@@ -103,12 +99,8 @@ EXTREMES = {
     "nan advantage": {"advantage": np.nan},
     "infinite advantage": {"advantage": np.inf},
     "nan weights": {"weights": lambda factor: factor.fill(np.nan)},
-    "one infinite weight": {
-        "weights": lambda factor: factor[0].reshape(-1, factor.shape[-1])[0].fill(np.inf)
-    },
-    "weights that overflow activations": {
-        "weights": lambda factor: np.multiply(factor, np.float32(1e30), out=factor)
-    },
+    "one infinite weight": {"weights": lambda x: x[0].reshape(-1, x.shape[-1])[0].fill(np.inf)},
+    "weights that overflow activations": {"weights": lambda x: np.multiply(x, LARGE, out=x)},
 }
 DROPS = {"dropout": {"dropout": 0.5}, "dropout of nearly all": {"dropout": 0.9}}
 # every update of a
@@ -138,13 +130,8 @@ class Company:
         loss = LossConfig("reinforce")
         usual = {"optimizer": USUAL, "loss": LossConfig("importance_sampling")}
         self.usual = PolicyConfig("a", configs["a"], **usual)
-        self.trainer = Trainer(
-            base,
-            [
-                self.usual if n == "a" else PolicyConfig(n, c, others[n], loss)
-                for n, c in configs.items()
-            ],
-        )
+        policies = {n: PolicyConfig(n, c, others[n], loss) for n, c in configs.items()}
+        self.trainer = Trainer(base, list((policies | {"a": self.usual}).values()))
         self.shardings = jax.tree.map(lambda x: x.sharding, self.trainer.state)
         self.start = jax.tree.map(np.array, self.trainer.state)
         # B is not zero, so that every product matters; rows behind the true rank stay zero
@@ -157,20 +144,15 @@ class Company:
         self.texts = rng.integers(3, vocab, (len(ranks) + 1, 13)).tolist()
         self.engine, self.scorer = Engine(base), Scorer(base)
 
-    def run(
-        self, optimizer=USUAL, loss=None, advantage=None, weights=None, sampling=None, dropout=0.0
-    ):
+    def run(self, advantage=None, weights=None, sampling=None, **changes):
         """{policy: everything that it has got}, and whether a skipped."""
         trainer, at = self.trainer, self.trainer.slots["a"]
-        trainer.policies["a"] = dataclasses.replace(
-            self.usual, loss=loss or self.usual.loss, optimizer=optimizer, dropout=dropout
-        )
+        trainer.policies["a"] = dataclasses.replace(self.usual, **changes)
         state = jax.tree.map(np.copy, self.start)
-        mine = state[at.bucket]
         if weights is not None:
-            for factor in jax.tree.leaves(mine.adapters.factors):
+            for factor in jax.tree.leaves(state[at.bucket].adapters.factors):
                 weights(factor[:, at.index])
-        trainer.state = dict(jax.device_put(state | {at.bucket: mine}, self.shardings))
+        trainer.state = dict(jax.device_put(state, self.shardings))
         seen = {name: [] for name in (*trainer.slots, "base")}
         skipped = []
         for groups in self.steps:
@@ -297,10 +279,8 @@ def test_stepping_one_policy_leaves_what_others_have_accumulated(tiny_base, rng)
 
 def test_policies_together_are_policies_one_by_one(tiny_base, rng):
     base = tiny_base("llama")
-    groups = {
-        n: random_groups(rng, base.cfg.vocab_size, prompts)
-        for n, prompts in (("a", 2), ("b", 2), ("c", 1))
-    }
+    prompts = {"a": 2, "b": 2, "c": 1}.items()
+    groups = {name: random_groups(rng, base.cfg.vocab_size, n) for name, n in prompts}
     together, alone = make(base), make(base)
     metrics = together.forward_backward(groups)
     for name in RANKS:
@@ -308,9 +288,7 @@ def test_policies_together_are_policies_one_by_one(tiny_base, rng):
         for key, value in mine.items():
             # float32 sums over other numbers of rows are ordered otherwise: a few units of the last
             # place, of terms up to about 1
-            np.testing.assert_allclose(
-                metrics[name][key], value, rtol=1e-4, atol=1e-5, err_msg=f"{name} {key}"
-            )
+            assert metrics[name][key] == pytest.approx(value, rel=1e-4, abs=1e-5), (name, key)
     for name in RANKS:
         found, wanted = (slot(t, name).grad_sum for t in (together, alone))
         largest = max(np.abs(x).max() for x in jax.tree.leaves(wanted))

@@ -2,8 +2,8 @@
 an array of a base weight's shape.
 """
 
+import functools
 import gc
-import re
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from mint_jax.train.config import LossConfig, PolicyConfig
 from mint_jax.train.losses import stack_coefs
 from mint_jax.train.trainer import Trainer
 from tests.groups import pack, random_groups
+from tests.laws.vmap_one_matmul_test import equations
 
 RANKS = (1, 3, 3)  # buckets 1, 4, 4
 LAYOUT = {"transpose", "reshape", "squeeze", "broadcast_in_dim", "slice", "dynamic_slice"}
@@ -41,30 +42,22 @@ def adapter_bytes(cfg, bucket: int) -> int:
     """Float32 bytes of all seven projections' A [L, R, D] and B [L, R, F], from the model's
     dimensions.
     """
-    D, F, q, kv = (
-        cfg.d_model,
-        cfg.d_ff,
-        *(n * cfg.head_dim for n in (cfg.num_heads, cfg.num_kv_heads)),
-    )
+    D, F = cfg.d_model, cfg.d_ff
+    q, kv = (n * cfg.head_dim for n in (cfg.num_heads, cfg.num_kv_heads))
     in_and_out = [(D, q), (D, kv), (D, kv), (q, D), (D, F), (D, F), (F, D)]
     return 4 * cfg.num_layers * bucket * sum(d_in + d_out for d_in, d_out in in_and_out)
 
 
-@pytest.fixture
-def trainer(tiny_base):
-    return Trainer(
-        tiny_base("llama"),
-        [PolicyConfig(f"p{i}", AdapterConfig(r), seed=i) for i, r in enumerate(RANKS)],
-    )
+def trainer_of(base, ranks) -> Trainer:
+    policies = [PolicyConfig(f"p{i}", AdapterConfig(r), seed=i) for i, r in enumerate(ranks)]
+    return Trainer(base, policies)
 
 
 @pytest.mark.parametrize("policies", [1, 12])
 def test_policies_in_training_cost_four_times_their_adapters(tiny_base, policies):
     base = tiny_base("llama")
     before = device_bytes()
-    trainer = Trainer(
-        base, [PolicyConfig(f"p{i}", AdapterConfig(3), seed=i) for i in range(policies)]
-    )
+    trainer = trainer_of(base, [3] * policies)
     # factors, gradient sum, two moments, at the bucket of rank 3
     expected = 4 * policies * adapter_bytes(base.cfg, 4)
     # 1 %: scales, hyperparameters and counters are a few dozen numbers a policy
@@ -79,10 +72,8 @@ def test_policies_in_training_cost_four_times_their_adapters(tiny_base, policies
 def test_resident_policies_have_no_optimizer_state(tiny_base, rng):
     cfg = tiny_base("llama").cfg
     specs = transformer.abstract(cfg)
-    adapters = {
-        f"p{i}": (c, lora_tree.init_adapter(specs, c, i))
-        for i, c in enumerate([AdapterConfig(3)] * 9)
-    }
+    c = AdapterConfig(3)
+    adapters = {f"p{i}": (c, lora_tree.init_adapter(specs, c, i)) for i in range(9)}
     before = device_bytes()
     stacks, slots = lora_tree.stack_adapters(specs, adapters)
     expected = 9 * adapter_bytes(cfg, 4)
@@ -103,52 +94,35 @@ def programs(trainer, rng):
     P, table = len(names), longest_table(40)
     lora = attach_blocks(trainer.stacks, {b: jnp.asarray(s) for b, s in slots.items()})
     sampling = params, trainer.stacks, device.pool_specs(cfg, 16, jnp.float32, routes=False)
-    blocks, scored = (
-        plans.blocks_plan([[]], P + 2, table, trainer.stacks, s) for s in (False, True)
-    )  # not as many as layers, whose keys are as wide as a page is long
+    # not as many blocks as layers, whose keys are as wide as a page is long
+    plan = functools.partial(plans.blocks_plan, [[]], P + 2, table, trainer.stacks)
     rows, _ = plans.rows_plan([], 2 * P, 1, table, cfg.vocab_size, trainer.stacks)
-    return {
-        "forward_backward": (
-            lambda *a: step.forward_backward(*a, cfg=cfg, remat="names"),
-            (params, trainer.state, batch, coefs, slots),
-        ),
-        "optim_step": (step.optim_step, (trainer.state, slots, hyper)),
-        "score": (
-            lambda *a: step.score(*a, cfg=cfg),
-            (params, batch, coefs, trainer.stacks, slots),
-        ),
-        "score of the base": (lambda *a: step.score(*a, cfg=cfg), (params, batch, coefs, {}, {})),
-        "next_token_logprobs": (
-            lambda *a: next_token_logprobs(*a, cfg=cfg),
-            (params, lora, np.full((P, 11), 3, np.int32)),
-        ),
-        "prefill": (lambda *a: device.prefill(*a, cfg=cfg), (*sampling, blocks)),
-        "prefill with scores": (lambda *a: device.prefill(*a, cfg=cfg), (*sampling, scored)),
-        "decode": (lambda *a: device.decode(*a, cfg=cfg), (*sampling, rows, jnp.int32(6))),
+    texts = np.full((P, 11), 3, np.int32)
+    training = functools.partial(step.forward_backward, remat="names")
+    made = {
+        "training": (training, (params, trainer.state, batch, coefs, slots)),
+        "score": (step.score, (params, batch, coefs, trainer.stacks, slots)),
+        "score of the base": (step.score, (params, batch, coefs, {}, {})),
+        "next_token_logprobs": (next_token_logprobs, (params, lora, texts)),
+        "prefill": (device.prefill, (*sampling, plan(False))),
+        "prefill with scores": (device.prefill, (*sampling, plan(True))),
+        "decode": (device.decode, (*sampling, rows, jnp.int32(6))),
     }
+    bound = {name: (functools.partial(fn, cfg=cfg), args) for name, (fn, args) in made.items()}
+    return bound | {"optim_step": (step.optim_step, (trainer.state, slots, hyper))}
 
 
-def test_no_program_makes_or_returns_a_base_weight(trainer, rng):
+def test_no_program_makes_or_returns_a_base_weight(tiny_base, rng):
+    trainer = trainer_of(tiny_base("llama"), RANKS)
     weights = {x.shape for x in jax.tree.leaves(trainer.base.params) if x.ndim > 1}
-    matrices = {
-        (*s[:-2], *pair)
-        for s in weights
-        for pair in (s[-2:], s[-2:][::-1])
-        if s[-2] > trainer.base.cfg.num_layers
-    }
+    large = [s for s in weights if s[-2] > trainer.base.cfg.num_layers]
+    matrices = {(*s[:-2], *pair) for s in large for pair in (s[-2:], s[-2:][::-1])}
     matrices |= {s[-2:] for s in matrices}  # of one layer
     for name, (fn, args) in programs(trainer, rng).items():
         jaxpr, out = jax.make_jaxpr(fn, return_shape=True)(*args)
-        assert not {x.shape for x in jax.tree.leaves(out)} & (weights | matrices), (
-            f"{name} returns an array of a base weight's shape"
-        )
-        # inner jaxprs are printed too
-        for results, primitive in re.findall(r"((?:\w+:\w+\[[\d,]*\] )+)= (\w+)", str(jaxpr)):
-            shapes = {
-                tuple(map(int, dims.split(","))) for dims in re.findall(r"\[([\d,]+)\]", results)
-            }
-            # W + B A or a gradient of W would be a result of W's shape; relabelling W itself is
-            # none
-            assert primitive in LAYOUT or not shapes & matrices, (
-                f"{name}: {primitive} makes an array of a base weight's shape, {results}"
-            )
+        returned = {x.shape for x in jax.tree.leaves(out)}
+        assert not returned & (weights | matrices), f"{name} returns a base weight's shape"
+        # W + B A or a gradient of W would be a result of W's shape; relabelling W itself is none.
+        for e in equations(jaxpr.jaxpr):
+            made = {getattr(x.aval, "shape", None) for x in e.outvars}
+            assert e.primitive.name in LAYOUT or not made & matrices, f"{name}: {e.primitive}"

@@ -50,22 +50,18 @@ def test_digest_covers_payload_schema_and_base(tiny_base, rng, catalog):
     assert len(before) == 1
     # neither memory layout nor who holds the array matters
     backwards = jax.tree.map(np.asfortranarray, adapter)
-    again = catalog.export(
-        "other", pack(backwards, Schema("base one", AdapterConfig(3))), 7, create=True
-    )
+    other = pack(backwards, Schema("base one", AdapterConfig(3)))
+    again = catalog.export("other", other, 7, create=True)
     assert again.digest == made.digest
     assert files(catalog) == before, "the same bytes are not written again"
     one_bit = jax.tree.map(np.array, adapter)
     one_bit["dense"]["attn"]["q"]["a"].view(np.int32)[0, 0, 0] ^= 1
-    others = [pack(one_bit, schema), pack(adapter, Schema("base two", CONFIG))]
-    others += [
-        pack(adapter, Schema("base one", dataclasses.replace(CONFIG, **change)))
-        for change in ({"alpha": 17.0}, {"rslora": True})
-    ]
-    digests = [
-        catalog.export(f"p{i}", other, 1, create=True).digest for i, other in enumerate(others)
-    ]
-    assert len({made.digest, *digests}) == 5
+    schemas = [Schema("base two", CONFIG)]
+    for change in ({"alpha": 17.0}, {"rslora": True}):
+        schemas.append(Schema("base one", dataclasses.replace(CONFIG, **change)))
+    others = [pack(one_bit, schema), *(pack(adapter, one) for one in schemas)]
+    revisions = [catalog.export(f"p{i}", x, 1, create=True) for i, x in enumerate(others)]
+    assert len({made.digest, *(one.digest for one in revisions)}) == 5
     loaded, found = unpack(catalog.load(made.digest))
     chex.assert_trees_all_equal(loaded, adapter)
     assert found == schema
@@ -74,13 +70,9 @@ def test_digest_covers_payload_schema_and_base(tiny_base, rng, catalog):
 @pytest.mark.long
 def test_a_revision_samples_the_same_tokens_while_its_policy_trains_on(tiny_base, rng, catalog):
     base = tiny_base("llama")
-    usual = PolicyConfig(
-        "a", CONFIG, OptimizerConfig(learning_rate=0.1), LossConfig("importance_sampling")
-    )
-    trainer = Trainer(
-        base,
-        [usual, dataclasses.replace(usual, name="b", seed=1), PolicyConfig("c", AdapterConfig(1))],
-    )
+    how = OptimizerConfig(learning_rate=0.1), LossConfig("importance_sampling")
+    policies = [PolicyConfig(name, CONFIG, *how, seed) for seed, name in enumerate("ab")]
+    trainer = Trainer(base, [*policies, PolicyConfig("c", AdapterConfig(1))])
     trainer.load_adapter("a", random_adapter(rng, base, CONFIG))
     engine = Engine(base)
     prompt = tuple(rng.integers(3, base.cfg.vocab_size, 7).tolist())
@@ -94,21 +86,20 @@ def test_a_revision_samples_the_same_tokens_while_its_policy_trains_on(tiny_base
 
     def load(digest):
         adapter, schema = unpack(catalog.load(digest))
-        assert (
-            lora_tree.check_fits(adapter, schema.config, trainer.specs, digest)
-            == 7 * base.cfg.num_layers
-        )
+        bound = lora_tree.check_fits(adapter, schema.config, trainer.specs, digest)
+        assert bound == 7 * base.cfg.num_layers
         stacks, slots = lora_tree.stack_adapters(trainer.specs, {"r": (schema.config, adapter)})
         return slots["r"], stacks
 
-    digest = catalog.export(
-        "a", pack(trainer.adapter("a"), Schema(base.fingerprint, CONFIG)), 0, create=True
-    ).digest
+    def export(step):
+        data = pack(trainer.adapter("a"), Schema(base.fingerprint, CONFIG))
+        return catalog.export("a", data, step, create=not step).digest
+
+    digest = export(0)
     resident = load(digest)
     first = sample(*resident)
-    assert first == sample(trainer.slots["a"], trainer.stacks), (
-        "by file as by the trainer's own slot"
-    )
+    own = sample(trainer.slots["a"], trainer.stacks)
+    assert first == own, "by file as by the trainer's own slot"
     for _ in range(2):
         trainer.update({name: random_groups(rng, base.cfg.vocab_size) for name in "abc"})
         trainer.forward_backward({"a": random_groups(rng, base.cfg.vocab_size)})
@@ -117,7 +108,7 @@ def test_a_revision_samples_the_same_tokens_while_its_policy_trains_on(tiny_base
         assert sample(*load(digest)) == first
         chex.assert_trees_all_equal(trainer.state, training)
     assert sample(trainer.slots["a"], trainer.stacks) != first, "the policy did not move"
-    catalog.export("a", pack(trainer.adapter("a"), Schema(base.fingerprint, CONFIG)), 2)
+    export(2)
     assert catalog.resolve("a").digest != digest == catalog.resolve("a@1").digest
 
 
@@ -155,8 +146,6 @@ def test_an_adapter_of_another_base_is_refused(tiny_base, rng, tmp_path):
         loaded = read_adapter(name, mine, jobs)
         chex.assert_trees_all_equal(loaded.adapter, adapter)
         assert (loaded.digest, str(loaded.revision)) == (made.digest, "p@1")
-    with pytest.raises(
-        UserError,
-        match=f"was trained on base {mine.fingerprint[:12]}, this is {other.fingerprint[:12]}",
-    ):
+    says = f"was trained on base {mine.fingerprint[:12]}, this is {other.fingerprint[:12]}"
+    with pytest.raises(UserError, match=says):
         read_adapter(made.digest, other, jobs)  # every shape would fit

@@ -39,14 +39,11 @@ def trainer_with_random_adapters(base, rng) -> Trainer:
         PolicyConfig(name, adapter_of(rank), loss=LossConfig("ppo")) for name, rank in RANKS.items()
     ]
     trainer = Trainer(base, policies)
+    # about as large as after a long run: h B with h of order 1 then adds about 0.05 to every
+    # projection
+    draw = lambda s: (rng.normal(size=s.shape) * 0.03).astype(np.float32)  # noqa: E731
     for p in policies:
-        shapes = lora_tree.adapter_specs(specs, p.adapter)
-        # about as large as after a long run: h B with h of order 1 then adds about 0.05 to every
-        # projection
-        factors = jax.tree.map(
-            lambda s: (rng.normal(size=s.shape) * 0.03).astype(np.float32), shapes
-        )
-        trainer.load_adapter(p.name, factors)
+        trainer.load_adapter(p.name, jax.tree.map(draw, lora_tree.adapter_specs(specs, p.adapter)))
     return trainer
 
 
@@ -75,19 +72,14 @@ def test_sampler_scorer_and_trainer_agree(model, tiny_base, rng, request):
     texts = [[*r.prompt, *c.tokens] for r, c in pairs]
     slots = [r.adapter for r in requests for _ in range(2)]
     sampled = [np.array(c.logprobs) for completions in results for c in completions]
-    scored = [
-        s[-len(x) :] for s, x in zip(Scorer(base).logprobs(texts, slots, trainer.stacks), sampled)
-    ]
-    for x, y in zip(sampled, scored):
-        np.testing.assert_allclose(x, y, rtol=0, atol=GAP)
+    for x, y in zip(sampled, Scorer(base).logprobs(texts, slots, trainer.stacks)):
+        np.testing.assert_allclose(x, y[-len(x) :], rtol=0, atol=GAP)
 
     groups = {name: [] for name in RANKS}
     for k, name in enumerate(RANKS):
         for r, completions in zip(requests[4 * k : 4 * k + 4], results[4 * k : 4 * k + 4]):
-            sequences = [
-                TrainSequence(c.tokens, [1.0] * len(c.tokens), [0.0] * len(c.tokens), c.logprobs)
-                for c in completions
-            ]
+            rows = [(c.tokens, len(c.tokens), c.logprobs) for c in completions]
+            sequences = [TrainSequence(t, [1.0] * n, [0.0] * n, logp) for t, n, logp in rows]
             groups[name].append(Group(list(r.prompt), sequences))
     # prompts packed with their rollouts, policies in one batch
     rows = trainer.forward_backward(groups)

@@ -21,60 +21,37 @@ from mint_jax.models.hf_config import from_hf
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Request
 from mint_jax.rollout.score import Scorer
-from mint_jax.train.batch import Group, TrainSequence
 from mint_jax.train.state import OptimizerConfig
 from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
 from tests.exchange import looser
+from tests.groups import random_groups
 
 DENSE = {  # every dimension that a mesh below splits is divisible by its ways
     "architectures": ["Qwen3ForCausalLM"],
-    "vocab_size": 96,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
+    **{"vocab_size": 96, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
     "max_position_embeddings": 128,
 }
-SPARSE = DENSE | {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "num_experts": 8,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 24,
-    "norm_topk_prob": True,
-}
-LATENT = DENSE | {
+CHOSEN = {"num_experts_per_tok": 3, "moe_intermediate_size": 24}
+ROUTED = {"num_experts": 8} | CHOSEN
+SPARSE = DENSE | ROUTED | {"architectures": ["Qwen3MoeForCausalLM"], "norm_topk_prob": True}
+LATENT = DENSE | CHOSEN
+LATENT |= {
     "architectures": ["DeepseekV3ForCausalLM"],
-    "first_k_dense_replace": 1,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 24,
-    "n_shared_experts": 1,
-    "num_key_value_heads": 4,
-    "q_lora_rank": 20,
-    "kv_lora_rank": 24,
-    "qk_nope_head_dim": 12,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 10,
+    **{"n_routed_experts": 8, "n_shared_experts": 1, "n_group": 1, "topk_group": 1},
+    **{"first_k_dense_replace": 1, "num_key_value_heads": 4, "q_lora_rank": 20},
+    **{"kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10},
     "head_dim": 8,  # of the rotary part
-    "n_group": 1,
-    "topk_group": 1,
 }
 INDEXED = LATENT | {
     "architectures": ["GlmMoeDsaForCausalLM"],
-    "index_n_heads": 4,
-    "index_head_dim": 12,
-    "index_topk": 5,
+    **{"index_n_heads": 4, "index_head_dim": 12, "index_topk": 5},
     "indexer_types": ["full", "shared"],
 }
 STATES = DENSE | {
     "architectures": ["Qwen3_5ForCausalLM"],
-    "num_hidden_layers": 5,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 12,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
+    **{"linear_key_head_dim": 8, "linear_value_head_dim": 12, "num_hidden_layers": 5},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
     "rms_norm_eps": 1e-2,  # see ``oracles.TINY``
 }
 WINDOWS = DENSE | {  # sinks and biases, too
@@ -99,12 +76,8 @@ WITH_MLP = {name: value for name, value in SHARED_KEYS.items() if "layer_input" 
     **{"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "enable_moe_block": True},
     **{"num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 24},
 }
-HYBRID = STATES | {
-    "architectures": ["Qwen3NextForCausalLM"],
-    "num_hidden_layers": 4,
-    **{"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
-    "shared_expert_intermediate_size": 20,
-}
+HYBRID = STATES | ROUTED | {"architectures": ["Qwen3NextForCausalLM"]}
+HYBRID |= {"num_hidden_layers": 4, "shared_expert_intermediate_size": 20}
 CHANNELS = {name: value for name, value in LATENT.items() if "dense" not in name} | {
     "architectures": ["KimiLinearForCausalLM"],
     "num_hidden_layers": 5,
@@ -116,8 +89,7 @@ ONLY = {k: v for k, v in DENSE.items() if k != "num_hidden_layers"} | {
     "architectures": ["NemotronHForCausalLM"],
     "hybrid_override_pattern": "MEM*-E",
     **{"ssm_state_size": 8, "mamba_num_heads": 4, "mamba_head_dim": 12, "n_groups": 2},
-    **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
-    "moe_shared_expert_intermediate_size": 20,
+    **{"n_routed_experts": 8, "moe_shared_expert_intermediate_size": 20, **CHOSEN},
 }
 FAMILIES = {
     **{"dense": DENSE, "experts": SPARSE, "latent": LATENT, "indexed": INDEXED},
@@ -132,23 +104,21 @@ MESHES = {
 }
 # into how many parts a dense projection falls
 SPLITS = {"data8": 1, "fsdp8": 8, "tensor2_fsdp2_data2": 4, "expert4_tensor2": 2}
-DENSE_MESHES = [("dense", name) for name in ("data8", "fsdp8", "tensor2_fsdp2_data2")]
-SPARSE_MESHES = [
-    (family, "expert4_tensor2") for family in ("experts", "indexed", "windows", "only")
-]
-STATE_MESHES = [("states", name) for name in ("data8", "tensor2_fsdp2_data2")]
-STATE_MESHES += [(family, "tensor2_fsdp2_data2") for family in ("only", "channels")]
+MESHES_OF = {
+    "data8": ("dense", "states"),
+    "fsdp8": ("dense",),
+    "tensor2_fsdp2_data2": ("dense", "states", "only", "channels", "shared keys"),
+    # all that the last two have, others have too
+    "expert4_tensor2": (
+        *("experts", "indexed", "windows", "only", "hybrid", "latent", "with mlp"),
+    ),
+}
+SLOW = ("latent", "with mlp")
 CASES = [
-    pytest.param(*case, marks=pytest.mark.long)
-    for case in [
-        *(*DENSE_MESHES, *SPARSE_MESHES, *STATE_MESHES),
-        *(("hybrid", "expert4_tensor2"), ("shared keys", "tensor2_fsdp2_data2")),
-    ]
-]
-# all that they have, others have too
-CASES += [
-    pytest.param(family, "expert4_tensor2", marks=pytest.mark.slow)
-    for family in ("latent", "with mlp")
+    pytest.param(family, name, marks=pytest.mark.slow if family in SLOW else pytest.mark.long)
+    for family in FAMILIES  # one after another: their problem is made once
+    for name, families in MESHES_OF.items()
+    if family in families
 ]
 
 
@@ -172,9 +142,9 @@ def save_checkpoint(family, directory):
     cfg = from_hf(FAMILIES[family])
     specs, key = transformer.abstract(cfg), jax.random.key(seed_of(family))
     if family == "windows":  # biases and sinks that are not zero
+        filled = {"zeros": "normal"}
         specs = jax.tree.map(
-            lambda spec: dataclasses.replace(spec, init="normal") if spec.init == "zeros" else spec,
-            specs,
+            lambda s: dataclasses.replace(s, init=filled.get(s.init, s.init)), specs
         )
     params = params_lib.init(specs, key)
     hf.save(params, cfg, directory)
@@ -188,10 +158,9 @@ def outcome(base, configs, adapters, groups, requests):
     # rounding of gradients near 0
     optimizer = OptimizerConfig(learning_rate=0.1, eps=1.0, weight_decay=0.1)
     drops = "all-linear" not in configs["a"].targets  # the targets of a base without experts
-    policies = [
-        PolicyConfig(n, c, optimizer, LossConfig("ppo", kl_kind="k3", kl=0.1), dropout=rate)
-        for (n, c), rate in zip(configs.items(), (0.3 * drops, 0.0, 0.0))
-    ]
+    how = optimizer, LossConfig("ppo", kl_kind="k3", kl=0.1)
+    rates = {"a": 0.3 * drops}
+    policies = [PolicyConfig(n, c, *how, dropout=rates.get(n, 0)) for n, c in configs.items()]
     trainer = Trainer(base, policies)
     for name, adapter in adapters.items():
         trainer.load_adapter(name, adapter)
@@ -237,18 +206,12 @@ def pose(family, checkpoint):
     def ids(n):
         return rng.integers(3, DENSE["vocab_size"], n).tolist()
 
-    def sequence(n):
-        return TrainSequence(
-            ids(n), [0.1] * n, rng.normal(size=n).tolist(), (-rng.exponential(size=n)).tolist()
-        )
-
     specs = transformer.abstract(base.cfg)
-    shapes = {n: lora_tree.adapter_specs(specs, c) for n, c in configs.items()}
+    draw = lambda s: (0.1 * rng.normal(size=s.shape)).astype(np.float32)  # noqa: E731
     adapters = {
-        n: jax.tree.map(lambda s: (0.1 * rng.normal(size=s.shape)).astype(np.float32), tree)
-        for n, tree in shapes.items()
+        n: jax.tree.map(draw, lora_tree.adapter_specs(specs, c)) for n, c in configs.items()
     }
-    groups = {n: [Group(ids(4), [sequence(6), sequence(4)]) for _ in range(2)] for n in configs}
+    groups = {n: random_groups(rng, DENSE["vocab_size"]) for n in configs}
     owners = ("a", "a", "c", None, *(["d"] * ("d" in configs)))
     requests = [(n, tuple(ids(k))) for n, k in zip(owners, (5, 7, 3, 6, 4))]
     args = configs, adapters, groups, requests

@@ -20,9 +20,19 @@ from mint_jax.train.blocks import Datum, TrainRequest
 from mint_jax.train.config import BlockShape, OptimizerConfig
 from mint_jax.train.programs import warm
 from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
+from tests.groups import random_groups
 from tests.train.live_test import coefs
 
 RANKS = {"a": 3, "b": 3, "c": 1}
+
+
+def trainer_of(tiny_base, loss=LossConfig(), drops=""):
+    base = tiny_base("llama")
+    policies = [
+        PolicyConfig(n, AdapterConfig(r), loss=loss, seed=i, dropout=0.2 * (n == drops))
+        for i, (n, r) in enumerate(RANKS.items())
+    ]
+    return base, Trainer(base, policies)
 
 
 def grpo_step(trainer, engine, scorer, rng, lengths) -> None:
@@ -44,10 +54,9 @@ def grpo_step(trainer, engine, scorer, rng, lengths) -> None:
     groups = {name: [] for name in RANKS}
     sampled = engine.generate(requests, trainer.stacks)
     for name, request, completions in zip(owners, requests, sampled):
+        sizes = [(c, len(c.tokens)) for c in completions]
         sequences = [
-            TrainSequence(c.tokens, [0.1] * n, [rng.normal()] * n, c.logprobs)
-            for c in completions
-            for n in [len(c.tokens)]
+            TrainSequence(c.tokens, [0.1] * n, [rng.normal()] * n, c.logprobs) for c, n in sizes
         ]
         groups[name].append(Group(list(request.prompt), sequences))
     scorer.logprobs([r.prompt for r in requests], [r.adapter for r in requests], trainer.stacks)
@@ -74,14 +83,7 @@ def traced_once(monkeypatch):
 @pytest.mark.usefixtures("traced_once")
 def test_steady_state_compiles_nothing(tiny_base, rng):
     # the base's logprobs are needed, too
-    base, loss = tiny_base("llama"), LossConfig(kl_kind="k3", kl=0.1)
-    trainer = Trainer(
-        base,
-        [
-            PolicyConfig(n, AdapterConfig(r), loss=loss, seed=i)
-            for i, (n, r) in enumerate(RANKS.items())
-        ],
-    )
+    base, trainer = trainer_of(tiny_base, loss=LossConfig(kl_kind="k3", kl=0.1))
     engine = Engine(base, rows=(8, 32))
     engine.warm(trainer.stacks)
     parts = trainer, engine, Scorer(base), rng
@@ -96,24 +98,10 @@ def test_steady_state_compiles_nothing(tiny_base, rng):
 
 @pytest.mark.long
 def test_a_changing_subset_of_policies_compiles_each_subset_once(tiny_base, rng):
-    base, dropout = tiny_base("llama"), {"b": 0.2}
-    trainer = Trainer(
-        base,
-        [
-            PolicyConfig(n, AdapterConfig(r), seed=i, dropout=dropout.get(n, 0.0))
-            for i, (n, r) in enumerate(RANKS.items())
-        ],
-    )
-
-    def ids(n):
-        return rng.integers(3, base.cfg.vocab_size, n).tolist()
-
-    def group():
-        rewards = rng.normal(size=6).tolist()
-        return Group(ids(4), [TrainSequence(ids(6), [0.1] * 6, rewards, [-1.0] * 6)])
+    base, trainer = trainer_of(tiny_base, drops="b")
 
     def update(names):
-        trainer.update({n: [group(), group()] for n in names})
+        trainer.update({n: random_groups(rng, base.cfg.vocab_size, 2, (6,)) for n in names})
 
     update(["a"])
     update(["a", "c"])
@@ -128,20 +116,16 @@ def test_a_changing_subset_of_policies_compiles_each_subset_once(tiny_base, rng)
 @pytest.mark.long
 def test_sampling_with_routes_and_training_that_replays_them_compile_nothing(tiny_base, rng):
     base = tiny_base("qwen3_moe")
-    engine, live = (
-        Engine(base, rows=(8,), keep_routes=True, cache_bytes=1 << 20),
-        Trainer(base, slots={4: 1}, shapes=[BlockShape(1, 1, 32)]),
-    )
+    engine = Engine(base, rows=(8,), keep_routes=True, cache_bytes=1 << 20)
+    live = Trainer(base, slots={4: 1}, shapes=[BlockShape(1, 1, 32)])
     engine.warm()
     warm(live)
     live.join("a", host_state.fresh(live.specs, AdapterConfig(3, 6.0, ("q", "v")), 0))
     with compilations() as seen:
         [[drawn]] = engine.generate([Request(tuple(rng.integers(3, 97, 9).tolist()), max_tokens=8)])
         routes = np.concatenate([drawn.prompt_routes, drawn.routes])
-        tokens = rng.integers(3, 97, len(routes)).astype(np.int32)
-        data = [
-            Datum(tokens, tokens, np.ones(len(tokens), np.float32), routes=routes.astype(np.int16))
-        ]
+        tokens, ones = rng.integers(3, 97, len(routes)).astype(np.int32), np.ones(len(routes))
+        data = [Datum(tokens, tokens, np.float32(ones), routes=routes.astype(np.int16))]
         for backward in (True, False):
             work = TrainRequest("a", data, coefs("cross_entropy"), backward)
             live.step([work])

@@ -23,7 +23,7 @@ from mint_jax.recipes import grpo
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Request
 from mint_jax.rollout.score import Scorer
-from tests.configs import read, run_config, tiny
+from tests.configs import only, read, run_config, tiny
 from tests.groups import rows_of, write_environment
 
 ATOL = 1e-4  # float32: a scorer's batch has another shape than the sampler's
@@ -36,20 +36,15 @@ def run_job(tmp_path, one_device, monkeypatch):
     """
     digest_of = recorder.digest_of
 
-    def off_the_loop(data):
-        assert threading.current_thread() is not threading.main_thread(), (
-            "the job's thread goes on with the version"
-        )
+    def off_the_loop(data):  # the job's thread goes on with the version
+        assert threading.current_thread() is not threading.main_thread()
         return digest_of(data)
 
     monkeypatch.setattr(recorder, "digest_of", off_the_loop)
     write_environment(tmp_path, monkeypatch)
 
     def run(workdir, names, tenant="default", settings=None, **changes):
-        config = tiny("grpo")
-        for name in list(config.policies):
-            if name not in names:
-                del config.policies[name]
+        config = only(tiny("grpo"), *names)
         config.update({"steps": 2, "export_every": 1, "tensorboard": False, "tenant": tenant})
         config.catalog = str(tmp_path / "catalog")
         with config.unlocked():
@@ -67,23 +62,24 @@ def run_job(tmp_path, one_device, monkeypatch):
 
 def records(catalog, policy):
     """Step -> rollout object."""
-    return {
-        record.step: unpack_rollouts(catalog.load_payload(record.digest))
-        for record in catalog.rollouts(policy)
-    }
+    found = catalog.rollouts(policy)
+    return {one.step: unpack_rollouts(catalog.load_payload(one.digest)) for one in found}
 
 
 def scores(base, catalog, digest, rollouts):
     """Log-probabilities of the sampled tokens under a revision, end to end."""
     adapter, schema = unpack(catalog.load(digest))
-    stacks, slots = lora_tree.stack_adapters(
-        transformer.abstract(base.cfg), {"r": (schema.config, adapter)}
-    )
-    texts = [
-        (len(p), p + row) for p, group in zip(rollouts.prompts, rollouts.tokens) for row in group
-    ]
+    named = {"r": (schema.config, adapter)}
+    stacks, slots = lora_tree.stack_adapters(transformer.abstract(base.cfg), named)
+    groups = zip(rollouts.prompts, rollouts.tokens)
+    texts = [(len(prompt), prompt + row) for prompt, group in groups for row in group]
     found = Scorer(base).logprobs([text for _, text in texts], [slots["r"]] * len(texts), stacks)
     return np.concatenate([values[length - 1 :] for values, (length, _) in zip(found, texts)])
+
+
+def flat(nested):
+    """Rows of all groups."""
+    return [row for group in nested for row in group]
 
 
 @pytest.mark.long
@@ -97,13 +93,12 @@ def test_every_sampled_token_names_the_revision_that_drew_it(run_job, tmp_path):
             kept = records(catalog, policy)
             assert sorted(kept) == [0, 1]
             for step, rollouts in kept.items():
-                rows = [row for group in rollouts.revisions for row in group]
-                digests = {digest for row in rows for digest in row}
+                rows = flat(rollouts.revisions)
+                digests = set(flat(rows))
                 assert len(digests) == 1
-                lengths = [len(row) for group in rollouts.tokens for row in group]
-                assert [len(row) for row in rows] == lengths
+                assert list(map(len, rows)) == list(map(len, flat(rollouts.tokens)))
                 assert (digests == {by_step[1]}) == (step == 1)
-            sampled = np.concatenate([row for group in kept[1].logprobs for row in group])
+            sampled = np.concatenate(flat(kept[1].logprobs))
             before, after = (scores(base, catalog, by_step[n], kept[1]) for n in (1, 2))
             np.testing.assert_allclose(before, sampled, atol=ATOL)
             assert np.abs(after - sampled).max() > 10 * ATOL, "the policy did not move"
@@ -116,12 +111,11 @@ def test_every_sampled_token_names_the_revision_that_drew_it(run_job, tmp_path):
         moved = [revision.digest for revision in catalog.revisions("off/ppo")]
         assert len({digest, *moved}) == 3
         for rollouts in kept.values():
-            assert {d for group in rollouts.revisions for row in group for d in row} == {digest}
-            sampled = np.concatenate([row for group in rollouts.logprobs for row in group])
+            assert set(flat(flat(rollouts.revisions))) == {digest}
+            sampled = np.concatenate(flat(rollouts.logprobs))
             np.testing.assert_allclose(scores(base, catalog, digest, rollouts), sampled, atol=ATOL)
-        assert all(row["max_gap"] > 10 * ATOL for row in rows_of(tmp_path / "off")), (
-            "importance weights come from the revision that drew the tokens"
-        )
+        # importance weights come from the revision that drew the tokens
+        assert all(row["max_gap"] > 10 * ATOL for row in rows_of(tmp_path / "off"))
 
     with contextlib.closing(JobCatalog(tmp_path / "catalog")) as jobs:
         loaded = adapters.read_adapter(digest, base, jobs)
@@ -136,11 +130,8 @@ def test_each_part_of_a_completion_is_its_revisions(run_job, tmp_path, monkeypat
     two steps are drawn in one call.
     """
     calls, generate = [], grpo.PolicySampler.sample
-    monkeypatch.setattr(
-        grpo.PolicySampler,
-        "sample",
-        lambda self, rows, *how: (rows and calls.append(rows), generate(self, rows, *how))[1],
-    )
+    note = lambda self, rows, *how: (rows and calls.append(rows), generate(self, rows, *how))[1]  # noqa: E731
+    monkeypatch.setattr(grpo.PolicySampler, "sample", note)
     late = {"max_staleness": 1, "partial_rollouts": True, "steps": 4}
     how = {"sampling": {"prompts": 2, "group_size": 2, "max_tokens": 7}}
     run_job("parts", ("ppo",), settings=late, **how)
@@ -150,10 +141,9 @@ def test_each_part_of_a_completion_is_its_revisions(run_job, tmp_path, monkeypat
         by_step = {revision.step: revision.digest for revision in catalog.revisions("ppo")}
         kept = records(catalog, "ppo")
         for step in (2, 3):
-            rows = [row for group in kept[step].revisions for row in group]
+            rows, sampled = flat(kept[step].revisions), np.concatenate(flat(kept[step].logprobs))
             older, newer = by_step[step - 1], by_step[step]
             assert all(row == [older] * 4 + [newer] * (len(row) - 4) for row in rows)
-            sampled = np.concatenate([row for group in kept[step].logprobs for row in group])
             drawers = np.concatenate(rows)
             for digest in (older, newer):
                 own = np.abs(scores(base, catalog, digest, kept[step]) - sampled)
@@ -163,9 +153,8 @@ def test_each_part_of_a_completion_is_its_revisions(run_job, tmp_path, monkeypat
 
 def check_fixed(job, base, loaded, digest, kept):
     """A job's rollouts of a fixed revision are those that the revision alone samples."""
-    stacks, slots = lora_tree.stack_adapters(
-        transformer.abstract(base.cfg), {"r": (loaded.config, loaded.adapter)}
-    )
+    named = {"r": (loaded.config, loaded.adapter)}
+    stacks, slots = lora_tree.stack_adapters(transformer.abstract(base.cfg), named)
     engine, member = Engine(base, base.need_tokenizer().decode), job.members["ppo"]
     for step, rollouts in kept.items():
         how = {"adapter": slots["r"], "n": member.sampling.group_size, "stop_ids": job.stop_ids}

@@ -23,7 +23,7 @@ from mint_jax.rollout.samples import longest_table
 from mint_jax.rollout.score import next_token_logprobs
 from mint_jax.train import state as state_lib
 from mint_jax.train import step
-from tests.laws.configs_trace_test import load
+from tests.configs import load
 from tests.laws.vmap_one_matmul_test import training_batch
 from tests.marks import first
 
@@ -39,9 +39,9 @@ def counts(ranks):
     return dict(collections.Counter(rank and bucket_of(rank) for rank in ranks))
 
 
-def shapes(ranks, resident, cfg, dtype=jnp.float32):
+def shapes(ranks, resident, cfg):
     """Base parameters, training state and slots of policies of these ranks; 0 is a bias."""
-    specs = transformer.abstract(cfg, dtype)
+    specs = transformer.abstract(cfg)
     configs = [AdapterConfig(r, kind="lora" if r else "bias") for r in ranks]
     slots = {b: jax.ShapeDtypeStruct((n,), jnp.int32) for b, n in counts(ranks).items()}
     state = jax.eval_shape(lambda: state_lib.empty(specs, configs, dict(resident)))
@@ -62,14 +62,8 @@ def compiled(program, ranks, resident=(), cfg=CFG):
         lora = jax.eval_shape(attach_blocks, stacks, slots)
         tokens = jax.ShapeDtypeStruct((B * len(ranks), T + 1), jnp.int32)
         return next_token_logprobs.lower(params, lora, tokens, cfg=CFG).compile()
-    return traced(ranks, resident, cfg).lower().compile()
-
-
-def traced(ranks, resident, cfg, dtype=jnp.float32):
-    """A step's forward and backward."""
-    params, state, slots = shapes(ranks, resident, cfg, dtype)
-    batch, coefs = training_batch(len(ranks), B, T, M)
-    return step.forward_backward.trace(params, state, batch, coefs, slots, cfg=cfg, remat="names")
+    args = params, state, *training_batch(len(ranks), B, T, M), slots
+    return step.forward_backward.lower(*args, cfg=cfg, remat="names").compile()
 
 
 def flops(*args) -> float:
@@ -89,12 +83,9 @@ def test_flops_of_a_policy_follow_its_rank(program, per_weight):
     assert per_rank == pytest.approx(per_weight * B * T * IN_PLUS_OUT, rel=0.1)
     # 10 % of the adapters' own work: joining the buckets' rows and adding their parts costs a
     # little more than one bucket
-    assert mixed - low == pytest.approx(63 * per_rank, rel=0.1), (
-        "rank 1 next to rank 64 pays for its own rank only"
-    )
-    assert odd - mixed == pytest.approx(3 * per_rank, abs=0.1 * 63 * per_rank), (
-        "rank 3 pays for bucket 4, rank 33 for bucket 64"
-    )
+    assert mixed - low == pytest.approx(63 * per_rank, rel=0.1), "rank 1 pays for its own rank"
+    # rank 3 pays for bucket 4, rank 33 for bucket 64
+    assert odd - mixed == pytest.approx(3 * per_rank, abs=0.1 * 63 * per_rank)
     # the inputs are half of a rank's ends, and a bias has none
     assert biases < low - 0.4 * 4 * per_rank, "a bias pays for its outputs only"
 
@@ -102,9 +93,7 @@ def test_flops_of_a_policy_follow_its_rank(program, per_weight):
 def test_flops_of_an_update_follow_the_rank():
     # a bucket is one loop over its policies
     low, high, mixed = (flops("optim_step", ranks) for ranks in ((1,), (64,), (1, 64)))
-    assert mixed == pytest.approx(low + high, rel=0.01), (
-        "rank 1 next to rank 64 pays for its own rank only"
-    )
+    assert mixed == pytest.approx(low + high, rel=0.01), "rank 1 pays for its own rank"
     assert high == pytest.approx(64 * low, rel=0.2)  # what does not depend on the rank is small
 
 
@@ -114,14 +103,11 @@ def test_slots_that_are_not_in_the_batch_cost_nothing(program):
     # clamping a few indices is counted
     assert many.cost_analysis()["flops"] == pytest.approx(few.cost_analysis()["flops"], rel=1e-3)
     one_slot = 4 * 64 * IN_PLUS_OUT  # bytes of one more policy's factors
-    in_place = (
-        many.memory_analysis().alias_size_in_bytes - few.memory_analysis().alias_size_in_bytes
-    )
+    more, less = many.memory_analysis(), few.memory_analysis()
+    in_place = more.alias_size_in_bytes - less.alias_size_in_bytes
     assert in_place >= 28 * 4 * one_slot, "the state is updated where it is"
-    copied = many.memory_analysis().temp_size_in_bytes - few.memory_analysis().temp_size_in_bytes
-    assert copied < one_slot, (
-        f"28 slots that nobody steps cost {copied / one_slot:.0f} times an adapter in copies"
-    )
+    copied = more.temp_size_in_bytes - less.temp_size_in_bytes
+    assert copied < one_slot, f"28 slots cost {copied / one_slot:.0f} times an adapter in copies"
 
 
 def test_a_step_has_its_policies_gradients_beside_their_factors_and_no_copy_of_these():
@@ -144,17 +130,14 @@ def test_sampling_costs_the_same_however_many_adapters_are_resident(program, cfg
     params, pool = params_lib.abstract(specs), device.pool_specs(cfg, 8, jnp.float32, routes=False)
 
     def cost(resident):
-        stacks = jax.eval_shape(
-            lambda: {4: lora_tree.empty_stack(specs, lora_tree.LINEAR_TARGETS, 4, resident)}
-        )
+        make = functools.partial(lora_tree.empty_stack, specs, lora_tree.LINEAR_TARGETS)
+        stacks = jax.eval_shape(lambda: {4: make(4, resident)})
         if program == "prefill":
-            lowered = device.prefill.lower(
-                params, stacks, pool, plans.blocks_plan([[]], 2, table, stacks), cfg=cfg
-            )
+            run, plan = device.prefill, [plans.blocks_plan([[]], 2, table, stacks)]
         else:
             rows, _ = plans.rows_plan([], 2, 1, table, cfg.vocab_size, stacks)
-            lowered = device.decode.lower(params, stacks, pool, rows, jnp.int32(1), cfg=cfg)
-        compiled = lowered.compile()
+            run, plan = device.decode, [rows, jnp.int32(1)]
+        compiled = run.lower(params, stacks, pool, *plan, cfg=cfg).compile()
         return compiled.cost_analysis(), compiled.memory_analysis()
 
     (few, few_memory), (many, many_memory) = cost(2), cost(16)
@@ -166,9 +149,8 @@ def test_sampling_costs_the_same_however_many_adapters_are_resident(program, cfg
     assert many["bytes accessed"] - few["bytes accessed"] <= 1.01 * lookup
     one_slot = params_lib.nbytes(lora_tree.stack_specs(specs, lora_tree.LINEAR_TARGETS, 4, 1))
     assert lookup == 14 * one_slot + 14 * 4  # factors and scales
-    assert many_memory.temp_size_in_bytes - few_memory.temp_size_in_bytes < one_slot, (
-        "nothing is copied for adapters that nobody uses"
-    )
+    # nothing is copied for adapters that nobody uses
+    assert many_memory.temp_size_in_bytes - few_memory.temp_size_in_bytes < one_slot
 
 
 @pytest.mark.long

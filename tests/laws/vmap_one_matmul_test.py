@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from mint_jax import params as params_lib
+from mint_jax.aot import hlo
 from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.models import transformer
@@ -39,12 +40,8 @@ def struct(dtype, *shape):
 
 def matrices(cfg) -> dict[frozenset[int], int]:
     """{in, out} of the projections of a layer -> how many have these dimensions."""
-    D, F, q, kv = (
-        cfg.d_model,
-        cfg.d_ff,
-        *(n * cfg.head_dim for n in (cfg.num_heads, cfg.num_kv_heads)),
-    )
-    return {frozenset((D, q)): 2, frozenset((D, kv)): 2, frozenset((D, F)): 3}
+    q, kv = (n * cfg.head_dim for n in (cfg.num_heads, cfg.num_kv_heads))
+    return {frozenset((cfg.d_model, n)): count for n, count in ((q, 2), (kv, 2), (cfg.d_ff, 3))}
 
 
 def base_matmuls_of_hlo(text: str, cfg) -> list[tuple[frozenset[int], int]]:
@@ -53,16 +50,8 @@ def base_matmuls_of_hlo(text: str, cfg) -> list[tuple[frozenset[int], int]]:
 
     The kernel of CPUs is given whole stacks of layers, of each of which it multiplies one.
     """
-    shapes = {
-        name: tuple(map(int, dims.split(",")))
-        for name, dims in re.findall(r"%([\w.-]+) = \w+\[([\d,]+)\]", text)
-    }
-    calls = re.findall(
-        r"%([\w.-]+) = \(?\w+\[[\d,]+\].* (?:dot|convolution|custom-call)\(([^)]*)\)(.*)", text
-    )
     products = []
-    for name, operands, rest in calls:
-        of = [shapes.get(x, ()) for x in re.findall(r"%([\w.-]+)", operands)]
+    for of, result, rest in hlo_products(text):
         if "mint_layer_matmul" in rest:
             x, _layer, _rows_in_use, *stacks = of
             products += [
@@ -70,8 +59,17 @@ def base_matmuls_of_hlo(text: str, cfg) -> list[tuple[frozenset[int], int]]:
                 for stack in stacks
             ]
         else:
-            products.append((of, shapes.get(name, ())))
+            products.append((of, result))
     return base_matmuls(products, cfg)
+
+
+def hlo_products(text: str):
+    """Yields shapes of operands, shape of the result and attributes of products and calls."""
+    module = hlo.Module(text)
+    for i in (i for body in module.computations.values() for i in body):
+        if i.op in ("dot", "convolution", "custom-call"):
+            operands = [hlo.shape(module.types.get(name, "")) for name in i.operands]
+            yield operands, hlo.shape(i.type), i.rest
 
 
 def base_matmuls_of_jaxpr(jaxpr, cfg) -> list[tuple[frozenset[int], int]]:
@@ -201,16 +199,9 @@ def check_experts(fn, args, cfg) -> None:
             grouped[e.invars[0].aval.shape] += 1
     assert grouped == {(rows, D): passes, (rows, F): passes}
     text = traced.lower().compile().as_text()
-    shapes = {
-        name: tuple(map(int, dims.split(",")))
-        for name, dims in re.findall(r"%([\w.-]+) = \w+\[([\d,]+)\]", text)
-    }
-    calls = re.findall(r"%([\w.-]+) = \w+\[[\d,]+\]\S* (?:dot|custom-call)\(([^)]*)\)", text)
-    tiles = Counter()
     # on CPU a loop over tiles, each a product with one expert's matrix
-    for name, operands in calls:
-        if any({D, F} == set(shapes.get(x, ())) - {1} for x in re.findall(r"%([\w.-]+)", operands)):
-            tiles[shapes[name]] += 1
+    products = list(hlo_products(text))
+    tiles = Counter(y for xs, y, _ in products if any({D, F} == set(x) - {1} for x in xs))
     tile = tile_rows(rows, E)
     assert tiles == {(tile, F): passes, (tile, D): passes}
     for dims in set(re.findall(r"\w+\[([\d,]+)\]", text)):
@@ -246,10 +237,8 @@ def test_vmap_of_one_policy_equals_each_alone(tiny_base, rng):
     gradient = jax.value_and_grad(loss, 1)
     got = jax.jit(jax.vmap(gradient, in_axes=(None, 0, 0)))(base.params, adapters, tokens)
     single = jax.jit(gradient)
-    alone = [
-        single(base.params, jax.tree.map(lambda x, p=p: x[p], adapters), tokens[p])
-        for p in range(policies)
-    ]
+    own = [jax.tree.map(lambda x, p=p: x[p], adapters) for p in range(policies)]
+    alone = [single(base.params, one, tokens[p]) for p, one in enumerate(own)]
     want = jax.tree.map(lambda *x: np.stack(x), *alone)
     for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         # float32 sums in another order; relative to the largest entry

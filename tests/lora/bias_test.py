@@ -118,19 +118,16 @@ def test_neither_training_nor_slots_have_factors_of_a_bias(tiny_base, rng):
         Admission("base", specs, {4: rooms[4]}).check("0" * 64, adapter, Schema("base", BIAS))
     trainer = Trainer(base, [PolicyConfig("bias", BIAS), PolicyConfig("lora", AdapterConfig(4))])
     state = trainer.state[trainer.slots["bias"].bucket]
-    assert params_lib.nbytes((state.adapters.factors, state.mu, state.nu, state.grad_sum)) == (
-        4 * size
-    )
+    trees = state.adapters.factors, state.mu, state.nu, state.grad_sum
+    assert params_lib.nbytes(trees) == 4 * size
 
 
 def test_one_revision_trains_on_and_is_sampled_beside_lora(mesh, tmp_path):
     """Through the Python interface: saved, loaded into a slot, and resumed with the same bits."""
     rows = [{"prompt": f"{i} + 1 =", "completion": f" {i + 1}"} for i in range(4)]
     how = {"temperature": 0.0, "max_tokens": 6}
-    with (
-        mint.load("tiny-random", mesh=mesh) as base,
-        mint.open(tmp_path / "c", create=True) as store,
-    ):
+    place = tmp_path / "c"
+    with mint.load("tiny-random", mesh=mesh) as base, mint.open(place, create=True) as store:
         lora = base.policy("lora", rank=2, learning_rate=1e-2)
         bias = base.policy("bias", kind="bias", targets=["q", "o", "down"], learning_rate=0.1)
         assert "bias alone" in repr(bias)

@@ -66,40 +66,34 @@ def logits_and_gradients(params, stacks, tokens_BT, pull_BTV, cfg, blocks, base_
     return out, grads
 
 
-@pytest.mark.parametrize(
-    ("family", "configs"),
-    [
-        ("llama_bias", LINEAR),
-        ("qwen3", MIXED),
-        ("moonlight_dense", NO_Q_LATENT),
-        ("qwen3_moe", EXPERTS),
-        ("qwen3_moe", SHARED),
-        pytest.param("gpt_oss", EXPERTS, marks=pytest.mark.long),
-        ("qwen3_5", STATES),
-        pytest.param("qwen3_next", EXPERTS, marks=pytest.mark.long),
-        pytest.param("nemotron_h", EXPERTS, marks=pytest.mark.long),
-        pytest.param("nemotron_h", SHARED, marks=pytest.mark.long),
-        pytest.param("nemotron_h_dense", EXPERTS, marks=pytest.mark.long),
-        pytest.param("kimi_linear", EXPERTS, marks=pytest.mark.long),
-        pytest.param("qwen3_5_moe", EXPERTS, marks=pytest.mark.long),
+CASES = [
+    ("llama_bias", LINEAR),
+    ("qwen3", MIXED),
+    ("moonlight_dense", NO_Q_LATENT),
+    ("qwen3_moe", EXPERTS),
+    ("qwen3_moe", SHARED),
+    ("qwen3_5", STATES),
+]
+LONG = [
+    pytest.param(*case, marks=pytest.mark.long)
+    for case in (
+        *(("gpt_oss", EXPERTS), ("qwen3_next", EXPERTS), ("kimi_linear", EXPERTS)),
+        *(("nemotron_h", EXPERTS), ("nemotron_h", SHARED), ("nemotron_h_dense", EXPERTS)),
+        ("qwen3_5_moe", EXPERTS),
         # the embedding is scaled, and the head is tied to it
-        pytest.param("gemma3", MIXED, marks=pytest.mark.long),
+        ("gemma3", MIXED),
         # heads and their number differ by layer; values are keys; embeddings of layers, shared keys
-        pytest.param("gemma4", MIXED, marks=pytest.mark.long),
-        pytest.param("gemma4_shared", EXPERTS, marks=pytest.mark.long),
-        pytest.param("gemma4_moe", SHARED, marks=pytest.mark.long),
+        *(("gemma4", MIXED), ("gemma4_shared", EXPERTS), ("gemma4_moe", SHARED)),
         # experts chosen group by group, shared ones, and a dense layer
-        pytest.param("deepseek_v3", EXPERTS, marks=pytest.mark.long),
-        pytest.param("deepseek_v3", SHARED, marks=pytest.mark.long),
-        *(
-            pytest.param(family, SHARED, marks=pytest.mark.long)
-            for family in ("qwen3_5_moe", "gpt_oss", "glm4")
-        ),
-        pytest.param("glm4", EXPERTS, marks=pytest.mark.long),
-        pytest.param("glm4_lite", EXPERTS, marks=pytest.mark.long),
-        pytest.param("deepseek_v3_dense", LATENT, marks=pytest.mark.long),
-    ],
-)
+        *(("deepseek_v3", EXPERTS), ("deepseek_v3", SHARED)),
+        ("deepseek_v3_dense", LATENT),
+        *((family, SHARED) for family in ("qwen3_5_moe", "gpt_oss", "glm4")),
+        *((family, EXPERTS) for family in ("glm4", "glm4_lite")),
+    )
+]
+
+
+@pytest.mark.parametrize(("family", "configs"), [*CASES, *LONG])
 def test_logits_and_gradients_of_a_mixed_batch_match_peft_policy_by_policy(
     family, configs, rng, tiny_base, hf_dirs, tmp_path
 ):
@@ -137,9 +131,8 @@ def compare(base, directory, configs, rng, tmp_path):
     tokens_BT = np.concatenate([decided_tokens(m, base.cfg, rng) for m in (*models, bare)])
     pull_BTV = rng.normal(size=(*tokens_BT.shape, base.cfg.vocab_size)).astype(np.float32)
     blocks = {b: jnp.arange(stack.slots) for b, stack in stacks.items()}
-    ours, grads = logits_and_gradients(
-        base.params, stacks, tokens_BT, pull_BTV, base.cfg, blocks, 1
-    )
+    args = base.params, stacks, tokens_BT, pull_BTV, base.cfg, blocks
+    ours, grads = logits_and_gradients(*args, 1)
     plain = oracles.torch_logits(bare, tokens_BT)
     # float32 sums of 48 to 97 terms over 3 layers in another order, relative to the largest entry
     np.testing.assert_allclose(
@@ -162,9 +155,7 @@ def compare(base, directory, configs, rng, tmp_path):
         )
         got = dict(params_lib.leaves_with_path(own))
         if config.experts == "shared_outer":
-            got |= {
-                p.replace("/shared_outer/", "/"): x for p, x in got.items() if "/shared_outer/" in p
-            }
+            got |= {p.replace("/shared_outer/", "/"): x for p, x in got.items()}
         assert wanted.keys() <= got.keys()
         for path, want in wanted.items():
             if "/experts/" in path and got[path].ndim == 3:  # one factor of all experts

@@ -5,21 +5,17 @@ import json
 from pathlib import Path
 
 import pytest
-from ml_collections import ConfigDict
 
 from mint_jax.errors import UserError
 from mint_jax.models.outline import outline
 from mint_jax.recipes import dry_run
 from tests import configs
-
-ONE = {"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}
+from tests.recipes.inference_test import config_of
 
 
 def test_other_jobs_take_a_conversion_as_their_base(hf_dirs, tmp_path, capsys):
     source, output = str(hf_dirs("llama_tied")), str(tmp_path / "base")
-    settings = {"job": "convert", "base": source, "output": output, "dtype": "float32"}
-    convert = ConfigDict(settings | {"mesh": {"fsdp": 2, "tensor": 2}})
-    convert.mesh.tensor = 1
+    convert = config_of("convert", base=source, output=output, mesh={"fsdp": 2})
     with open(tmp_path / "base.lock", "w") as held:  # as another process's
         fcntl.flock(held, fcntl.LOCK_EX)
         with pytest.raises(UserError, match=f"another process converts a base to {output}"):
@@ -34,18 +30,10 @@ def test_other_jobs_take_a_conversion_as_their_base(hf_dirs, tmp_path, capsys):
     (tmp_path / "in.jsonl").write_text(json.dumps({"tokens": [1, 5, 9, 11]}) + "\n")
     lines = []
     for base in (source, output):
-        score = ConfigDict(
-            {
-                "job": "score",
-                "base": base,
-                "dtype": "float32",
-                "mesh": ONE,
-                "input": str(tmp_path / "in.jsonl"),
-                "output": str(tmp_path / f"{len(lines)}.jsonl"),
-            }
-        )
+        files = {"input": str(tmp_path / "in.jsonl"), "output": str(tmp_path / "out.jsonl")}
+        score = config_of("score", base=base, **files)
         configs.run_config(score, tmp_path / "score")
-        lines.append((tmp_path / f"{len(lines)}.jsonl").read_text())
+        lines.append((tmp_path / "out.jsonl").read_text())
         described = dry_run.describe(configs.read(score), tmp_path)
         assert described["bytes"]["devices"]["base"] == result["bytes"]
     assert lines[0] == lines[1]

@@ -38,14 +38,12 @@ class Letters:
         return "".join(chr(i + 29) for i in ids)
 
 
-def play(answers, prompts, **sampling):
+def play(config, answers, prompts, **sampling):
     """A policy whose environment answers a turn with ``answers(completions)``."""
     examples = [Example(Letters().decode(prompt), "") for prompt in prompts]
     env = ListConversation(examples, examples, lambda texts, example: answers(texts))
-    how = {"prompts": len(prompts), "group_size": 2} | sampling
-    return lambda config: Member(
-        config, prompts, prompts, len(prompts), env, GrpoSampling(**how), {}
-    )
+    how = GrpoSampling(**{"prompts": len(prompts), "group_size": 2} | sampling)
+    return Member(config, prompts, prompts, len(prompts), env, how, {})
 
 
 class Player(PolicySampler):
@@ -67,27 +65,20 @@ def test_turns_are_one_text_to_the_model(family, tiny_base, rng):
     trainer = trainer_with_random_adapters(base, rng)
     prompts = [rng.integers(3, 96, n).tolist() for n in (70, 41)]
     says = "again: "
-    made = {
-        "one": play(  # nearly greedy, whatever the noise of a turn
-            lambda texts: StepResult(done=len(texts) == 3), prompts, max_tokens=5, temperature=1e-5
-        ),
-        "three": play(
-            lambda texts: StepResult(says, len(texts[-1]), len(texts) == 9),
-            prompts,
-            max_tokens=6,
-            max_turns=3,
-        ),
+    ends = lambda texts: StepResult(done=len(texts) == 3)  # noqa: E731
+    goes_on = lambda texts: StepResult(says, len(texts[-1]), len(texts) == 9)  # noqa: E731
+    greedy = {"max_tokens": 5, "temperature": 1e-5}  # nearly, whatever the noise of a turn
+    members = {
+        "one": play(trainer.policies["one"], ends, prompts, **greedy),
+        "three": play(trainer.policies["three"], goes_on, prompts, max_tokens=6, max_turns=3),
     }
-    members = {name: of(trainer.policies[name]) for name, of in made.items()}
     sizes = {"max_rows": 8, "cache_bytes": None, "speculative_tokens": 0}
-    config = types.SimpleNamespace(**sizes, sampler=sizes)
-    sampler = Player(config, base, members, trainer)
+    sampler = Player(types.SimpleNamespace(**sizes, sampler=sizes), base, members, trainer)
     scored = sampler.play(list(members))
 
     rollout, rewards = scored["one"]
-    requests = [
-        Request(tuple(prompt), trainer.slots["one"], 2, 15, 1e-5, version=99) for prompt in prompts
-    ]
+    one = trainer.slots["one"]
+    requests = [Request(tuple(prompt), one, 2, 15, 1e-5, version=99) for prompt in prompts]
     rollout_of = dict(zip(map(tuple, rollout.prompts), rollout.completions))
     for request, [whole, *_] in zip(requests, sampler.engine.generate(requests, trainer.stacks)):
         for dialogue in rollout_of[request.prompt]:
@@ -115,9 +106,8 @@ def test_turns_are_one_text_to_the_model(family, tiny_base, rng):
     assert found["turns"] == 3
     assert found["truncated"] == 1.0
     assert found["longest"] == 18
-    record = as_record(
-        dataclasses.replace(rollout, drawn_by=[["abc", "ab", "a"], ["def"] * 3]), rewards
-    )
+    by = [["abc", "ab", "a"], ["def"] * 3]
+    record = as_record(dataclasses.replace(rollout, drawn_by=by), rewards)
     assert record.revisions[0][0] == ["abc"] * 6 + [""] * 7 + ["ab"] * 6 + [""] * 7 + ["a"] * 6
     groups = grpo.rollout_groups(members["three"].sampling, rollout, rng.normal(size=(2, 2)))
     row = trainer.forward_backward({"three": groups})["three"]
@@ -163,9 +153,8 @@ def test_the_template_continues_a_reply_as_in_the_whole_conversation(
     dialogues.check_continues(tokenizer, example, {})
     oracle = AutoTokenizer.from_pretrained(tmp_path)
     reply = {"role": "assistant", "content": "four"}
-    whole = oracle.apply_chat_template(
-        [*CHAT, reply, *read], add_generation_prompt=True, return_dict=True
-    )["input_ids"]
+    how = {"add_generation_prompt": True, "return_dict": True}
+    whole = oracle.apply_chat_template([*CHAT, reply, *read], **how)["input_ids"]
     prompt = tokenizer.encode_chat(list(CHAT))
     end = tokenizer.eos_ids[0]
     length = whole.index(end, len(prompt)) + ended  # tokens to the end of the reply
@@ -174,32 +163,26 @@ def test_the_template_continues_a_reply_as_in_the_whole_conversation(
     assert whole[:length] + found == whole
 
 
-def continues(tmp_path, template=CHATML, prompt=CHAT, source=byte_level):
-    save(tmp_path, source(), chat_template=template)
-    dialogues.check_continues(Tokenizer(tmp_path), Example(prompt, ""), {})
-
-
 DROPS = (
     "{% for m in messages %}{% if m.role != 'assistant' %}<|im_start|>{{ m.content }}<|im_end|>"
     "{% endif %}{% endfor %}"
 )
-LETTERS = (  # no token of its own between turns
-    "{% for m in messages %}{{ m.content }}{% endfor %}"
-)
+LETTERS = "{% for m in messages %}{{ m.content }}{% endfor %}"  # no token between turns
 
 
 @pytest.mark.parametrize(
-    ("how", "message"),
+    ("template", "message"),
     [
-        ({"template": DROPS}, "writes a reply 0 times; expected once"),
-        ({"template": CHATML + DROPS.replace("!=", "==")}, "writes a reply 2 times"),
-        ({"template": LETTERS, "source": metaspace}, "encodes 'no' behind a reply not as it does"),
-        ({"template": "{{ raise_exception('no turns') }}"}, "the chat template refuses .*no turns"),
+        (DROPS, "writes a reply 0 times; expected once"),
+        (CHATML + DROPS.replace("!=", "=="), "writes a reply 2 times"),
+        (LETTERS, "encodes 'no' behind a reply not as it does"),
+        ("{{ raise_exception('no turns') }}", "the chat template refuses .*no turns"),
     ],
 )
-def test_templates_that_cannot_continue_a_reply_are_refused(tmp_path, how, message):
+def test_templates_that_cannot_continue_a_reply_are_refused(tmp_path, template, message):
+    save(tmp_path, (metaspace if template == LETTERS else byte_level)(), chat_template=template)
     with pytest.raises(UserError, match=message):
-        continues(tmp_path, **how)
+        dialogues.check_continues(Tokenizer(tmp_path), Example(CHAT, ""), {})
 
 
 @pytest.mark.parametrize(

@@ -22,24 +22,15 @@ def dry_run(capsys, *options: str) -> dict:
 
 def test_bytes_are_those_of_the_base_and_the_trainer(capsys, tmp_path):
     base = base_lib.load("tiny-random", mesh.make_mesh({"data": 1}, jax.devices()[:1]), "bfloat16")
-    said = dry_run(
-        capsys,
-        "--config.dtype=bfloat16",
-        "--config.policies.ppo.adapter.rank=7",
-        f"--workdir={tmp_path / 'work'}",
-    )
-    config = load("configs/tiny/grpo.py", "--config.policies.ppo.adapter.rank=7")
-    trainer = Trainer(
-        base, [start.policy_config(n, section, 0) for n, section in config.policies.items()]
-    )
-    assert said["bytes"]["devices"] == {
-        "base": base.nbytes,
-        "policies_in_training": params.nbytes(trainer.state),
-    }
-    assert said["bytes"]["disk"]["checkpoint"] == params.nbytes(trainer.state)
-    assert said["bytes"]["disk"]["revision"] == {
-        name: params.nbytes(trainer.adapter(name)) for name in config.policies
-    }
+    change = "--config.policies.ppo.adapter.rank=7"
+    said = dry_run(capsys, "--config.dtype=bfloat16", change, f"--workdir={tmp_path / 'work'}")
+    config = load("configs/tiny/grpo.py", change)
+    policies = [start.policy_config(n, section, 0) for n, section in config.policies.items()]
+    trainer = Trainer(base, policies)
+    state = params.nbytes(trainer.state)
+    revisions = {name: params.nbytes(trainer.adapter(name)) for name in config.policies}
+    assert said["bytes"]["devices"] == {"base": base.nbytes, "policies_in_training": state}
+    assert said["bytes"]["disk"] == {"checkpoint": state, "revision": revisions}
     assert said["config"]["policies"]["ppo"]["adapter"]["rank"] == 7
     assert said["config"]["max_rows"] == config.max_rows
     assert said["runs"].startswith("mint_jax.recipes.grpo: Concurrent GRPO")

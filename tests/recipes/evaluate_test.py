@@ -24,64 +24,53 @@ from mint_jax.recipes import evaluate
 from mint_jax.residency import pool
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Request
-from tests.configs import read, run_config, tiny
+from tests.configs import only, read, run_config, tiny
 
 
 def make():
     """An environment whose reward differs between any two completions."""
-    examples = [Example(f"{i * 7919} is", str(i)) for i in range(12)]
-    return ListEnvironment(
-        examples, examples[:6], lambda completion, example: sum(map(ord, completion)) % 11 / 11
-    )
+    return ListEnvironment(EXAMPLES, EXAMPLES[:6], reward_of)
+
+
+def reward_of(text, example):
+    return sum(map(ord, text)) % 11 / 11
+
+
+EXAMPLES = [Example(f"{i * 7919} is", str(i)) for i in range(12)]
 
 
 def play():
     """A conversation of four turns, whose rewards differ as those of ``make``."""
 
     def answer(texts, example):
-        return StepResult(" so", sum(map(ord, texts[-1])) % 11 / 11, len(texts) == 4)
+        return StepResult(" so", reward_of(texts[-1], example), len(texts) == 4)
 
-    env = make()
-    return ListConversation(env.train, env.held_out, answer)
-
-
-def store(place, base, scale):
-    """A catalog's folder with policies ``one`` (rank 5) and ``two`` (rank 8), whose random factors
-    have this standard deviation.
-    """
-    rng = np.random.default_rng(0)
-    with Catalog.open(place) as opened:
-        for name, rank in (("one", 5), ("two", 8)):
-            config = AdapterConfig(rank, 2.0 * rank)
-            specs = lora_tree.adapter_specs(transformer.abstract(base.cfg), config)
-            adapter = jax.tree.map(
-                lambda s: rng.normal(size=s.shape, scale=scale).astype(np.float32), specs
-            )
-            opened.export(name, pack(adapter, Schema(base.fingerprint, config)), 1, create=True)
+    return ListConversation(EXAMPLES, EXAMPLES[:6], answer)
 
 
 @pytest.fixture(scope="module")
 def catalog(tmp_path_factory):
-    """Policies over tiny-random whose adapters change most tokens."""
-    place = tmp_path_factory.mktemp("catalog")
-    store(place, base_lib.load("tiny-random", mesh.make_mesh({"data": 1}, jax.devices()[:1])), 0.3)
+    """Policies ``one`` (rank 5) and ``two`` (rank 8) over tiny-random, whose random factors change
+    most tokens.
+    """
+    place, rng = tmp_path_factory.mktemp("catalog"), np.random.default_rng(0)
+    base = base_lib.load("tiny-random", mesh.make_mesh({"data": 1}, jax.devices()[:1]))
+    draw = lambda s: rng.normal(size=s.shape, scale=0.3).astype(np.float32)  # noqa: E731
+    with Catalog.open(place) as opened:
+        for name, rank in (("one", 5), ("two", 8)):
+            config = AdapterConfig(rank, 2.0 * rank)
+            shapes = lora_tree.adapter_specs(transformer.abstract(base.cfg), config)
+            data = pack(jax.tree.map(draw, shapes), Schema(base.fingerprint, config))
+            opened.export(name, data, 1, create=True)
     return place
 
 
 def config_of(catalog, **fields) -> ConfigDict:
-    settings = {
-        "job": "evaluate",
-        "base": "tiny-random",
-        "mesh": {"data": 1},
-        "catalog": str(catalog),
-        "adapters": {"base": "", "one": "one@latest", "two": "two@1"},
-        "sampling": {"max_tokens": 4, "temperature": 1.0},
-        "env": {"name": "tests.recipes.evaluate_test:make"},
-        "examples": 6,
-        "samples": 4,
-        "max_rows": 16,
-        "seed": 3,
-    }
+    settings = {"job": "evaluate", "base": "tiny-random", "mesh": {"data": 1}, "seed": 3}
+    settings |= {"catalog": str(catalog), "examples": 6, "samples": 4, "max_rows": 16}
+    settings |= {"adapters": {"base": "", "one": "one@latest", "two": "two@1"}}
+    settings |= {"sampling": {"max_tokens": 4, "temperature": 1.0}}
+    settings |= {"env": {"name": "tests.recipes.evaluate_test:make"}}
     return ConfigDict(settings | fields)
 
 
@@ -110,9 +99,7 @@ def test_a_score_is_recorded_with_everything_that_produced_it(catalog, tmp_path)
 @pytest.mark.parametrize(("env", "turns"), [("make", {}), ("play", {"max_turns": 3})])
 def test_a_revision_is_sampled_as_it_was_trained_unless_set_otherwise(tmp_path, env, turns):
     """The held-out reward that training reported comes out again."""
-    config = tiny("grpo", steps=1, eval={"examples": 6, "samples": 4})
-    for name in ("cispo", "reinforce"):
-        del config.policies[name]
+    config = only(tiny("grpo", steps=1, eval={"examples": 6, "samples": 4}), "ppo")
     policy = config.policies.ppo
     policy.env.name = f"tests.recipes.evaluate_test:{env}"
     policy.optimizer.learning_rate = 0.1
@@ -136,20 +123,15 @@ def test_a_revision_is_sampled_as_it_was_trained_unless_set_otherwise(tmp_path, 
     assert recorded == wanted | {"stop": ["e"]}
 
 
-def swapped(held):
-    """Each adapter under the next one's name."""
-    slots = list(held.slots.values())
-    return dataclasses.replace(held, slots=dict(zip(held.slots, [*slots[1:], slots[0]])))
-
-
 def serve_wrong(patch):
-    """Batches of several adapters serve others."""
+    """Batches of several adapters serve each under the next one's name."""
     right = pool.Pool.hold
 
     @contextlib.contextmanager
     def hold(self, names, following=()):
         with right(self, names, following) as held:
-            yield swapped(held) if len(held.slots) > 1 else held
+            slots = list(held.slots.values())
+            yield dataclasses.replace(held, slots=dict(zip(held.slots, slots[1:] + slots[:1])))
 
     patch.setattr(pool.Pool, "hold", hold)
 

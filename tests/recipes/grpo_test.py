@@ -38,15 +38,11 @@ def own_rewards(monkeypatch):
         wanted = LENGTHS[policy]
         order = epoch_indices(len(wanted), len(wanted), start.policy_seed(0, policy), 0)
         placed = dict(zip(order, wanted))
-        examples = [Example(str(placed[i]), "") for i in range(len(wanted))]
-        held_out = [Example("9", "")]
+        both = [Example(str(placed[i]), "") for i in range(len(wanted))], [Example("9", "")]
         if policy != "b" or not converses:
-            return ListEnvironment(examples, held_out, lambda text, example: float(len(text) % 7))
-        return ListConversation(
-            examples,
-            held_out,
-            lambda texts, _: StepResult(" or", len(texts[-1]) % 7, len(texts) == 3),
-        )
+            return ListEnvironment(*both, lambda text, example: float(len(text) % 7))
+        answer = lambda texts, _: StepResult(" or", len(texts[-1]) % 7, len(texts) == 3)  # noqa: E731
+        return ListConversation(*both, answer)
 
     monkeypatch.setattr(start, "encode", encode)
     module = types.ModuleType("own_rewards")
@@ -86,9 +82,8 @@ def sampled(rng, lengths_QG, options):
 def test_completions_that_were_cut_off_train_nothing_and_long_ones_earn_less(rng):
     """Oracle: DAPO's equation 13, and advantages as the rewards' own."""
     lengths = np.array([[4, 6, 10], [7, 10, 8]])
-    sampling, rollout, rewards = sampled(
-        rng, lengths, {"mask_truncated": True, "overlong_tokens": 4, "normalisation": "token"}
-    )
+    options = {"mask_truncated": True, "overlong_tokens": 4, "normalisation": "token"}
+    sampling, rollout, rewards = sampled(rng, lengths, options)
     groups = rollout_groups(sampling, rollout, rewards)
     penalty = np.array([[0, 0, -1], [-0.25, -1, -0.5]])
     expected = group_advantages(rewards + penalty)
@@ -147,20 +142,17 @@ def test_rollouts_in_flight_come_back_from_a_checkpoint_as_they_were(rng):
     made = [[completion(3), parts.begun_by(part, 9)], [dataclasses.replace(talk, reward=0.5)]]
     drawn_by = [[Snapshot.known("ab" * 32, 7)], ["cd" * 32, Snapshot.known("ef" * 32, 8)]]
     rollout = Rollout(["examples"], ["prompts"], made, drawn_by, [[rng.normal()]])
-    restored = types.SimpleNamespace(
-        restored=lambda name, step, *drawn: Rollout(["examples"], ["prompts"], *drawn)
-    )
+    made_of = lambda name, step, *drawn: Rollout(["examples"], ["prompts"], *drawn)  # noqa: E731
     saved = json.loads(json.dumps(in_flight.to_json(rollout)))
-    again = in_flight.from_json(saved, restored, "p", 8)
+    again = in_flight.from_json(saved, types.SimpleNamespace(restored=made_of), "p", 8)
     assert (again.rewards, again.drawn_by[1][0]) == (rollout.rewards, "cd" * 32)
     found = [(one.digest, one.step) for one in (again.drawn_by[0][0], again.drawn_by[1][1])]
     assert found == [("ab" * 32, 7), ("ef" * 32, 8)]
     for group, expected in zip(again.completions, made, strict=True):
         for one, other in zip(group, expected, strict=True):
             np.testing.assert_array_equal(one.routes, other.routes)
-            without = {"routes": None}
-            assert type(one) is type(other)
-            assert dataclasses.replace(one, **without) == dataclasses.replace(other, **without)
+            bare = [dataclasses.replace(each, routes=None) for each in (one, other)]
+            assert bare[0] == bare[1]  # also of the same class
 
 
 @pytest.mark.parametrize(

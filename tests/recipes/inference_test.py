@@ -21,6 +21,7 @@ from mint_jax.errors import Interrupted, UserError
 from mint_jax.harness import batch
 from tests import oracles
 from tests.configs import run_config
+from tests.rollout import score_test
 
 ATOL = 2e-4  # float32 on both sides, sums of up to 80 terms in another order
 
@@ -55,12 +56,7 @@ def result_of(hf_dirs, tmp_path):
 @pytest.fixture
 def job(result_of, tmp_path):
     """Runs the same; returns the lines of the output."""
-
-    def run(name, rows, **settings):
-        result_of(name, rows, **settings)
-        return read_lines(tmp_path / "out.jsonl")
-
-    return run
+    return lambda *a, **how: result_of(*a, **how) and read_lines(tmp_path / "out.jsonl")
 
 
 @pytest.fixture(scope="module")
@@ -85,26 +81,21 @@ def import_peft(base, source: str, policy: str, catalog) -> str:
         return opened.resolve(policy).digest
 
 
-def torch_logits(directory, adapter, tokens):
-    """Logits ``[T, V]`` of one sequence by torch and PEFT."""
+def torch_model(directory, adapter):
     model = oracles.torch_model(directory)
-    model = peft.PeftModel.from_pretrained(model, adapter) if adapter else model
-    return torch.tensor(oracles.torch_logits(model, np.array([tokens])))[0]
+    return peft.PeftModel.from_pretrained(model, adapter) if adapter else model
 
 
 def torch_logprobs(directory, adapter, tokens):
     """``log p(tokens[i + 1] | tokens[:i + 1])`` by torch and PEFT."""
-    logprobs = torch.log_softmax(torch_logits(directory, adapter, tokens)[:-1], -1)
-    return logprobs.gather(1, torch.tensor(tokens)[1:, None])[:, 0].numpy()
+    return score_test.torch_logprobs(torch_model(directory, adapter), tokens)
 
 
 def test_score_equals_torch_for_mixed_adapters_and_lengths(job, hf_dirs, adapters, rng):
     lengths = [1, 9, 3, 40, 2, 17, 9]
     owners = [None, adapters[0], adapters[1], None, adapters[1], adapters[0], None]
-    rows = [
-        {"id": f"r{i}", "tokens": rng.integers(0, 97, n).tolist(), "adapter": a}
-        for i, (n, a) in enumerate(zip(lengths, owners))
-    ]
+    named = enumerate(zip([rng.integers(0, 97, n).tolist() for n in lengths], owners))
+    rows = [{"id": f"r{i}", "tokens": tokens, "adapter": a} for i, (tokens, a) in named]
     out = job("score", rows, max_tokens=64)
     assert [o["id"] for o in out] == [r["id"] for r in rows]
     for row, owner, o in zip(rows, owners, out):
@@ -133,7 +124,8 @@ def test_sample_is_greedy_as_torch_and_reports_logprobs_and_revisions(
         assert (o["prompt_tokens"], o["id"], len(o["completions"])) == (prompt, i, row["n"])
         for c in o["completions"]:
             tokens = prompt + c["tokens"]
-            logits = torch_logits(hf_dirs("llama"), owner, tokens)[len(prompt) - 1 : -1].numpy()
+            model = torch_model(hf_dirs("llama"), owner)
+            logits = oracles.torch_logits(model, np.array([tokens]))[0, len(prompt) - 1 : -1]
             chosen = logits[np.arange(len(c["tokens"])), c["tokens"]]
             # the argmax, or a tie within tolerance
             assert (logits.max(-1) - chosen <= ATOL).all()
@@ -210,11 +202,10 @@ def interrupt(monkeypatch, error=KeyboardInterrupt):
     monkeypatch.setattr(batch, "Progress", Stops)
 
 
-@pytest.mark.parametrize(
-    "error",
-    [KeyboardInterrupt(), Interrupted("SIGTERM", signal.SIGTERM)],
-    ids=["SIGINT", "SIGTERM"],
-)
+STOPS = KeyboardInterrupt(), Interrupted("SIGTERM", signal.SIGTERM)
+
+
+@pytest.mark.parametrize("error", STOPS, ids=["SIGINT", "SIGTERM"])
 def test_an_interrupted_job_goes_on_where_it_was(error, six, monkeypatch):
     assert six.run()["resumed"] == 0
     whole = six.output.read_bytes()

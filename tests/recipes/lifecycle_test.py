@@ -1,6 +1,7 @@
 """A training that is interrupted, resumed, finished, started again, and continued by another."""
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -18,39 +19,29 @@ from mint_jax.recipes import sft
 from mint_jax.train.trainer import Trainer
 from tests import configs
 from tests.configs import run_config
+from tests.groups import rows_of as rows
 
 
 def tiny(job, *names, **changes):
-    config = configs.tiny(job, tensorboard=False, **changes)
-    for name in [n for n in config.policies if n not in names]:
-        del config.policies[name]
-    return config
-
-
-def rows(workdir):
-    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    return configs.only(configs.tiny(job, tensorboard=False, **changes), *names)
 
 
 @pytest.fixture
 def interrupting(monkeypatch):
     """``interrupting(step, *signals)``: the update of that step sends them to this process."""
     real = Trainer.update
-    planned: dict[int, list] = {}
-    count = [0]
-
-    def update(self, *args, **kwargs):
-        out = real(self, *args, **kwargs)
-        count[0] += 1
-        for number in planned.pop(count[0], []):
-            os.kill(os.getpid(), number)
-            time.sleep(0.05)  # Python calls handlers between two lines of its own
-        return out
-
-    monkeypatch.setattr(Trainer, "update", update)
 
     def plan(step, *numbers):
-        count[0] = 0
-        planned[step] = list(numbers)
+        count = itertools.count(1)
+
+        def update(self, *args, **kwargs):
+            out = real(self, *args, **kwargs)
+            for number in numbers if next(count) == step else ():
+                os.kill(os.getpid(), number)
+                time.sleep(0.05)  # Python calls handlers between two lines of its own
+            return out
+
+        monkeypatch.setattr(Trainer, "update", update)
 
     return plan
 

@@ -49,21 +49,17 @@ def test_one_slot_serves_all_and_each_is_itself(stored, hf_dirs, rng, tmp_path):
     place, names, folder = stored
     directories = {name: str(folder / name) for name in names} | {None: None}
     owners = [*names, None, names[0], names[1], None, names[-1]]
-    rows = [
-        {"id": i, "tokens": rng.integers(3, 97, 4 + i).tolist(), "adapter": a}
-        for i, a in enumerate(owners)
-    ]
+    texts = [rng.integers(3, 97, 4 + i).tolist() for i in range(len(owners))]
+    rows = [{"id": i, "tokens": t, "adapter": a} for i, (t, a) in enumerate(zip(texts, owners))]
     rows[-3]["adapter"] = directories[names[1]]  # the same adapter as a PEFT directory
     write_lines(tmp_path / "in.jsonl", rows)
     fields = {"base": str(hf_dirs("llama")), "input": str(tmp_path / "in.jsonl")}
+    fields |= {"catalog": place.place, "output": str(tmp_path / "out.jsonl")}
 
     def lines(job, **settings):
-        output = tmp_path / f"{job}{settings['slots']}"
-        own = {"catalog": place.place, "output": str(output), **settings}
-        assert run_config(config_of(job, **fields, **own), tmp_path / "work")["adapters"] == (
-            len(names) + 1
-        )
-        return read_lines(output)
+        result = run_config(config_of(job, **fields, **settings), tmp_path / "work")
+        assert result["adapters"] == len(names) + 1
+        return read_lines(tmp_path / "out.jsonl")
 
     def expected(owner, tokens):
         return torch_logprobs(hf_dirs("llama"), directories[owner], tokens)
@@ -114,9 +110,7 @@ def test_damage_that_shows_on_loading_is_named(stored, tiny_base):
     data[found.place.offset + found.place.length - 3] ^= 4
     path.chmod(0o644)
     path.write_bytes(data)
-    with (
-        pytest.raises(UserError, match=rf"{found.digest[:12]}.*(damaged|corrupt)"),
-        pool_of(tiny_base("llama"), names, place) as pool,
-    ):
+    says = rf"{found.digest[:12]}.*(damaged|corrupt)"
+    with pytest.raises(UserError, match=says), pool_of(tiny_base("llama"), names, place) as pool:
         pool.run(lambda turn: turn.rows)
     assert leases(place) == 0

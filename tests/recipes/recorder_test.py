@@ -17,8 +17,7 @@ SCHEMA = Schema("ab" * 32, AdapterConfig(1, 2.0, ("q",)))
 
 
 def snapshot(value: float) -> Snapshot:
-    factors = {"dense": {"q": {"a": np.full((1, 1, 8), value, np.float32)}}}
-    return Snapshot(factors, SCHEMA, step=1)
+    return Snapshot({"dense": {"q": {"a": np.full((1, 1, 8), value, np.float32)}}}, SCHEMA, 1)
 
 
 @pytest.fixture
@@ -37,9 +36,9 @@ def claimed(catalog, folder, names=("p", "team/q"), schema=SCHEMA, fixed=()):
 
 def export(writer, step, value):
     def write():
-        adapters = [snapshot(value + i).data for i in range(len(writer.sessions))]
-        both = zip(writer.sessions.items(), adapters)
-        writer.catalog.export_many([Export(n, data, step, s, "a test") for (n, s), data in both])
+        named = enumerate(writer.sessions.items())
+        exports = [Export(n, snapshot(value + i).data, step, s, "test") for i, (n, s) in named]
+        writer.catalog.export_many(exports)
 
     writer.put(write)
 

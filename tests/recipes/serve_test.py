@@ -21,13 +21,8 @@ WAIT_S = 120
 
 def served(workdir, environment=None, **options) -> Served:
     """The command in a process of its own."""
-    return Served(
-        "mint_jax.launch",
-        "configs/serve.py:ci",
-        workdir,
-        options,
-        {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""} | (environment or {}),
-    )
+    usual = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""} | (environment or {})
+    return Served("mint_jax.launch", "configs/serve.py:ci", workdir, options, usual)
 
 
 def datum(tokens):
@@ -98,23 +93,21 @@ def test_a_server_that_compiles_listens_and_ends_at_once(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("option", "message"),
     [
-        (["--config.host=0.0.0.0"], "without keys"),
-        (["--config.ranks=(3,)"], "powers of two"),
-        (["--config.shapes=((1,2),)"], "shapes has"),
-        (["--config.precompile=later"], "precompile"),
+        ("host=0.0.0.0", "without keys"),
+        ("ranks=(3,)", "powers of two"),
+        ("shapes=((1,2),)", "shapes has"),
+        ("precompile=later", "precompile"),
     ],
 )
-def test_settings_that_cannot_be_are_refused_before_anything_is_served(options, message, tmp_path):
+def test_settings_that_cannot_be_are_refused_before_anything_is_served(option, message, tmp_path):
     with pytest.raises(UserError, match=message):
-        run_config(load("configs/serve.py:ci", *options), tmp_path)
+        run_config(load("configs/serve.py:ci", f"--config.{option}"), tmp_path)
 
 
 def test_a_port_that_is_taken_is_told_before_the_base_is_loaded(tmp_path, capfd):
-    with (
-        socket.create_server(("127.0.0.1", 0)) as taken,
-        pytest.raises(UserError, match=r"port \d+ of 127.0.0.1 cannot be used"),
-    ):
+    says = r"port \d+ of 127.0.0.1 cannot be used"
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match=says):
         run_config(load("configs/serve.py:ci", f"--config.port={taken.getsockname()[1]}"), tmp_path)
     assert "loading base" not in capfd.readouterr().err

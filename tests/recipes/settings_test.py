@@ -52,8 +52,7 @@ def test_what_a_file_leaves_out_has_its_default_and_can_be_set(own):
         "--config.tensorboard=false",
         "--config.policies.v2.adapter.targets=('q', 'v')",
     )
-    adder, other = config.policies["adder"], config.policies["v2"]
-    home = str(Path.home())
+    adder, other, home = config.policies["adder"], config.policies["v2"], Path.home()
     assert (config.catalog, adder.data.path) == (f"{home}/catalog", f"{home}/d.jsonl")
     assert (adder.optimizer.warmup_steps, other.optimizer.warmup_steps) == (3, 0)
     assert (adder.seed, config.tensorboard) == (7, False)
@@ -65,32 +64,19 @@ def test_what_a_file_leaves_out_has_its_default_and_can_be_set(own):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ("stepps=3", "stepps is no setting: did you mean steps?"),
-        ("checkpoint.evry=3", "checkpoint.evry is no setting: did you mean checkpoint.every?"),
+        ("stepps=3", r"stepps is no setting: did you mean steps\?"),
+        ("checkpoint.evry=3", r"checkpoint.evry is no setting: did you mean checkpoint.every\?"),
         ("steps.more=3", "steps is a value, not a section: set --config.steps=3"),
         ("checkpoint=3", "checkpoint is a section, not a value: .* it has every, keep"),
-    ],
-)
-def test_a_misspelt_setting_is_refused_with_the_nearest(own, change, says):
-    with pytest.raises(UserError, match=says.replace("?", r"\?")):
-        own(f"--config.{change}")
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
         ("steps=abc", "steps is 'abc'; expected a whole number, at least 1: set --config.steps"),
         ("steps=0", "steps is 0; expected a whole number, at least 1"),
         ("tensorboard=maybe", "tensorboard is 'maybe'; expected True or False"),
         ("policies.*.optimizer.learning_rate=fast", "learning_rate is 'fast'; expected a number"),
-        (
-            "policies.adder.optimizer.schedule=steps",
-            "policies.adder.optimizer: schedule is 'steps'; choose one of",
-        ),
+        ("policies.v2.optimizer.schedule=s", "v2.optimizer: schedule is 's'; choose one of"),
         ("policies.adder.adapter.targets=(1, 2)", r"targets is .*; expected a tuple of texts"),
     ],
 )
-def test_a_value_of_another_type_is_refused(own, change, says):
+def test_a_setting_that_is_misspelt_or_of_another_type_is_refused(own, change, says):
     with pytest.raises(UserError, match=says):
         own(f"--config.{change}")
 
@@ -98,19 +84,10 @@ def test_a_value_of_another_type_is_refused(own, change, says):
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
-        (
-            'config.base = "tiny-random"',
-            "pass",
-            "base is not set .*: give it to the config file, or set --config.base=",
-        ),
+        ('config.base = "tiny-random"', "pass", "base is not set .*, or set --config.base="),
         ('{"rank": 2}', "{}", "policies.adder.adapter: rank is 0; expected 1 to 1024"),
-        ('{"rank": 2}', '{"rank": 0}', "policies.adder.adapter: rank is 0; expected 1 to 1024"),
         ('config.job = "sft"', 'config.bench = "engine"', "'engine': run it by python -m bench"),
-        (
-            '"adapter": {"rank": 2}',
-            '"adapter": 2',
-            "policies.adder.adapter is 2; expected a section",
-        ),
+        ('{"rank": 2}', "2", "policies.adder.adapter is 2; expected a section"),
         ("return config", "return {}", "get_config of .* returned a dict"),
         ("def get_config", "def config", "has no function get_config"),
     ],
@@ -135,16 +112,10 @@ def test_every_setting_has_a_line(job):
 
 
 def test_help_lists_every_setting_with_its_present_value(capsys):
-    launch.main(
-        [f"--config={ROOT / 'configs' / 'sft' / 'smollm2.py'}", "--config.seed=12", "--help"]
-    )
+    launch.main([f"--config={ROOT / 'configs/sft/smollm2.py'}", "--config.seed=12", "--help"])
     text = capsys.readouterr().out
-    for line in (
-        "--config.seed=12\n",
-        "--config.catalog=\n",
-        "--config.policies.bracket.optimizer.warmup_steps=2\n",
-    ):
-        assert f"  {line}" in text
+    for line in ("seed=12", "catalog=", "policies.bracket.optimizer.warmup_steps=2"):
+        assert f"  --config.{line}\n" in text
     assert "--config.policies.adder.seed=\n" in text
     assert "--config.policies.adder.data.NAME=" in text
     assert "whole number, at least 1; updates of each policy" in text

@@ -42,19 +42,14 @@ def write(path, rows, blank_at=()):
     return str(path)
 
 
-GOOD = {
-    "sft": {"prompt": "a", "completion": " b"},
-    "dpo": {"prompt": "a", "chosen": " b", "rejected": " c"},
-}
-
-
+# for both jobs: further columns are not used
+GOOD = {"prompt": "a", "completion": " b", "chosen": " b", "rejected": " c"}
+LONG = {"prompt": "a", "completion": " b" * 600, "chosen": " b" * 600, "rejected": " c"}
+NO_ROOM = {"prompt": "a " * 600, "completion": " b", "chosen": " b", "rejected": " c"}
 WRONG = [
     ({"messages": "hi", "chosen": 1, "rejected": 2}, "expected a list of messages"),
     ({"question": "a"}, "has columns question; expected"),
-    (
-        {"prompt": "a", "completion": " b" * 600, "chosen": " b" * 600, "rejected": " c"},
-        "tokens, which exceeds the context of 512",
-    ),
+    (LONG, "tokens, which exceeds the context of 512"),
 ]
 
 
@@ -63,19 +58,9 @@ WRONG = [
 def test_a_bad_row_is_named_by_its_line(job, bad, says, base, tmp_path, monkeypatch):
     monkeypatch.setattr(start, "open_base", lambda config: base)
     # two empty lines before it: line 15
-    file = write(tmp_path / "rows.jsonl", [GOOD[job]] * 12 + [bad], blank_at=(3, 5))
+    file = write(tmp_path / "rows.jsonl", [GOOD] * 12 + [bad], blank_at=(3, 5))
     with pytest.raises(UserError, match=rf"rows\.jsonl:15\b.*{says}"):
         JOBS[job][0].run(config_of(job, {"data": {"path": file}}), tmp_path / "work")
-
-
-LONG = {
-    "sft": {"prompt": "a", "completion": " b" * 600},
-    "dpo": {"prompt": "a", "chosen": " b" * 600, "rejected": " c"},
-}
-NO_ROOM = {
-    "sft": {"prompt": "a " * 600, "completion": " b"},
-    "dpo": {"prompt": "a " * 600, "chosen": " b", "rejected": " c"},
-}
 
 
 def data_of(job, base, **data):
@@ -86,14 +71,14 @@ def data_of(job, base, **data):
 
 @pytest.mark.parametrize("job", JOBS)
 def test_long_rows_are_cut_or_left_out_where_the_data_says_so(job, base, tmp_path, capsys):
-    file = write(tmp_path / "rows.jsonl", [GOOD[job]] * 2 + [LONG[job], NO_ROOM[job], GOOD[job]])
+    file = write(tmp_path / "rows.jsonl", [GOOD] * 2 + [LONG, NO_ROOM, GOOD])
     options = {"path": file, "held_out": 1, "max_tokens": 40}
     whole = data_of(job, base, **options, too_long="drop")
     assert "of 4 rows 0 were cut" in capsys.readouterr().err
     cut = data_of(job, base, **options, too_long="cut")
     assert "of 4 rows 1 were cut to 40 tokens and 1 left out" in capsys.readouterr().err
     assert [cut[0], cut[2]] == whole
-    long, full = cut[1], JOBS[job][1].to_group(base, LONG[job], "row", True)
+    long, full = cut[1], JOBS[job][1].to_group(base, LONG, "row", True)
     assert len(long.prefix) + len(long.sequences[0].tokens) == 40
     assert long.prefix == full.prefix
     for short, one in zip(long.sequences, full.sequences, strict=True):

@@ -18,14 +18,8 @@ from mint_jax.errors import UserError
 from mint_jax.recipes import rollouts
 from mint_jax.rollout import engine
 from mint_jax.rollout.drafts import Drafts
-from tests.configs import run_config, tiny
-
-
-def only(config, *names):
-    for name in list(config.policies):
-        if name not in names:
-            del config.policies[name]
-    return config
+from tests.configs import only, run_config, tiny
+from tests.groups import rows_of
 
 
 @pytest.fixture
@@ -58,9 +52,8 @@ def test_schedules_give_the_same_policies(own_env, tmp_path):
             results[schedule, cohorts] = {
                 p["name"]: unpack(catalog.load(p["revision"]))[0] for p in result["policies"]
             }
-        rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
         expected = [(s, n) for s in range(2) for n in ("cispo", "ppo")]
-        assert sorted((r["step"], r["name"]) for r in rows) == expected
+        assert sorted((r["step"], r["name"]) for r in rows_of(workdir)) == expected
         assert (workdir / "rewards.png").stat().st_size > 1000
     first = jax.tree.leaves(results["sequential", 1])
     assert any(np.abs(x).max() > 0 for x in first)
@@ -88,8 +81,7 @@ def test_a_student_comes_near_its_teacher_and_its_rewards_do_not_matter(own_env,
             config.policies = {name: policy}
         policy.seed, policy.optimizer.learning_rate = 7, 0.01
         result = run_config(config, tmp_path / name)
-        rows = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        far.append([json.loads(row)["kl"] for row in rows])
+        far.append([row["kl"] for row in rows_of(tmp_path / name)])
         made.append(result["policies"][0]["revision"])
     with Catalog.open(tmp_path / "catalog") as catalog:
         one, two = (jax.tree.leaves(unpack(catalog.load(digest))[0]) for digest in made)
@@ -109,9 +101,8 @@ def test_a_reward_that_hangs_ends_the_run_at_its_timeout(where, own_env, tmp_pat
     examples = [Example(f"{i} is", "hangs" if where == "in training" else "") for i in range(4)]
     held_out = [Example("9 is", "hangs" if where == "held out" else "")]
     config = only(tiny("grpo", reward_timeout=0.5), "ppo")
-    config.policies.ppo.env.name = own_env(
-        lambda text, example: float(not example.answer or release.wait(120)), examples, held_out
-    )
+    hangs = lambda text, example: float(not example.answer or release.wait(120))  # noqa: E731
+    config.policies.ppo.env.name = own_env(hangs, examples, held_out)
     try:
         says = r"has taken .*'ppo', completion .* of prompt '\d is'.*reward_timeout is 0\.5 s"
         with pytest.raises(UserError, match=says):
@@ -145,7 +136,7 @@ def test_a_reward_that_hangs_costs_its_row_where_processes_compute_it(tmp_path, 
     config.policies.ppo.env.name = "own_hanging:make"
     config.policies.ppo.sampling.update({"prompts": 4, "group_size": 4})
     result = run_config(config, tmp_path / "run")
-    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(tmp_path / "run")
     assert any(row.get("given_up", 0) > 0 for row in rows)
     assert all(0 <= row["reward"] < 8 for row in rows)
     with Catalog.open(tmp_path / "run" / "catalog") as catalog:
@@ -157,28 +148,18 @@ def test_a_reward_that_hangs_costs_its_row_where_processes_compute_it(tmp_path, 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (
-            lambda p: p.adapter.update({"targets": ("q", "router")}),
-            "'router' is not a projection.*choose from",
-        ),
-        (lambda p: p.loss.update({"kind": "grpo"}), "loss is 'grpo'; choose one of"),
-        (lambda p: p.sampling.update({"max_tokens": 512}), "exceed the context of 512"),
-        (
-            lambda p: p.loss.update({"kind": "reinforce"}),
-            "max_staleness is 1, but policies.ppo.loss.kind is 'reinforce'.*importance_sampling",
-        ),
-        (lambda p: p.sampling.update({"temperature": 0.0}), "sampling: temperature is 0.0"),
-        (
-            lambda p: p.update({"rollout_revision": "ppo@1"}),
-            "partial_rollouts is True, but policies.ppo.rollout_revision is 'ppo@1'.*drop one",
-        ),
+        ({"adapter": {"targets": ("q", "router")}}, "'router' is not a projection.*choose from"),
+        ({"loss": {"kind": "grpo"}}, "loss is 'grpo'; choose one of"),
+        ({"loss": {"kind": "reinforce"}}, "max_staleness is 1, but policies.ppo.loss.kind is 're"),
+        ({"sampling": {"temperature": 0.0}}, "sampling: temperature is 0.0"),
+        ({"rollout_revision": "ppo@1"}, "partial_rollouts is True, but .*'ppo@1'.*drop one"),
     ],
 )
 def test_a_bad_policy_is_refused_before_anything_is_sampled(change, says, tmp_path, monkeypatch):
     config = only(tiny("grpo"), "ppo")
     with config.unlocked():
         config.policies.ppo.unlock()
-        change(config.policies.ppo)
+        config.policies.ppo.update(change)
         config.max_staleness, config.partial_rollouts = 1, True
     monkeypatch.setattr(rollouts.Engine, "generate", lambda *a, **k: pytest.fail("sampled"))
     with pytest.raises(UserError, match=says):
@@ -194,8 +175,8 @@ def test_sft_and_dpo_move_their_metric(tmp_path):
     result = run_config(tiny("sft"), tmp_path / "sft")
     for p in result["policies"]:
         assert p["loss_after"] < p["loss_before"] - 1.0
-    rows = [{"prompt": "say", "chosen": " yes yes", "rejected": " no no"}] * 12
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    row = json.dumps({"prompt": "say", "chosen": " yes yes", "rejected": " no no"})
+    (tmp_path / "pairs.jsonl").write_text(f"{row}\n" * 12)
     config = tiny("dpo")
     with config.unlocked():
         for policy in config.policies.values():

@@ -94,16 +94,11 @@ def test_updates_and_scores_are_those_of_xla(family, kernels, tiny_base, rng, ca
         trainer = Trainer(on(base, form), policies)
         state = jax.tree.map(np.array, trainer.state)
         if start is None:  # B is zero at first, and its product would tell nothing
-            start = {
-                b: jax.tree.map(
-                    lambda x: x + 0.05 * rng.normal(size=x.shape).astype(x.dtype),
-                    one.adapters.factors,
-                )
-                for b, one in state.items()
-            }
+            factors = {b: one.adapters.factors for b, one in state.items()}
+            moved = lambda x: x + 0.05 * rng.normal(size=x.shape).astype(x.dtype)  # noqa: E731
+            start = jax.tree.map(moved, factors)
         new = {
-            b: dataclasses.replace(s, adapters=dataclasses.replace(s.adapters, factors=start[b]))
-            for b, s in state.items()
+            b: s.replace(adapters=s.adapters.replace(factors=start[b])) for b, s in state.items()
         }
         trainer.state = dict(jax.device_put(new, jax.tree.map(lambda x: x.sharding, trainer.state)))
         metrics = trainer.forward_backward(groups)
@@ -132,21 +127,14 @@ def test_the_engine_draws_the_same_tokens(case, tiny_base, rng):
     base, (targets, kernels) = tiny_base(case[0]), SAMPLED[case]
     if isinstance(kernels, dict):
         kernels = dataclasses.replace(FORMS["xla"], **kernels)
-    ranks = {"a": 4, "b": 4, "c": 8}
-    configs = [PolicyConfig(n, AdapterConfig(r, targets=targets)) for n, r in ranks.items()]
-    trainer = Trainer(base, configs)
-    stacks = jax.tree.map(
-        lambda x: x + 0.3 * rng.normal(size=x.shape).astype(x.dtype) if x.ndim > 3 else x,
-        trainer.stacks,
-    )
+    ranks = {"a": 4, "b": 4, "c": 8}.items()
+    trainer = Trainer(base, [PolicyConfig(n, AdapterConfig(r, targets=targets)) for n, r in ranks])
+    moved = lambda x: x + 0.3 * rng.normal(size=x.shape).astype(x.dtype) if x.ndim > 3 else x  # noqa: E731
+    stacks = jax.tree.map(moved, trainer.stacks)
+    prompts = [tuple(rng.integers(3, base.cfg.vocab_size, n).tolist()) for n in (3, 40)]
     requests = [
-        Request(
-            tuple(rng.integers(3, base.cfg.vocab_size, n).tolist()),
-            slot,
-            max_tokens=5,
-            temperature=0.0,
-        )
-        for n in (3, 40)
+        Request(prompt, slot, max_tokens=5, temperature=0.0)
+        for prompt in prompts
         for slot in (*trainer.slots.values(), None)
     ]
     drawn = []

@@ -4,6 +4,7 @@ and nothing compiled for them.
 
 import time
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ from mint_jax.train.state import OptimizerConfig
 from mint_jax.train.trainer import Trainer
 from tests import oracles
 from tests.adapters import random_adapter
-from tests.train.torch_lora import TorchPolicy
+from tests.train.torch_lora import TorchPolicy, token_losses
 
 SHAPES = (BlockShape(1, 1, 12), BlockShape(3, 2, 12), BlockShape(1, 1, 24), BlockShape(2, 1, 12, 4))
 CONFIGS = {
@@ -91,28 +92,18 @@ class Tenant(TorchPolicy):
                 continue
             live = w != 0
             lp, A, q = lp[live], A[live], q[live]
-            r = torch.exp(lp - q)
-            s = torch.exp((lp - q).mean().detach() + lp - lp.detach())
-            each = {
-                "importance_sampling": -r * A,
-                "ppo": -torch.minimum(r * A, r.clamp(low, high) * A),
-                "cispo": -r.clamp(low, high).detach() * lp * A,
-                "gspo": -torch.minimum(s * A, s.clamp(low, high) * A),
-                "dro": -(lp * A - beta / 2 * (lp - q) ** 2),
-                "stable_reinforce": -(r.clamp(max=1) * (A - beta * (lp - q))).detach() * lp,
-            }
-            total = total + each[kind].sum()
+            whole = torch.exp((lp - q).mean().detach() + lp - lp.detach())
+            if kind == "stable_reinforce":
+                A = A - beta * (lp - q).detach()
+            each = token_losses(lp, q, q, A, low, high, beta, whole=whole)
+            total = total + each[kind.replace("stable_reinforce", "cispo")].sum()
         total.backward()
         return float(total.detach()), told
 
     def optim(self, c):
+        how = {"lr": c.learning_rate, "betas": (c.b1, c.b2), "eps": c.eps}
         for group in self.adamw.param_groups:
-            group |= {
-                "lr": c.learning_rate,
-                "betas": (c.b1, c.b2),
-                "eps": c.eps,
-                "weight_decay": c.weight_decay,
-            }
+            group |= how | {"weight_decay": c.weight_decay}
         # without a forward and backward the gradient is zero, and moments go on
         for factor in self.factors.values():
             factor.grad = torch.zeros_like(factor) if factor.grad is None else factor.grad
@@ -182,16 +173,8 @@ def run(live, works, bound_s=None):
 @pytest.fixture
 def live_of(tiny_base, tmp_path):
     def make(**settings):
-        return Trainer(
-            tiny_base(),
-            **{
-                "slots": {8: 2},
-                "shapes": SHAPES,
-                "host_bytes": 20_000,
-                "folder": tmp_path / "spilled",
-            }
-            | settings,
-        )
+        usual = {"slots": {8: 2}, "shapes": SHAPES, "host_bytes": 20_000}
+        return Trainer(tiny_base(), **usual | {"folder": tmp_path / "spilled"} | settings)
 
     return make
 
@@ -276,9 +259,8 @@ def assert_close(found, expected):
     """Float32 sums in another order, relative to the largest."""
     assert set(found) == set(expected)
     for path, leaf in expected.items():
-        np.testing.assert_allclose(
-            found[path], leaf, atol=1e-4 * max(np.abs(leaf).max(), 1e-3), err_msg=path
-        )
+        most = 1e-4 * max(np.abs(leaf).max(), 1e-3)
+        np.testing.assert_allclose(found[path], leaf, atol=most, err_msg=path)
 
 
 @pytest.mark.long
@@ -292,13 +274,9 @@ def test_a_mesh_of_eight_devices_gives_the_same(family, rng, hf_dirs, tiny_base)
         Trainer(base, slots={8: 2}, shapes=SHAPES)
         for base in (tiny_base(family), base_lib.load(str(hf_dirs(family)), mesh))
     ]
-    assert sorted(lives[1].declared) == sorted(
-        [(8, 1, 12, 1), (4, 2, 12, 1), (8, 1, 24, 1), (8, 1, 12, 4)]
-    )
-    states = {
-        name: random_state(rng, lives[0].base, AdapterConfig(3, 6.0, ("o", "down")))
-        for name in "abc"
-    }
+    assert {*lives[1].declared} == {(8, 1, 12, 1), (4, 2, 12, 1), (8, 1, 24, 1), (8, 1, 12, 4)}
+    config = AdapterConfig(3, 6.0, ("o", "down"))
+    states = {name: random_state(rng, lives[0].base, config) for name in "abc"}
     data = {name: random_data(rng, "ppo") for name in "abc"}
     found = []
     for live in lives:
@@ -308,30 +286,28 @@ def test_a_mesh_of_eight_devices_gives_the_same(family, rng, hf_dirs, tiny_base)
         run(live, works)
         grads = {name: live.read_state(name).parts["grad"] for name in "abc"}
         found.append((grads, [work.logprobs for work in works]))
-    # sums over parts
-    jax.tree.map(
-        lambda one, many: np.testing.assert_allclose(many, one, atol=4e-5), found[0][1], found[1][1]
-    )
+    # float32 sums over parts
+    chex.assert_trees_all_close(found[1][1], found[0][1], rtol=0, atol=4e-5)
     for name in "abc":
         assert_close(found[1][0][name], found[0][0][name])
+
+
+def fives(n):
+    """A datum of n equal tokens."""
+    return Datum(np.full(n, 5, np.int32), np.full(n, 5, np.int32), np.ones(n, np.float32))
 
 
 def test_a_bound_takes_the_largest_step_below_it(rng, live_of):
     live = live_of()
     live.join("a", random_state(rng, live.base, CONFIGS["a"]))
-    data = [Datum(np.full(12, 5, np.int32), np.full(12, 5, np.int32), np.ones(12, np.float32))] * 8
-    work = TrainRequest("a", data, coefs("cross_entropy"))
+    work = TrainRequest("a", [fives(12)] * 8, coefs("cross_entropy"))
     for shape, seconds in zip(SHAPES, (12e-3, 60e-3, 23e-3)):
         live.times.add(shape, True, seconds)
     assert live.choose([work], None)[0] == SHAPES[1], "the most tokens a second"
     assert live.choose([work], 30e-3)[0] == SHAPES[2]
     assert live.choose([work], 15e-3)[0] == SHAPES[0]
     assert live.choose([work], 1e-9)[0] == SHAPES[0], "the cheapest, where none is cheap enough"
-    long = TrainRequest(
-        "a",
-        [Datum(np.full(20, 5, np.int32), np.full(20, 5, np.int32), np.ones(20, np.float32))],
-        coefs("cross_entropy"),
-    )
+    long = TrainRequest("a", [fives(20)], coefs("cross_entropy"))
     assert live.choose([long], 1e-9)[0] == SHAPES[2]
 
 
@@ -343,8 +319,7 @@ def test_a_first_step_is_timed_without_its_compilation(rng, live_of, monkeypatch
     live = live_of(slots={8: 3}, shapes=(single, three))
     for name in "abc":
         live.join(name, random_state(rng, live.base, CONFIGS["a"]))
-    tokens = np.full(13, 5, np.int32)
-    data = [Datum(tokens, tokens, np.ones(13, np.float32))] * 2
+    data = [fives(13)] * 2
     live.times.add(single, True, 100.0)  # of any machine's steps
     late, now = [0.0], time.perf_counter
     monkeypatch.setattr(time, "perf_counter", lambda: now() + late[0])

@@ -11,7 +11,8 @@ import torch
 from mint_jax.errors import UserError
 from mint_jax.train import config, losses
 from mint_jax.train.config import PAIRED, LossConfig
-from mint_jax.train.losses import KINDS, KL_KINDS, LossCoefs, Targets, policy_loss
+from mint_jax.train.losses import DTYPES, KINDS, KL_KINDS, LossCoefs, Targets, policy_loss
+from tests.train.torch_lora import token_losses
 
 B, M, Z = 3, 7, 3  # Z pairs: sequences 0 to 5
 # band of k; dual clip; cap of k
@@ -30,8 +31,7 @@ def coefs(kind, kl_kind="none", band="open"):
 
 
 def stack(all_coefs):
-    dtypes = [np.int32 if name in ("kind", "kl_kind") else np.float32 for name in LossCoefs._fields]
-    return LossCoefs(*(np.array(column, dtype) for column, dtype in zip(zip(*all_coefs), dtypes)))
+    return LossCoefs(*(np.array(column, dtype) for column, dtype in zip(zip(*all_coefs), DTYPES)))
 
 
 def draw(rng, policies):
@@ -49,20 +49,16 @@ def draw(rng, policies):
     ref_logp, weights = logp + rng.normal(0, 0.5, shape), rng.uniform(0.1, 1.0, shape)
     padding = rng.random(shape) < 0.33
     old_logp = np.where(padding, rng.normal(0, 100, shape), logp - log_ratio - log_gap)
-    first_logp = np.where(
-        is_first, np.nan, np.where(padding, rng.normal(0, 100, shape), logp - log_ratio)
-    )
+    first_logp = np.where(padding, rng.normal(0, 100, shape), logp - log_ratio)
+    first_logp = np.where(is_first, np.nan, first_logp)
     ref_logp = np.where(padding, rng.normal(0, 100, shape), ref_logp)
     weights = np.where(padding, 0.0, weights)
     pair_weights = rng.uniform(0.1, 1.0, (policies, Z))
     pair_weights[:, rng.integers(Z)] = 0.0
     floats = [np.float32(x) for x in (weights, advantages, old_logp, ref_logp)]
-    return np.float32(logp), Targets(
-        *floats,
-        rng.integers(0, 2 * Z, shape, dtype=np.int32),
-        np.float32(pair_weights),
-        np.float32(first_logp),
-    )
+    sequence = rng.integers(0, 2 * Z, shape, dtype=np.int32)
+    last = np.float32(pair_weights), np.float32(first_logp)
+    return np.float32(logp), Targets(*floats, sequence, *last)
 
 
 def reference(logp_BM, t, c):
@@ -77,32 +73,16 @@ def reference(logp_BM, t, c):
     first = torch.tensor(np.float64(t.first_logp[live]))
     first = torch.where(torch.isnan(first), logp.detach(), first)
     ratio, gap = torch.exp(logp - first), torch.exp(first - old)
-    clipped = torch.clamp(ratio, c.ratio_low, c.ratio_high)
     sequence = torch.tensor(t.sequence[live])
     means = torch.stack([(logp - first).detach()[sequence == s].mean() for s in sequence])
     whole = torch.exp(means + logp - logp.detach())
-    whole_clipped = torch.clamp(whole, c.ratio_low, c.ratio_high)
     if kl_kind == "k1":
         advantage = advantage - c.kl * (logp - ref).detach()
     outside = (gap < c.band_low) | (gap > c.band_high)
     sampler_kl = gap - torch.log(gap) - 1
     gap = torch.clamp(gap, max=c.sampler_cap)
-
-    def surrogate(r, clipped):
-        least = torch.minimum(r * advantage, clipped * advantage)
-        floor = torch.clamp(torch.tensor(c.ratio_dual), max=1e30) * advantage
-        return -gap * torch.where(advantage < 0, torch.maximum(least, floor), least)
-
-    formulas = {
-        "cross_entropy": lambda: -logp,
-        "reinforce": lambda: -advantage * logp,
-        "importance_sampling": lambda: -advantage * ratio * gap,
-        "ppo": lambda: surrogate(ratio, clipped),
-        "cispo": lambda: -gap * clipped.detach() * advantage * logp,
-        "gspo": lambda: surrogate(whole, whole_clipped),
-        "dro": lambda: -(advantage * logp - c.beta / 2 * (logp - old) ** 2),
-    }
-    loss = 0 * logp if kind in PAIRED else formulas[kind]()
+    how = c.ratio_low, c.ratio_high, c.beta, c.ratio_dual, c.sampler_cap, whole
+    loss = {**token_losses(logp, first, old, advantage, *how)}.get(kind, 0 * logp)
     k3 = torch.exp(ref - logp) - (ref - logp) - 1
     if kl_kind == "k3":
         loss = loss + c.kl * k3
@@ -116,10 +96,7 @@ def reference(logp_BM, t, c):
     gain = [x.sum() if kind not in ("ipo", "simpo") or not len(x) else x.mean() for x in of_pairs]
     margins = [c.beta * (gain[2 * z] - gain[2 * z + 1]) for z in range(Z)]
     for w, m in zip(np.float64(t.pair_weights), margins):
-        right, wrong = (
-            torch.log(torch.sigmoid(m - c.margin)),
-            torch.log(torch.sigmoid(c.margin - m)),
-        )
+        right, wrong = (torch.log(torch.sigmoid(x)) for x in (m - c.margin, c.margin - m))
         if kind == "ipo":
             total = total + w * (m / c.beta - 1 / (2 * c.beta)) ** 2
         elif kind in PAIRED:
@@ -193,10 +170,8 @@ def test_what_stands_at_tokens_of_weight_zero_counts_nowhere(kind, bad, rng):
     """Loss, gradient and every metric are those of the other tokens, and the gradient there is
     0.
     """
-    all_coefs = [
-        coefs(kind, kl_kind, "band" if kind not in ("cross_entropy", *PAIRED) else "open")
-        for kl_kind in KL_KINDS
-    ]
+    band = "open" if kind in ("cross_entropy", *PAIRED) else "band"
+    all_coefs = [coefs(kind, kl_kind, band) for kl_kind in KL_KINDS]
     logp, targets = draw(rng, len(all_coefs))
     weights = np.array(targets.weights)
     weights[:, 0, 0] = 0
@@ -218,14 +193,10 @@ def test_what_stands_at_tokens_of_weight_zero_counts_nowhere(kind, bad, rng):
 def test_absurd_ratios_stay_finite(kind, of_updates, gap):
     one = jnp.ones((1, 2), jnp.float32)
     first = one * of_updates - 1
-    targets = Targets(
-        one, -one, first + gap, one * gap - 1, jnp.zeros((1, 2), jnp.int32), jnp.zeros((0,)), first
-    )
-    value, grad = jax.jit(
-        jax.value_and_grad(lambda logp: policy_loss(logp, targets, coefs(kind, "k3"))[0])
-    )(-one)
-    assert np.isfinite(value)
-    assert np.isfinite(grad).all()
+    last = jnp.zeros((1, 2), jnp.int32), jnp.zeros((0,)), first
+    targets = Targets(one, -one, first + gap, one * gap - 1, *last)
+    loss = jax.value_and_grad(lambda logp: policy_loss(logp, targets, coefs(kind, "k3"))[0])
+    assert all(np.isfinite(x).all() for x in jax.jit(loss)(-one))
 
 
 def test_gspo_is_a_ratio_of_sequences_where_their_tokens_are_alike(rng):
@@ -307,15 +278,9 @@ def test_a_registered_loss_is_the_sum_of_weight_times_what_it_returns(rng, regis
     t = jax.tree.map(lambda x: x[0], targets)
     value, grad = jax.value_and_grad(lambda x: policy_loss(x, t, c, custom=custom)[0])(logp[0])
     x = torch.tensor(np.float64(logp[0]), requires_grad=True)
-    weights, advantages, old, ref, first = (
-        torch.tensor(np.float64(v))
-        for v in (t.weights, t.advantages, t.old_logp, t.ref_logp, t.first_logp)
-    )
-    first = torch.where(torch.isnan(first), x.detach(), first)
-    each = (
-        -torch.tanh(advantages) * torch.sqrt(torch.exp(x - first) * torch.exp(first - old))
-        + 0.1 * (x - ref) ** 2
-    )
+    inputs = t.weights, t.advantages, t.old_logp, t.ref_logp
+    weights, advantages, old, ref = (torch.tensor(np.float64(v)) for v in inputs)
+    each = -torch.tanh(advantages) * torch.sqrt(torch.exp(x - old)) + 0.1 * (x - ref) ** 2
     loss = torch.where(weights != 0, weights * each, 0.0).sum()
     loss.backward()
     # float32: a log-ratio carries 1e-7 of a number up to about 10
@@ -332,14 +297,11 @@ def test_a_registered_loss_with_infinite_derivatives_leaves_its_neighbours_bits(
         advantages=np.where(targets.weights == 0, 0.0, targets.advantages).astype(np.float32)
     )
     others = stack([coefs("ppo"), coefs("cross_entropy"), coefs("gspo")])
-    beside = others._replace(
-        kind=np.array([others.kind[0], losses.index_of("steep", custom), others.kind[2]], np.int32)
-    )
+    kinds = [others.kind[0], losses.index_of("steep", custom), others.kind[2]]
+    beside = others._replace(kind=np.array(kinds, np.int32))
     run = jax.jit(jax.vmap(jax.value_and_grad(lambda *a: policy_loss(*a, custom=custom)[0])))
-    (alone, alone_grads), (mixed, mixed_grads) = (
-        run(logp, targets, others),
-        run(logp, targets, beside),
-    )
+    alone, alone_grads = run(logp, targets, others)
+    mixed, mixed_grads = run(logp, targets, beside)
     assert not np.isfinite(mixed_grads[1]).all(), "the loss is as steep as the test says"
     for p in (0, 2):
         np.testing.assert_array_equal(mixed[p], alone[p])

@@ -1,5 +1,6 @@
 """Schedules with phases that only take notes: order of calls, real overlap, errors and resuming."""
 
+import itertools
 import random
 import threading
 import time
@@ -39,17 +40,14 @@ class Notes:
         self.calls.append(("update", tuple(scored), step))
 
     def run(self, units, steps, overlap, first=None, look=None, **replaced):
-        functions = {
-            name: replaced.get(name, getattr(self, name))
-            for name in ("rollout", "reward", "update")
-        }
+        vars(self).update(replaced)
         first_step = dict.fromkeys((n for unit in units for n in unit), 0) | (first or {})
         with schedule_lib.Phases(units, first_step, steps, overlap=overlap, look=look) as phases:
             for phase, unit in phases:
                 if phase == schedule_lib.ROLLOUT:
-                    unit.score(functions["reward"], functions["rollout"](unit.names, unit.step))
+                    unit.score(self.reward, self.rollout(unit.names, unit.step))
                 else:
-                    functions["update"](unit.scored(), unit.step)
+                    self.update(unit.scored(), unit.step)
 
 
 def test_an_update_that_scores_further_samples_comes_again():
@@ -143,40 +141,28 @@ def test_batched_cohorts_are_one_call_each_and_overlap():
     rolled out.
     """
     phases, together = Notes(), threading.Barrier(3)  # a, c and the rollout of b and d
+    score, sample = phases.reward, phases.rollout
 
     def reward(name, samples):
         if name in ("a", "c") and samples[1] == 0:
             together.wait(WAIT_S)
-        return phases.reward(name, samples)
+        return score(name, samples)
 
     def rollout(names, step):
         if "b" in names and step == 0:
             together.wait(WAIT_S)
-        return phases.rollout(names, step)
+        return sample(names, step)
 
-    phases.run(
-        units_of(["a", "b", "c", "d"], "batched", 2),
-        2,
-        overlap=True,
-        reward=reward,
-        rollout=rollout,
-    )
+    units = units_of(["a", "b", "c", "d"], "batched", 2)
+    phases.run(units, 2, overlap=True, reward=reward, rollout=rollout)
     assert phases.calls[:2] == [("rollout", ("a", "c"), 0), ("rollout", ("b", "d"), 0)]
-    expected = {
-        (phase, names, step)
-        for phase in ("rollout", "update")
-        for names in (("a", "c"), ("b", "d"))
-        for step in (0, 1)
-    }
-    assert set(phases.calls) == expected
-    assert len(phases.calls) == len(expected)
+    calls = itertools.product(("rollout", "update"), (("a", "c"), ("b", "d")), (0, 1))
+    assert sorted(phases.calls) == sorted(calls)
 
 
 def test_a_unit_whose_policies_stand_at_different_steps_is_refused():
-    phases = Notes()
-    with pytest.raises(
-        UserError, match=r"policies \['a', 'b'\] resume at different steps \[1, 2\]"
-    ):
+    phases, says = Notes(), r"policies \['a', 'b'\] resume at different steps \[1, 2\]"
+    with pytest.raises(UserError, match=says):
         phases.run([["c"], ["a", "b"]], 5, overlap=True, first={"a": 1, "b": 2})
     assert phases.calls == []
 
@@ -208,14 +194,9 @@ def test_who_waits_is_looked_after(monkeypatch):
 
     release = threading.Event()
     try:
+        hangs = {"reward": lambda name, samples: release.wait(WAIT_S), "look": look}
         with pytest.raises(UserError, match="too long"):
-            phases.run(
-                [["a"], ["b"]],
-                2,
-                overlap=True,
-                reward=lambda name, samples: release.wait(WAIT_S),
-                look=look,
-            )
+            phases.run([["a"], ["b"]], 2, overlap=True, **hangs)
         assert looks[0] == (0.0, 0)
         assert (0.0, 1) in looks
         assert looks[-1][1] == 2

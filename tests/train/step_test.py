@@ -24,7 +24,7 @@ from mint_jax.train.step import scheduled_rate
 from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
 from tests import oracles
 from tests.adapters import random_adapter
-from tests.train.torch_lora import TorchPolicy
+from tests.train.torch_lora import TorchPolicy, token_losses
 
 # prompt, rollouts: fixed, so that few programs are compiled
 LENGTHS = [(4, (5, 3, 6)), (6, (4, 7, 2))]
@@ -42,18 +42,10 @@ class Reference(TorchPolicy):
         self.loss, self.opt = policy.loss, policy.optimizer
         self.masks = {}  # of adapters' inputs, by sequence
         self.first = {}  # log-probabilities before the first update, by sequence
-        opt = policy.optimizer
-        groups = [
-            {"params": [x for path, x in self.factors.items() if path[-1] == factor]}
-            for factor in "ab"
-        ]
-        self.adamw = torch.optim.AdamW(
-            groups,
-            opt.learning_rate,
-            betas=(opt.b1, opt.b2),
-            eps=opt.eps,
-            weight_decay=opt.weight_decay,
-        )
+        opt, of = policy.optimizer, self.factors.items()
+        groups = [{"params": [x for path, x in of if path[-1] == f]} for f in "ab"]
+        how = {"betas": (opt.b1, opt.b2), "eps": opt.eps, "weight_decay": opt.weight_decay}
+        self.adamw = torch.optim.AdamW(groups, opt.learning_rate, **how)
 
     def step(self, rollouts):
         """One update; returns the loss, the norm before clipping, the gradients, and how near a
@@ -69,29 +61,22 @@ class Reference(TorchPolicy):
             )
             first = self.first.setdefault(id(s), logp.detach())
             ratio, gap = torch.exp(logp - first), torch.exp(first - old)
-            clipped = ratio.clamp(1 - c.low, 1 + c.clip_high)
+            clip, band = (1 - c.low, 1 + c.clip_high), (c.band_low, c.band_high)
             if c.kl_kind == "k1":
                 advantage = advantage - c.kl * (logp - ref).detach()
-            loss = {
-                "ppo": -gap * torch.minimum(ratio * advantage, clipped * advantage),
-                "cispo": -gap * clipped.detach() * advantage * logp,
-                "importance_sampling": -advantage * torch.exp(logp - old),
-                "reinforce": -advantage * logp,
-            }[c.kind]
+            loss = token_losses(logp, first, old, advantage, *clip)[c.kind]
             if c.kl_kind == "k3":
                 loss = loss + c.kl * (torch.exp(ref - logp) - (ref - logp) - 1)
             outside = (gap < c.band_low) | (gap > c.band_high)
             total = total + (weight * torch.where(outside, 0.0, loss)).sum()
-            clip, band = (1 - c.low, 1 + c.clip_high), (c.band_low, c.band_high)
             for value, edges in ((ratio, clip), (gap, band)):
                 off = (value.detach()[:, None] - torch.tensor(edges)).abs().min()
                 nearest = min(nearest, float(off))
         self.adamw.zero_grad()
         total.backward()
         grads = {path: x.grad.numpy().copy() for path, x in self.factors.items()}
-        norm = torch.nn.utils.clip_grad_norm_(
-            self.factors.values(), self.opt.max_grad_norm or math.inf
-        )
+        clip = self.opt.max_grad_norm or math.inf
+        norm = torch.nn.utils.clip_grad_norm_(self.factors.values(), clip)
         self.adamw.step() if self.opt.kind == "adamw" else self.dimuon()
         return float(total.detach()), float(norm), grads, nearest
 
@@ -100,13 +85,9 @@ class Reference(TorchPolicy):
             for x in group["params"]:
                 m = self.first.setdefault(x, torch.zeros_like(x))
                 m.mul_(self.opt.b1).add_(x.grad, alpha=1 - self.opt.b1)
-                rows, columns = (m.square().sum(i, keepdim=True) for i in (-1, -2))
-                scales = [
-                    y / y.amax((-1, -2), keepdim=True) + self.opt.eps for y in (rows, columns)
-                ]
-                u, _, v = torch.linalg.svd(
-                    m * (scales[0] * scales[1]) ** -0.25, full_matrices=False
-                )
+                sums = [m.square().sum(i, keepdim=True) for i in (-1, -2)]
+                one, two = (y / y.amax((-1, -2), keepdim=True) + self.opt.eps for y in sums)
+                u, _, v = torch.linalg.svd(m * (one * two) ** -0.25, full_matrices=False)
                 x.data -= group["lr"] * (u @ v + self.opt.weight_decay * x.data)
 
 
@@ -144,14 +125,8 @@ def random_groups(rng, reference, normalisation):
             tokens = rng.integers(3, 97, n).tolist()
             with torch.no_grad():
                 old_logp = reference.logp(prompt, tokens).numpy() + rng.normal(0, 0.3, n)
-            made.append(
-                TrainSequence(
-                    tokens,
-                    [weights.pop(0)] * n,
-                    [float(advantage)] * n,
-                    np.float32(old_logp).tolist(),
-                )
-            )
+            columns = [weights.pop(0)] * n, [float(advantage)] * n, np.float32(old_logp).tolist()
+            made.append(TrainSequence(tokens, *columns))
         groups.append(Group(prompt, made))
     return groups
 
@@ -170,14 +145,7 @@ SECOND = PolicyConfig(
     AdapterConfig(8, 8.0, ("q", "down", "embed", "unembed"), rslora=True),
     OptimizerConfig(1e-3, b1=0.8, b2=0.95, eps=EPS, max_grad_norm=0.0, b_ratio=2.0),
     LossConfig(
-        "cispo",
-        clip_low=0.3,
-        clip_high=0.5,
-        kl_kind="k1",
-        kl=0.1,
-        band_low=0.6,
-        band_high=1.6,
-        reference="base",
+        "cispo", 0.3, 0.5, kl_kind="k1", kl=0.1, band_low=0.6, band_high=1.6, reference="base"
     ),
 )
 OTHER_LOSSES = (
@@ -187,8 +155,8 @@ OTHER_LOSSES = (
 
 
 DIMUON = OptimizerConfig(1e-2, 0.7, eps=1e-3, kind="dimuon", weight_decay=0.1, b_ratio=2.0)
-
-
+MUON_TWO = dataclasses.replace(FIRST, optimizer=DIMUON), SECOND
+DROPPED_TWO = dataclasses.replace(FIRST, dropout=0.3, seed=1 << 40), SECOND
 OTHER_TWO = tuple(
     dataclasses.replace(p, loss=loss) for p, loss in zip((FIRST, SECOND), OTHER_LOSSES)
 )
@@ -198,16 +166,8 @@ OTHER_TWO = tuple(
     "policies",
     [
         pytest.param((FIRST, SECOND), id="ppo_k3_and_cispo_k1_band"),
-        pytest.param(
-            (dataclasses.replace(FIRST, optimizer=DIMUON), SECOND),
-            id="dimuon",
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            (dataclasses.replace(FIRST, dropout=0.3, seed=1 << 40), SECOND),
-            id="dropout",
-            marks=pytest.mark.long,
-        ),
+        pytest.param(MUON_TWO, id="dimuon", marks=pytest.mark.long),
+        pytest.param(DROPPED_TWO, id="dropout", marks=pytest.mark.long),
         pytest.param(OTHER_TWO, id="importance_sampling_k1_and_reinforce_k3"),
     ],
 )
@@ -257,9 +217,7 @@ def test_three_grpo_steps_of_two_policies_match_torch_in_float64(policies, rng, 
             # A gradient error e moves an AdamW step by at most lr e / eps, with e about 1e-8 after
             # clipping: 2 % of lr is ample.
             moved = [np.abs(ours[path] - x).max() for path, x in after.items()]
-            assert max(moved) < 0.02 * p.optimizer.learning_rate, (
-                f"{p.name} step {step}: {max(moved)}"
-            )
+            assert max(moved) < 0.02 * p.optimizer.learning_rate, f"{p.name} step {step}"
     for p in policies:  # the rank padding of first's bucket is still zero
         room = trainer.state[p.adapter.bucket]
         for leaf in jax.tree.leaves((room.adapters.factors, room.mu, room.nu, room.grad_sum)):
@@ -273,20 +231,11 @@ def expected_rate(opt, updates):
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=opt.learning_rate)
     # theirs rises again after the end
     at = updates + 1 if updates < opt.warmup_steps else min(updates, opt.total_steps)
-    if opt.schedule == "constant":
-        schedule = transformers.get_constant_schedule_with_warmup(optimizer, opt.warmup_steps)
-    elif opt.schedule == "linear":
-        schedule = transformers.get_linear_schedule_with_warmup(
-            optimizer, opt.warmup_steps, opt.total_steps
-        )
-    else:
-        schedule = transformers.get_cosine_schedule_with_warmup(
-            optimizer, opt.warmup_steps, opt.total_steps
-        )
-    fraction = schedule.lr_lambdas[0](at)
-    floor = (
-        opt.final_fraction if opt.schedule != "constant" and updates >= opt.warmup_steps else 0.0
-    )
+    steps = (opt.warmup_steps, opt.total_steps)[: 1 if opt.schedule == "constant" else 2]
+    make = getattr(transformers, f"get_{opt.schedule}_schedule_with_warmup")
+    fraction = make(optimizer, *steps).lr_lambdas[0](at)
+    falls = opt.schedule != "constant" and updates >= opt.warmup_steps
+    floor = opt.final_fraction if falls else 0.0
     return opt.learning_rate * (floor + (1 - floor) * fraction)
 
 
@@ -294,13 +243,8 @@ def expected_rate(opt, updates):
 @pytest.mark.parametrize("warmup_steps", [0, 1, 4])
 @pytest.mark.parametrize("schedule", state_lib.SCHEDULES)
 def test_learning_rates_are_those_of_transformers(schedule, warmup_steps, final_fraction):
-    opt = OptimizerConfig(
-        3e-3,
-        warmup_steps=warmup_steps,
-        total_steps=13,
-        schedule=schedule,
-        final_fraction=final_fraction,
-    )
+    how = {"warmup_steps": warmup_steps, "total_steps": 13, "final_fraction": final_fraction}
+    opt = OptimizerConfig(3e-3, schedule=schedule, **how)
     steps = jnp.arange(20, dtype=jnp.int32)
     hyper = state_lib.stack_hyper([opt] * 20, 20)
     expected = [expected_rate(opt, step) for step in range(20)]

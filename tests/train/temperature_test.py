@@ -29,18 +29,6 @@ PROMPT = [1, 4, 3]
 ADAPTER = AdapterConfig(2, 3.0, ("q", "down"))
 
 
-@pytest.fixture(scope="module")
-def names():
-    with pytest.MonkeyPatch.context() as patch:
-        name, changes = oracles.TINY["llama"]
-        patch.setitem(
-            oracles.TINY,
-            "six_tokens",
-            (name, changes | {"vocab_size": VOCAB, "num_hidden_layers": 2}),
-        )
-        yield "six_tokens"
-
-
 def completions():
     """Every sequence that can be drawn: up to LENGTH tokens, none after the end."""
     out = [list(y) for n in range(1, LENGTH + 1) for y in itertools.product(range(VOCAB), repeat=n)]
@@ -56,11 +44,14 @@ def logprobs(oracle, rows, temperature):
 
 
 @pytest.fixture
-def case(names, rng, tiny_base, hf_dirs):
-    """A trainer with a random adapter, and the oracle of the same."""
-    base = tiny_base(names)
+def case(monkeypatch, rng, tiny_base, hf_dirs):
+    """A base of six tokens, a random adapter, and the oracle of both."""
+    name, changes = oracles.TINY["llama"]
+    changes = changes | {"vocab_size": VOCAB, "num_hidden_layers": 2}
+    monkeypatch.setitem(oracles.TINY, "six_tokens", (name, changes))
+    base = tiny_base("six_tokens")
     adapter = random_adapter(rng, base, ADAPTER, 0.7)
-    model = oracles.torch_model(hf_dirs(names), torch.float64).requires_grad_(False)
+    model = oracles.torch_model(hf_dirs("six_tokens"), torch.float64).requires_grad_(False)
     return base, adapter, TorchPolicy(model, params_lib.leaves_with_path(adapter), ADAPTER.scale)
 
 
@@ -88,13 +79,8 @@ def test_the_mean_gradient_is_that_of_the_expected_reward(temperature, baseline,
         for i, y in enumerate(rows)
     ]
     weighted = chance * (rewards.numpy() - (float(expected.detach()) if baseline else 0.0))
-    sampling = GrpoSampling(
-        group_size=len(rows),
-        max_tokens=LENGTH,
-        temperature=temperature,
-        baseline="none",
-        normalisation="sum",
-    )
+    drawn = {"group_size": len(rows), "max_tokens": LENGTH, "temperature": temperature}
+    sampling = GrpoSampling(**drawn, baseline="none", normalisation="sum")
     groups = rollout_groups(sampling, Rollout([], [PROMPT], [made], []), weighted[None])
     for kind in ("ppo", "reinforce", "importance_sampling", "cispo", "gspo"):
         trainer = Trainer(base, [PolicyConfig("p", ADAPTER, loss=LossConfig(kind))])
@@ -113,14 +99,8 @@ def test_the_trainer_sees_what_the_engine_drew(temperature, case, rng):
     base, adapter, _ = case
     trainer = Trainer(base, [PolicyConfig("p", ADAPTER, loss=LossConfig("ppo"))])
     trainer.load_adapter("p", adapter)
-    request = Request(
-        tuple(PROMPT),
-        trainer.slots["p"],
-        n=8,
-        max_tokens=6,
-        temperature=temperature,
-        seed=int(rng.integers(1 << 30)),
-    )
+    how = {"max_tokens": 6, "temperature": temperature, "seed": int(rng.integers(1 << 30))}
+    request = Request(tuple(PROMPT), trainer.slots["p"], n=8, **how)
     (made,) = Engine(base).generate([request], trainer.stacks)
     sampling = GrpoSampling(group_size=8, max_tokens=6, temperature=temperature)
     groups = rollout_groups(sampling, Rollout([], [PROMPT], [made], []), rng.normal(size=(1, 8)))
