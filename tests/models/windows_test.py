@@ -116,7 +116,7 @@ REFUSED = [
     (GEMMA4 | {"final_logit_softcapping": -1.0}, "final_logit_softcapping is -1.0"),
     (GEMMA4 | {"per_layer_config": {"1": {"head_dim": 8}}}, "expected equal heads in all"),
     (GEMMA4 | {"per_layer_config": {"1": {"hidden_size": 8}}}, "per_layer_config of layer 1"),
-    (GEMMA4 | {"num_global_key_value_heads": 3}, "3 key-value heads do not divide"),
+    (GEMMA4 | {"num_global_key_value_heads": 3}, "num_key_value_heads 3 does not divide"),
     (GEMMA4 | {"rope_theta": 1e5}, "rope_theta is 100000.0"),
     (
         GEMMA4
