@@ -14,6 +14,13 @@ class Slice(Protocol):
     def __getitem__(self, index: Any) -> np.ndarray: ...
 
 
+def covering(span: slice, size: int) -> tuple[slice, slice]:
+    """Returns the groups of ``size`` elements that cover a span, and the span within these."""
+    first = span.start // size
+    start = span.start - first * size
+    return slice(first, -(-span.stop // size)), slice(start, start + span.stop - span.start)
+
+
 class Computed:
     """A ``Slice`` whose parts ``_part`` computes as they are read."""
 

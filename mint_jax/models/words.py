@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mint_jax.errors import UserError
-from mint_jax.models.lazy import Computed
+from mint_jax.models.lazy import Computed, covering
 
 _ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # nibble of a word that has the next output, AWQ
 _DAMAGED = "config.json and weights do not match"
@@ -110,20 +110,14 @@ class WordMatrix(Computed):
         """Returns stored integers, ``[in, out]``."""
         if self._words.is_awq:
             return self._unpacked(self._values, inputs, outputs)
-        words, start = self._span(inputs)
+        words, own = covering(inputs, self._per_word)
         packed = np.ascontiguousarray(np.asarray(self._values[words, outputs]).T)
-        return self._words.unpack(packed)[:, start : start + inputs.stop - inputs.start].T
+        return self._words.unpack(packed)[:, own].T
 
     def _unpacked(self, stored: Any, rows: slice, columns: slice) -> np.ndarray:
-        words, start = self._span(columns)
+        words, own = covering(columns, self._per_word)
         packed = np.ascontiguousarray(np.asarray(stored[rows, words]))
-        return self._words.unpack(packed)[:, start : start + columns.stop - columns.start]
-
-    def _span(self, span: slice) -> tuple[slice, int]:
-        """Returns the words that have a span of integers, and its start in them."""
-        first = span.start // self._per_word
-        words = slice(first, -(-span.stop // self._per_word))
-        return words, span.start - first * self._per_word
+        return self._words.unpack(packed)[:, own]
 
     def _groups(self, inputs: slice) -> np.ndarray:
         if self._of is None:
