@@ -105,18 +105,14 @@ def norm(L: int, D: int, dtype: Any) -> ParamSpec:
     return ParamSpec((L, D), ("layers", "norm"), dtype, "ones")
 
 
+# The gradient is written out: the backward pass stores only ``x`` and one scalar per row.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float, offset: float = 0.0) -> jax.Array:
     """Returns ``x / rms(x) * (offset + scale)`` over the last axis, in float32, in the dtype of
     ``x``.
 
     Zhang and Sennrich 2019, arXiv 1910.07467.
     """
-    return _rms_norm(x, scale, eps, offset)
-
-
-# The gradient is written out: the backward pass stores only ``x`` and one scalar per row.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _rms_norm(x, scale, eps, offset):
     return _norm_forward(x, scale, eps, offset)[0]
 
 
@@ -142,7 +138,7 @@ def _norm_backward(eps, offset, residuals, g):
     return dx.astype(x.dtype), dscale.astype(scale.dtype)
 
 
-_rms_norm.defvjp(_norm_forward, _norm_backward)
+rms_norm.defvjp(_norm_forward, _norm_backward)
 
 
 def rope_tables(positions_BT: jax.Array, cfg: ModelConfig) -> tuple[jax.Array, jax.Array]:
