@@ -3,6 +3,7 @@ a directory can be wrong.
 """
 
 import json
+import re
 import shutil
 
 import chex
@@ -266,6 +267,52 @@ def test_names_below_another_prefix_are_the_same_tensors(prefix, hf_dirs, ckpt, 
 
     _rewrite(ckpt, lambda tensors: {renamed(name): x for name, x in tensors.items()})
     _equal(_load(ckpt, mesh), _load(hf_dirs("llama"), mesh))
+
+
+_PICTURES = "vision_tower.w", "multi_modal_projector.w"
+_BELOW = "model.language_model."
+# published files have keys of layers that share another's
+_GEMMA4 = *_PICTURES, "model.embed_vision.w", f"{_BELOW}layers.5.self_attn.k_proj.weight"
+_MORE = "model.visual.patch_embed.proj.weight", "mtp.fc.weight"
+MEDIA = [  # family, class, prefix of the text's tensors, others
+    ("gemma3", "Gemma3", "language_model.model.", _PICTURES),
+    ("ministral3", "Mistral3", _BELOW, _PICTURES),
+    ("gemma4_shared", "Gemma4", _BELOW, _GEMMA4),
+    ("qwen3_5", "Qwen3_5", _BELOW, _MORE),
+    ("qwen3_5_moe", "Qwen3_5Moe", _BELOW, _MORE),
+]
+
+
+@pytest.mark.parametrize(("family", "name", "prefix", "others"), MEDIA)
+def test_a_checkpoint_of_several_media_is_read_for_its_text(
+    family, name, prefix, others, hf_dirs, tmp_path, mesh
+):
+    """As published: nested ``text_config``, other names, experts of a layer in one tensor, tensors
+    of pictures and of prediction.
+    """
+    source, directory = hf_dirs(family), _copy(hf_dirs(family), tmp_path / "base")
+    text = json.loads((source / "config.json").read_text())
+    del text["architectures"]
+    outer = {"architectures": [f"{name}ForConditionalGeneration"], "model_type": "other"}
+    outer |= {"text_config": text, "vision_config": {}}
+    (directory / "config.json").write_text(json.dumps(outer))
+
+    def published(tensors):
+        if family == "qwen3_5_moe":
+            tensors = oracles.torch_model(source).state_dict()  # experts fused
+        renamed = {re.sub("^model[.]", prefix, one): x for one, x in tensors.items()}
+        return renamed | {one: torch.ones(2) for one in others}
+
+    _rewrite(directory, published)
+    cfg = hf.read_model(directory)
+    assert cfg.replace(directory=None) == hf.read_model(source).replace(directory=None)
+    _equal(*(hf.load(folder, cfg, mesh) for folder in (directory, source)))
+    if family == "qwen3_5_moe":
+        fused = hf.Checkpoint(directory).tensor("model.layers.1.mlp.experts.2.up_proj.weight")
+        np.testing.assert_array_equal(fused[3:9, 1:], fused[:][3:9, 1:])
+        _rewrite(directory, lambda t: {n: x[:, 1:] if "gate_up" in n else x for n, x in t.items()})
+        message = _message(hf.load, directory, cfg, mesh)
+        assert "expected experts, rows of gate_proj and up_proj" in message
 
 
 LAYER = "model.layers"
