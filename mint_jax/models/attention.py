@@ -108,11 +108,8 @@ def unpack_keys(bits: jax.Array, S: int) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def _attended(args, sinks, scale, kernel, window):
-    """Returns ``[B, K, G, T, V]``.
-
-    Args:
-        args: ``q [B, K, G, T, H]``, ``k, v [B, K, T, .]``, own, parent, positions and chosen.
-        sinks: ``[K, G]``.
+    """Returns ``[B, K, G, T, V]`` from ``q [B, K, G, T, H]``, ``k, v [B, K, T, .]``, own, parent,
+    positions and chosen, and ``sinks [K, G]``.
     """
     return _attended_forward(args, sinks, scale, kernel, window)[0]
 
