@@ -21,37 +21,19 @@ from mint_jax.models.stacked import LayerOf, products
 from mint_jax.params import ParamSpec
 
 Activation = Callable[..., jax.Array]  # of gate and up, or of up
-AXES: dict[str, Ends] = {  # logical axes of every projection's in and out dimensions
-    "q": ("embed", "q_heads"),
-    "k": ("embed", "kv_heads"),
-    "v": ("embed", "kv_heads"),
-    "o": ("q_heads", "embed"),
-    "q_a": ("embed", "latent"),
-    "q_b": ("latent", "q_heads"),
-    "kv_a": ("embed", "latent"),
-    "kv_b": ("latent", "q_heads"),
-    "gate": ("embed", "ffw"),
-    "up": ("embed", "ffw"),
-    "down": ("ffw", "embed"),
-    "router": ("embed", None),
-    "qkv": ("embed", "q_heads"),
-    "z": ("embed", "q_heads"),
-    "beta": ("embed", None),
-    "decay": ("embed", None),
-    "z_a": ("embed", "latent"),
-    "z_b": ("latent", "q_heads"),
-    "decay_a": ("embed", "latent"),
-    "decay_b": ("latent", "q_heads"),
-    "qkvz": ("embed", "q_heads"),
-    "ba": ("embed", None),
-    "in": ("embed", "q_heads"),
-    "out": ("q_heads", "embed"),
-    "latent_in": ("embed", None),
-    "latent_out": (None, "embed"),
-    "shared_gate": ("embed", None),
-    "input_gate": ("embed", None),
-    "input_out": (None, "embed"),
+_ENDS: dict[Ends, tuple[str, ...]] = {
+    ("embed", "q_heads"): ("q", "qkv", "z", "qkvz", "in"),
+    ("embed", "kv_heads"): ("k", "v"),
+    ("q_heads", "embed"): ("o", "out"),
+    ("embed", "latent"): ("q_a", "kv_a", "z_a", "decay_a"),
+    ("latent", "q_heads"): ("q_b", "kv_b", "z_b", "decay_b"),
+    ("embed", "ffw"): ("gate", "up"),
+    ("ffw", "embed"): ("down",),
+    ("embed", None): ("router", "beta", "decay", "ba", "latent_in", "shared_gate", "input_gate"),
+    (None, "embed"): ("latent_out", "input_out"),
 }
+# logical axes of every projection's in and out dimensions
+AXES: dict[str, Ends] = {name: ends for ends, names in _ENDS.items() for name in names}
 
 
 def matrix(

@@ -22,9 +22,10 @@ GOOD = {"architectures": ["LlamaForCausalLM"], "vocab_size": 97, "hidden_size": 
 GOOD |= {"intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4}
 
 
-def _message(call, *args) -> str:
+def message(call, *args, **kwargs) -> str:
+    """The message of the mistake that a call raises."""
     with pytest.raises(UserError) as error:
-        call(*args)
+        call(*args, **kwargs)
     return str(error.value)
 
 
@@ -210,7 +211,7 @@ REFUSED += [
 
 @pytest.mark.parametrize(("fields", "words"), REFUSED, ids=range(len(REFUSED)))
 def test_what_no_model_here_computes_is_refused_by_name(fields, words):
-    assert words in _message(from_hf, fields)
+    assert words in message(from_hf, fields)
 
 
 # of the classes of transformers 5.23, and the last three of their model cards
@@ -406,7 +407,7 @@ def test_every_field_is_read_or_refused_or_has_no_effect(family):
     assert from_hf(given | changes) == from_hf(given)
     assert torch.equal(_torch_logits(family, **changes), _torch_logits(family))
     for field in refused:
-        assert f"{field} is 'other'" in _message(from_hf, given | {field: "other"})
+        assert f"{field} is 'other'" in message(from_hf, given | {field: "other"})
 
 
 @pytest.mark.parametrize(
@@ -420,4 +421,4 @@ def test_every_field_is_read_or_refused_or_has_no_effect(family):
 def test_a_broken_config_file_is_refused(text, words, tmp_path):
     if text is not None:
         (tmp_path / "config.json").write_text(text)
-    assert words in _message(read_config, tmp_path)
+    assert words in message(read_config, tmp_path)

@@ -14,7 +14,6 @@ import safetensors.torch
 import torch
 
 from mint_jax import params as params_lib
-from mint_jax.errors import UserError
 from mint_jax.lora.config import AdapterConfig
 from mint_jax.models import base as base_lib
 from mint_jax.models import hf, transformer
@@ -22,17 +21,12 @@ from mint_jax.models.hf_config import read_config
 from mint_jax.models.outline import outline
 from tests import oracles
 from tests.exchange import our_logits
+from tests.models.hf_config_test import message
 
 
 def _copy(directory, to):
     shutil.copytree(directory, to)
     return to
-
-
-def _message(call, *args) -> str:
-    with pytest.raises(UserError) as error:
-        call(*args)
-    return str(error.value)
 
 
 def _load(directory, mesh, dtype=np.float32):
@@ -210,10 +204,10 @@ DAMAGED = {  # words of the error -> change of a sound directory
 def test_a_damaged_checkpoint_is_refused_before_anything_is_loaded(words, change, ckpt, mesh):
     change(ckpt)
     begun = []
-    message = _message(
+    told = message(
         lambda: hf.load(ckpt, read_config(ckpt), mesh, progress=lambda *_: begun.append(1))
     )
-    assert words in message
+    assert words in told
     assert not begun
 
 
@@ -229,7 +223,7 @@ def test_an_index_that_contradicts_its_files_is_refused(tmp_path, mesh):
         (json.dumps({"weight_map": files | {"lm_head.bias": "gone"}}), "gone is named by model."),
     ):
         index.write_text(text)
-        assert words in _message(_load, directory, mesh)
+        assert words in message(_load, directory, mesh)
 
 
 def test_a_head_that_differs_from_the_embedding_is_used_though_the_config_ties_them(
@@ -241,7 +235,7 @@ def test_a_head_that_differs_from_the_embedding_is_used_though_the_config_ties_t
     assert "lm_head.weight differs from the embedding and is used" in caplog.text
     assert outline(str(directory)).cfg == hf.read_model(directory)
     assert not hf.read_model(directory).tie_embeddings
-    assert "'lm_head.weight'" in _message(_load, directory, mesh)  # whoever loads it tied
+    assert "'lm_head.weight'" in message(_load, directory, mesh)  # whoever loads it tied
     _rewrite(directory, lambda t: t.update({hf.HEAD: t[hf.EMBED].clone()}))
     assert hf.read_model(directory).tie_embeddings
     _load(directory, mesh)
@@ -311,8 +305,8 @@ def test_a_checkpoint_of_several_media_is_read_for_its_text(
         fused = hf.Checkpoint(directory).tensor("model.layers.1.mlp.experts.2.up_proj.weight")
         np.testing.assert_array_equal(fused[3:9, 1:], fused[:][3:9, 1:])
         _rewrite(directory, lambda t: {n: x[:, 1:] if "gate_up" in n else x for n, x in t.items()})
-        message = _message(hf.load, directory, cfg, mesh)
-        assert "expected experts, rows of gate_proj and up_proj" in message
+        told = message(hf.load, directory, cfg, mesh)
+        assert "expected experts, rows of gate_proj and up_proj" in told
 
 
 LAYER = "model.layers"
