@@ -6,12 +6,12 @@ import json
 import re
 import shutil
 
-import chex
 import jax
 import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from chex import assert_trees_all_equal as _equal
 
 from mint_jax import params as params_lib
 from mint_jax.lora.config import AdapterConfig
@@ -24,23 +24,14 @@ from tests.exchange import our_logits
 from tests.models.hf_config_test import message
 
 
-def _copy(directory, to):
-    shutil.copytree(directory, to)
-    return to
-
-
 def _load(directory, mesh, dtype=np.float32):
     return hf.load(directory, read_config(directory), mesh, dtype)
-
-
-def _equal(tree, other):
-    chex.assert_trees_all_equal(tree, other)
 
 
 @pytest.fixture
 def ckpt(hf_dirs, tmp_path):
     """A copy of the tiny llama that a test may spoil."""
-    return _copy(hf_dirs("llama"), tmp_path / "ckpt")
+    return shutil.copytree(hf_dirs("llama"), tmp_path / "ckpt")
 
 
 @pytest.fixture(scope="module")
@@ -146,15 +137,6 @@ def _rewrite(directory, change):
     )
 
 
-def _same_logits_as_transformers(directory, rng, mesh):
-    tokens_BT = rng.integers(0, 97, (1, 9))
-    theirs = oracles.torch_logits(oracles.torch_model(directory), tokens_BT)
-    ours = our_logits(base_lib.load(str(directory), mesh), {}, AdapterConfig(1), tokens_BT)
-    # float32 sums, in another order
-    np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.abs(theirs).max())
-    return theirs
-
-
 UP = "model.layers.1.mlp.up_proj.weight"
 Q = "model.layers.0.self_attn.q_proj"
 
@@ -229,9 +211,13 @@ def test_an_index_that_contradicts_its_files_is_refused(tmp_path, mesh):
 def test_a_head_that_differs_from_the_embedding_is_used_though_the_config_ties_them(
     rng, hf_dirs, tmp_path, mesh, caplog
 ):
-    directory = _copy(hf_dirs("llama_tied"), tmp_path / "head")
+    directory = shutil.copytree(hf_dirs("llama_tied"), tmp_path / "head")
     _rewrite(directory, lambda t: t.update({hf.HEAD: t[hf.EMBED].roll(1, 0)}))
-    _same_logits_as_transformers(directory, rng, mesh)
+    tokens_BT = rng.integers(0, 97, (1, 9))
+    theirs = oracles.torch_logits(oracles.torch_model(directory), tokens_BT)
+    ours = our_logits(base_lib.load(str(directory), mesh), {}, AdapterConfig(1), tokens_BT)
+    # float32 sums, in another order
+    np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.abs(theirs).max())
     assert "lm_head.weight differs from the embedding and is used" in caplog.text
     assert outline(str(directory)).cfg == hf.read_model(directory)
     assert not hf.read_model(directory).tie_embeddings
@@ -243,7 +229,7 @@ def test_a_head_that_differs_from_the_embedding_is_used_though_the_config_ties_t
 
 def test_either_of_two_tied_tensors_stands_for_both(hf_dirs, tmp_path, mesh):
     """The ``save_model`` of safetensors keeps the head's name only."""
-    directory = _copy(hf_dirs("llama_tied"), tmp_path / "head")
+    directory = shutil.copytree(hf_dirs("llama_tied"), tmp_path / "head")
     _rewrite(directory, lambda t: t.update({"lm_head.weight": t.pop("model.embed_tokens.weight")}))
     np.testing.assert_array_equal(
         oracles.torch_model(directory).model.embed_tokens.weight.detach(),
@@ -284,7 +270,7 @@ def test_a_checkpoint_of_several_media_is_read_for_its_text(
     """As published: nested ``text_config``, other names, experts of a layer in one tensor, tensors
     of pictures and of prediction.
     """
-    source, directory = hf_dirs(family), _copy(hf_dirs(family), tmp_path / "base")
+    source, directory = hf_dirs(family), shutil.copytree(hf_dirs(family), tmp_path / "base")
     text = json.loads((source / "config.json").read_text())
     del text["architectures"]
     outer = {"architectures": [f"{name}ForConditionalGeneration"], "model_type": "other"}
@@ -320,7 +306,7 @@ HARMLESS = [
 
 @pytest.mark.parametrize(("family", "extra"), HARMLESS)
 def test_tensors_without_a_part_in_logits_are_left_out(family, extra, hf_dirs, tmp_path, mesh):
-    directory = _copy(hf_dirs(family), tmp_path / "extra")
+    directory = shutil.copytree(hf_dirs(family), tmp_path / "extra")
     ones = {name: torch.ones(shape) for name, shape in extra.items()}
     _rewrite(directory, lambda t: t.update(ones))
     _equal(_load(directory, mesh), _load(hf_dirs(family), mesh))
