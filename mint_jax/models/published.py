@@ -21,7 +21,7 @@ import ml_dtypes
 import numpy as np
 
 from mint_jax.errors import UserError
-from mint_jax.models.lazy import Computed, Slice, covering
+from mint_jax.models.lazy import Computed, Slice, covering, need
 from mint_jax.models.words import Words
 from mint_jax.safetensors_header import read_header
 
@@ -237,11 +237,9 @@ class Pairs(Computed):
     def __init__(self, name: str, blocks: Slice, scales: Slice):
         *grid, width = blocks.get_shape()
         found = [(x.get_dtype(), x.get_shape()) for x in (blocks, scales)]
-        if len(grid) != 3 or found != [("U8", [*grid, 16]), ("U8", grid)]:
-            raise UserError(
-                f"the blocks and scales of {name!r} are {found}; expected U8 [experts, rows,"
-                " columns / 32, 16] and U8 without the last: config.json and weights do not match"
-            )
+        holds = len(grid) == 3 and found == [("U8", [*grid, 16]), ("U8", grid)]
+        expected = "U8 [experts, rows, columns / 32, 16] and U8 without the last"
+        need(holds, f"the blocks and scales of {name!r}", found, expected)
         super().__init__([*grid[:2], grid[2] * 2 * width], "F32")
         self._blocks, self._scales = blocks, scales
 
@@ -279,30 +277,23 @@ class Dequantised(Computed):
         self._scheme, self._values, self._scales = scheme, values, scales
         rows, *rest = values.get_shape()
         expected = "I32" if scheme.bits else "F8_E4M3"
-        if len(rest) != 1 or values.get_dtype() != expected:
-            raise UserError(
-                f"the values of {name!r} are {values.get_dtype()} {values.get_shape()}; expected a"
-                f" matrix of {expected}: config.json and weights do not match"
-            )
+        found = values.get_dtype(), values.get_shape()
+        holds = len(rest) == 1 and found[0] == expected
+        need(holds, f"the values of {name!r}", found, f"a matrix of {expected}")
         columns = rest[0]
         if scheme.bits:
             declared = [int(n) for n in np.asarray(parts[2][:]).reshape(-1)]
-            per_word = 32 // scheme.bits
-            if len(declared) != 2 or [rows, columns] != [declared[0], -(-declared[1] // per_word)]:
-                raise UserError(
-                    f"{name!r} has words of shape {[rows, columns]} for a matrix of shape"
-                    f" {declared}: the checkpoint is damaged, fetch it again"
-                )
+            words = [*declared[:1], *(-(-n * scheme.bits // 32) for n in declared[1:])]
+            holds = len(declared) == 2 and [rows, columns] == words
+            need(holds, f"the words of {name!r}", [rows, columns], f"a matrix {declared}")
             columns = declared[1]
         super().__init__([rows, columns], scales.get_dtype() if scheme.compressed else "F32")
         self._block = scheme.block[0], scheme.block[1] or columns
         grid = [math.ceil(n / b) for n, b in zip(self._shape, self._block)]
         allowed = _SCALES if scheme.compressed else (*_SCALES, "F8_E8M0")
-        if scales.get_shape() != grid or scales.get_dtype() not in allowed:
-            raise UserError(
-                f"the scales of {name!r} are {scales.get_dtype()} {scales.get_shape()}; expected"
-                f" {' or '.join(allowed)} {grid}: config.json and weights do not match"
-            )
+        found = scales.get_dtype(), scales.get_shape()
+        holds = found[1] == grid and found[0] in allowed
+        need(holds, f"the scales of {name!r}", found, f"{' or '.join(allowed)} {grid}")
 
     def _part(self, spans: list[slice]) -> np.ndarray:
         rows, columns = spans
