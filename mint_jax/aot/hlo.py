@@ -240,9 +240,9 @@ class Module:
         fields.pop("size", None)
         products = float(out["b"] * out["f"] * kernel["i"])
         for d in range(len(out) - 2):
-            sizes = (of[str(d)] for of in (lhs, kernel, out))
+            a, k, o = (of[str(d)] for of in (lhs, kernel, out))
             own = {name: value.split("x")[d] for name, value in fields.items()}
-            products *= _window_meetings(*sizes, **own)
+            products *= _window_meetings(a, k, o, **own)
         return 2 * products
 
 

@@ -97,7 +97,7 @@ def _sharded(x, weights, lora, ids, block, p, of_block, mlp):
 
 def _locally(fn: Any, of_block: int | None, args: Any, *more: Any) -> Any:
     """Runs ``fn(exchange, visits, p, lora, *more)`` on every device's part."""
-    mesh = jax.sharding.get_abstract_mesh()
+    mesh: Any = jax.sharding.get_abstract_mesh()
     axes, rows = (sharding.partition((name,), mesh) for name in ("experts", "batch"))
     # Factors are packed by expert, ``[P, E, R, D]`` or, for rows that name slots, ``[L, S, E, R,
     # D]``; other leaves are numbers.

@@ -193,7 +193,7 @@ def _shrink(x_MF, lora, order, kernels):
     for tree, groups, _ in _buckets(lora, order):
         if pair := tree.get(SHARED_OUTER, {}).get("down"):
             a = pair["a"].reshape(-1, *pair["a"].shape[-2:])
-            h = packed_lora.shrink(kernels, groups, x_MF, a)
+            h: Any = packed_lora.shrink(kernels, groups, x_MF, a)
             parts.append(jnp.pad(h, ((0, 0), (0, R - h.shape[1]))))
     return sum(parts[1:], parts[0]) if parts else None
 

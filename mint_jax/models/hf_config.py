@@ -565,8 +565,9 @@ def _ssm(fields: _Fields) -> Ssm:
     names = "n_groups", "mamba_num_heads", "ssm_state_size", "mamba_head_dim", "conv_kernel"
     sizes = [fields.positive(name) for name in names]
     _divides(sizes[0], sizes[1], *names[:2])
-    biases = fields.flag("use_conv_bias"), fields.flag("use_bias")
-    return Ssm(*sizes, *biases, step_min=fields.number("time_step_min", float))
+    bias, projection_bias = (fields.flag(name) for name in ("use_conv_bias", "use_bias"))
+    step_min = fields.number("time_step_min", float)
+    return Ssm(*sizes, bias=bias, projection_bias=projection_bias, step_min=step_min)
 
 
 def _experts(given: dict[str, Any], fields: _Fields, bias: bool) -> Experts:
@@ -747,7 +748,7 @@ def _text_of(given: dict[str, Any]) -> dict[str, Any]:
     name = str((given.get("architectures") or [None])[0])
     if name not in WRAPPERS:
         return given
-    text = given.get("text_config")
+    text: Any = given.get("text_config")
     _require(isinstance(text, dict), f"{name} has no text_config")
     kind = str(text.get("model_type"))
     inner = WRAPPERS[name] or _by_type().get(kind, kind)

@@ -143,7 +143,7 @@ def _compressed(given: Mapping[str, Any]) -> Scheme:
     _only(given, quantization_status=("compressed",), **dict.fromkeys(parts, (None, {}, [])))
     _only({"format": None, **given}, format=tuple(_FORMATS))
     kind, bits, strategies = _FORMATS[given["format"]]
-    groups = given.get("config_groups")
+    groups: Any = given.get("config_groups")
     has_one, inside = isinstance(groups, dict) and len(groups) == 1, f"{_CONFIG}.config_groups"
     group: Any = next(iter(groups.values())) if has_one else None
     of_one = isinstance(group, dict) and isinstance(group.get("weights"), dict)
@@ -298,8 +298,8 @@ class Dequantised(Computed):
     def _part(self, spans: list[slice]) -> np.ndarray:
         rows, columns = spans
         values = self._read(rows, columns)
-        (above, _), (beside, own) = (covering(s, b) for s, b in zip(spans, self._block))
-        scales = np.asarray(self._scales[above, beside])
+        (rows_of, _), (columns_of, own) = (covering(s, b) for s, b in zip(spans, self._block))
+        scales = np.asarray(self._scales[rows_of, columns_of])
         # A column's scales in full, one row of blocks at a time: a matrix of all scales would
         # double the memory.
         wide = np.repeat(scales.astype(np.float32), self._block[1], axis=1)[:, own]
@@ -307,7 +307,7 @@ class Dequantised(Computed):
             values *= wide
         else:
             for i, factor in enumerate(wide):
-                first = (above.start + i) * self._block[0] - rows.start
+                first = (rows_of.start + i) * self._block[0] - rows.start
                 values[max(first, 0) : max(first + self._block[0], 0)] *= factor
         return values.astype(scales.dtype, copy=False) if self._scheme.compressed else values
 

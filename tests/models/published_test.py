@@ -198,7 +198,7 @@ def loaded(directory: Path, mesh: Any, dtype: Any = jnp.float32) -> dict[str, np
 def _assert_same(ours: dict[str, np.ndarray], theirs: dict[str, Any]) -> None:
     assert ours.keys() == theirs.keys()
     for key, value in ours.items():
-        want = torch.as_tensor(theirs[key]).float().numpy()
+        want = theirs[key].float().numpy() if torch.is_tensor(theirs[key]) else theirs[key]
         np.testing.assert_array_equal(value, want, err_msg=key)
 
 
