@@ -16,28 +16,15 @@ from mint_jax.params import ParamSpec
 Axis = str | tuple[str, ...] | None
 
 RULES: dict[str, Axis] = {
-    # activations
     "batch": ("data", "fsdp", "expert"),
-    "tokens": None,
-    "act_embed": None,
-    # caches of keys and values: see cache_axes
-    "cache_rows": ("data", "fsdp", "expert", "tensor"),
-    # base parameters
-    "layers": None,
+    "cache_rows": ("data", "fsdp", "expert", "tensor"),  # of keys and values: see cache_axes
     "embed": "fsdp",
-    "ffw": "tensor",
-    "q_heads": "tensor",
-    "kv_heads": "tensor",
-    "head_dim": None,
-    "latent": None,
+    **dict.fromkeys(("ffw", "q_heads", "kv_heads", "vocab"), "tensor"),
     "experts": ("fsdp", "expert", "tensor"),  # a device owns whole experts
-    "expert_embed": None,
-    "expert_ffw": None,
-    "vocab": "tensor",
-    "norm": None,
-    # adapters: in and out dimensions split as the base's do
-    "slots": None,
-    "rank": None,
+    **dict.fromkeys(("tokens", "act_embed"), None),  # of activations
+    **dict.fromkeys(("layers", "latent", "expert_embed", "expert_ffw", "norm"), None),
+    # of adapters, whose in and out dimensions split as the base's do
+    **dict.fromkeys(("slots", "rank"), None),
 }
 
 

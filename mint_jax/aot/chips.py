@@ -55,14 +55,8 @@ CHIPS = {
 
 # a cloud's name of a chip -> ours, and what the number behind it counts: TensorCores of a chip, or
 # chips
-IN_CLOUDS = {
-    "v4": ("v4", 2),
-    "v5litepod": ("v5e", 1),
-    "v5e": ("v5e", 1),
-    "v5p": ("v5p", 2),
-    "v6e": ("v6e", 1),
-    "tpu7x": ("tpu7x", 2),
-}
+IN_CLOUDS = {"v5litepod": ("v5e", 1), "v5e": ("v5e", 1), "v6e": ("v6e", 1)}
+IN_CLOUDS |= {kind: (kind, 2) for kind in ("v4", "v5p", "tpu7x")}
 CUDA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 
 
@@ -98,16 +92,12 @@ def canonical(name: str) -> str:
     if cloud not in IN_CLOUDS:
         raise choice("topology", name, [*known, "smallest"])
     kind, counted = IN_CLOUDS[cloud]
-    by_cloud = {str(counted * _chips(kind, each)): each for each in names(kind)} | {
-        each.split(":")[1]: each for each in names(kind)
-    }
-    if size not in by_cloud:
-        raise choice(
-            "topology",
-            name,
-            [*(f"{cloud}-{n}" for n in by_cloud if n.isdecimal()), *names(kind), "smallest"],
-        )
-    return by_cloud[size]
+    by_number = {str(counted * _chips(kind, each)): each for each in names(kind)}
+    by_size = by_number | {each.split(":")[1]: each for each in names(kind)}
+    if size not in by_size:
+        known = *(f"{cloud}-{n}" for n in by_number), *names(kind), "smallest"
+        raise choice("topology", name, known)
+    return by_size[size]
 
 
 def need_compiler(name: str) -> None:

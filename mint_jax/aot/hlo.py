@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -102,26 +102,16 @@ class Module:
                 current = self.computations.setdefault(header[2], [])
                 self.entry = header[2] if header[1] else self.entry
             elif found := _INSTRUCTION.match(line):
-                operands, rest = _split_call(found[5])
-                current.append(
-                    Instruction(
-                        found[2], found[3], found[4], tuple(_names(operands)), rest, bool(found[1])
-                    )
-                )
-                self.types[found[2]] = found[3]
-                if found[4] == "constant":
-                    self.types[found[2]] += f" = {operands}"
+                root, name, type_, op, call = found.groups()
+                operands, rest = _split_call(call)
+                names = tuple(re.findall(r"%([\w.\-]+)", operands))
+                current.append(Instruction(name, type_, op, names, rest, bool(root)))
+                self.types[name] = type_ + f" = {operands}" * (op == "constant")
         self.channels = self._channels()
-        self._step = ""
-        if steps:
-            loops = [
-                i
-                for i in self.computations[self.entry]
-                if i.op == "while" and self._trips(i) is None
-            ]
-            if loops:
-                largest = max(loops, key=lambda i: self._of(i.called("body")[0], False).flops)
-                self._step = largest.name
+        self._step, body = "", self.computations[self.entry] if steps else []
+        if loops := [i for i in body if i.op == "while" and self._trips(i) is None]:
+            largest = max(loops, key=lambda i: self._of(i.called("body")[0], False).flops)
+            self._step = largest.name
 
     def _channels(self) -> dict[str, str]:
         # A TPU spreads a collective over fusions that compute meanwhile; they share a channel.
@@ -179,8 +169,7 @@ class Module:
             trips = 1 if i.name == self._step else self._trips(i)
             cost = Cost(unknown_loops=int(trips is None))
             cost.add(self._of(i.called("body")[0], False), 1 if trips is None else trips)
-            if trips is None:
-                cost.least = frozenset(cost.counts)
+            cost.least |= frozenset(cost.counts if trips is None else ())
             return cost, 1
         if i.op == "conditional":
             branches = [self._of(name, False) for name in self._branches(i)]
@@ -226,12 +215,9 @@ class Module:
             limits = [self._integer(name) for name in {*test.operands, *root.operands}]
             if (trips := next((n for n in limits if n is not None), None)) is not None:
                 return trips
-        scopes = re.search(r'op_name="([^"]*)"', loop.rest)
-        return (
-            self._said.get("/".join(name for name in scopes[1].split("/") if name in self._scopes))
-            if scopes
-            else None
-        )
+        if not (scopes := re.search(r'op_name="([^"]*)"', loop.rest)):
+            return None
+        return self._said.get("/".join(n for n in scopes[1].split("/") if n in self._scopes))
 
     def _integer(self, name: str) -> int | None:
         found = re.search(r"^[su]\d+\[\].* = (\d+)$", self.types.get(name, ""))
@@ -247,24 +233,16 @@ class Module:
         """Returns the FLOPs of a convolution, as TPUs compute dots."""
         labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", i.rest)
         assert labels, i.rest
-        lhs, kernel, out = (
-            shape(t) for t in (self.types[i.operands[0]], self.types[i.operands[1]], i.type)
-        )
+        types = *(self.types[name] for name in i.operands[:2]), i.type
+        lhs, kernel, out = (dict(zip(of, shape(t))) for of, t in zip(labels.groups(), types))
         window = re.search(r"window=\{([^}]*)\}", i.rest)
         fields = dict(part.split("=") for part in window[1].split()) if window else {}
-        products = float(
-            out[labels[3].index("b")] * out[labels[3].index("f")] * kernel[labels[2].index("i")]
-        )
+        fields.pop("size", None)
+        products = float(out["b"] * out["f"] * kernel["i"])
         for d in range(len(out) - 2):
-            sizes = (
-                lhs[labels[1].index(str(d))],
-                kernel[labels[2].index(str(d))],
-                out[labels[3].index(str(d))],
-            )
-            products *= _window_meetings(
-                *sizes,
-                **{name: value.split("x")[d] for name, value in fields.items() if name != "size"},
-            )
+            a, k, o = (of[str(d)] for of in (lhs, kernel, out))
+            own = {name: value.split("x")[d] for name, value in fields.items()}
+            products *= _window_meetings(a, k, o, **own)
         return 2 * products
 
 
@@ -288,10 +266,6 @@ def _split_call(text: str) -> tuple[str, str]:
         if depth == 0:
             return text[:k], text[k + 1 :]
     return text, ""
-
-
-def _names(operands: str) -> Iterator[str]:
-    yield from re.findall(r"%([\w.\-]+)", operands)
 
 
 def arrays(type_: str) -> list[str]:

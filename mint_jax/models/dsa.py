@@ -16,17 +16,8 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from mint_jax import sharding
-from mint_jax.models import paged
-from mint_jax.models.attention import (
-    Context,
-    Segments,
-    causal,
-    pack_keys,
-    segment_mask,
-    slice_count,
-    split,
-    unsplit,
-)
+from mint_jax.models import attention, paged
+from mint_jax.models.attention import Context, Segments, slice_count, split, unsplit
 from mint_jax.models.config import Indexer, ModelConfig
 from mint_jax.models.layers import rotate, rotate_pairs
 from mint_jax.params import ParamSpec
@@ -200,7 +191,7 @@ def _best(parts: list[jax.Array], topk: int) -> tuple[jax.Array, ...]:
     # communicated; the scores of all positions stay in place and are cut at one threshold.
     tops = [jax.lax.top_k(s, min(topk, s.shape[-1]))[0] for s in parts]
     last = jax.lax.top_k(jnp.concatenate(tops, axis=-1), topk)[0][..., -1:]
-    return tuple(pack_keys(s >= last) for s in parts)
+    return tuple(attention.pack_keys(s >= last) for s in parts)
 
 
 def _choose_packed(q_BTIH, w_BTI, k_BSH, segments: Segments, topk: int) -> jax.Array:
@@ -210,7 +201,7 @@ def _choose_packed(q_BTIH, w_BTI, k_BSH, segments: Segments, topk: int) -> jax.A
     def one(slices):
         q, w, own, parent, start = slices
         s = _scores(q, w, k_BSH)
-        visible = segment_mask(own, parent, segments.own, start)
+        visible = attention.segment_mask(own, parent, segments.own, start)
         return _best([jnp.where(visible, s, -jnp.inf)], topk)[0]
 
     if n == 1:
@@ -235,7 +226,7 @@ def _choose_cached(q_BTIH, w_BTI, k_BTH, cache: paged.Cache, topk: int) -> Chose
 
         nothing = jnp.full((B, T, view.capacity), -jnp.inf, jnp.float32)
         past = jax.lax.fori_loop(0, jnp.max(last_run(view.prefix, view.own)), fill, nothing)
-        own = jnp.where(causal(T)[None], _scores(q_BTIH, w_BTI, k_BTH), -jnp.inf)
+        own = jnp.where(attention.causal(T)[None], _scores(q_BTIH, w_BTI, k_BTH), -jnp.inf)
         return _best([past, own], topk)
 
     rows, _ = sharding.cache_axes(None)

@@ -95,26 +95,17 @@ def _sharded(x, weights, lora, ids, block, p, of_block, mlp):
     return _forward(x, weights, lora, ids, block, p, of_block, mlp)[0]
 
 
-def _specs(mesh: Any, lora: AdapterView | None, p: Any) -> tuple[PartitionSpec, Any, Any]:
-    """Returns the sharding of tokens, adapters and experts."""
-    axes = sharding.partition(("experts",), mesh)
-    rows = sharding.partition(("batch",), mesh)
+def _locally(fn: Any, of_block: int | None, args: Any, *more: Any) -> Any:
+    """Runs ``fn(exchange, visits, p, lora, *more)`` on every device's part."""
+    mesh: Any = jax.sharding.get_abstract_mesh()
+    axes, rows = (sharding.partition((name,), mesh) for name in ("experts", "batch"))
     # Factors are packed by expert, ``[P, E, R, D]`` or, for rows that name slots, ``[L, S, E, R,
     # D]``; other leaves are numbers.
     spec_of = {4: PartitionSpec(None, *axes), 5: PartitionSpec(None, None, *axes)}
     # Experts are ``[E, D, F]``, or ``[L, E, D, F]`` with the layer's number; scales are ``[E, F]``.
     spec_of_p = {0: PartitionSpec(), 4: spec_of[4]}
-    return (
-        rows,
-        jax.tree.map(lambda x: spec_of.get(x.ndim, PartitionSpec()), lora),
-        jax.tree.map(lambda x: spec_of_p.get(x.ndim, axes), p),
-    )
-
-
-def _locally(fn: Any, of_block: int | None, args: Any, *more: Any) -> Any:
-    """Runs ``fn(exchange, visits, p, lora, *more)`` on every device's part."""
-    mesh = jax.sharding.get_abstract_mesh()
-    rows, lora_spec, p_spec = _specs(mesh, args[2], args[-1])
+    lora_spec = jax.tree.map(lambda x: spec_of.get(x.ndim, PartitionSpec()), args[2])
+    p_spec = jax.tree.map(lambda x: spec_of_p.get(x.ndim, axes), args[-1])
 
     def local(x, weights, lora, ids, block, p, *more):
         exchange = _exchange(mesh, ids.shape, p["up"]["w"].shape[-3], of_block)
@@ -230,11 +221,11 @@ def _zeros(x: Tokens, lora: AdapterView | None) -> Results:
 
 
 def _add(sums: Any, at: jax.Array, real: jax.Array, parts: Any) -> Any:
-    return jax.tree.map(lambda s, part: s.at[at].add(_masked(real, part)), sums, parts)
+    def add(total: jax.Array, x: jax.Array) -> jax.Array:
+        x = jnp.where(real.reshape(-1, *(1,) * (x.ndim - 1)), x, 0)
+        return total.at[at].add(x.astype(jnp.float32))
 
-
-def _masked(real: jax.Array, x: jax.Array) -> jax.Array:
-    return jnp.where(real.reshape(-1, *(1,) * (x.ndim - 1)), x, 0).astype(jnp.float32)
+    return jax.tree.map(add, sums, parts)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -184,7 +184,7 @@ def _expand(h_MR, y_MF, lora, name, order, kernels):
     for tree, groups, _ in _buckets(lora, order):
         if pair := tree.get(SHARED_OUTER, {}).get(name):
             b = pair["b"].reshape(-1, *pair["b"].shape[-2:])
-            y_MF = packed_lora.expand(h_MR[:, : b.shape[1]], b, y_MF, groups, kernels)
+            y_MF = packed_lora.expand(kernels, groups, h_MR[:, : b.shape[1]], b, y_MF)
     return y_MF
 
 
@@ -193,7 +193,7 @@ def _shrink(x_MF, lora, order, kernels):
     for tree, groups, _ in _buckets(lora, order):
         if pair := tree.get(SHARED_OUTER, {}).get("down"):
             a = pair["a"].reshape(-1, *pair["a"].shape[-2:])
-            h = packed_lora.shrink(x_MF, a, groups, kernels)
+            h: Any = packed_lora.shrink(kernels, groups, x_MF, a)
             parts.append(jnp.pad(h, ((0, 0), (0, R - h.shape[1]))))
     return sum(parts[1:], parts[0]) if parts else None
 

@@ -39,12 +39,12 @@ _log = logging.getLogger(__name__)
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-def _matrices(path: str, below: str, *names: str) -> dict[str, str]:
-    kinds = {"w": "weight", "b": "bias"}
+def _matrices(path: str, below: str, *names: str, **renamed: str) -> dict[str, str]:
+    modules = {name: f"{name}_proj" for name in names} | renamed
     return {
-        f"{path}/{name}/{leaf}": f"{below}.{name}_proj.{kind}"
-        for name in names
-        for leaf, kind in kinds.items()
+        f"{path}/{name}/{kind[0]}": f"{below}.{theirs}.{kind}"
+        for name, theirs in modules.items()
+        for kind in ("weight", "bias")
     }
 
 
@@ -63,9 +63,8 @@ _DECODER = {
 }
 _LATENT = {
     **_DENSE,
-    **_matrices("attn", "self_attn", "q", "q_a", "q_b", "kv_b"),
+    **_matrices("attn", "self_attn", "q", "q_a", "q_b", "kv_b", kv_a="kv_a_proj_with_mqa"),
     "attn/q_a_norm": "self_attn.q_a_layernorm.weight",
-    "attn/kv_a/w": "self_attn.kv_a_proj_with_mqa.weight",
     "attn/kv_a_norm": "self_attn.kv_a_layernorm.weight",
 }
 _SPARSE = _LATENT | {
@@ -101,24 +100,12 @@ _GEMMA4 = _GEMMA3 | {
     "moe/expert_scale": "router.per_expert_scale",
     **_matrices("moe/experts", "experts.{e}", *_MLP),
 }
-_GPT_OSS = (
-    _DECODER
-    | _MOE
-    | {
-        "attn/sinks": "self_attn.sinks",
-        "moe/router/w": "mlp.router.weight",
-        "moe/router/b": "mlp.router.bias",
-    }
-)
+_GPT_OSS = _DECODER | _MOE | _matrices("moe", "mlp", router="router")
+_GPT_OSS |= {"attn/sinks": "self_attn.sinks"}
+_IN = {name: f"in_proj_{name}" for name in ("qkv", "z", "qkvz", "ba")}
 _DELTA = _DECODER | {
     "delta/norm": "input_layernorm.weight",
-    **{
-        f"delta/{ours}/w": f"linear_attn.{theirs}.weight"
-        for ours, theirs in {
-            **{name: f"in_proj_{name}" for name in ("qkv", "z")},
-            **{"beta": "in_proj_b", "decay": "in_proj_a", "out": "out_proj"},
-        }.items()
-    },
+    **_matrices("delta", "linear_attn", "out", beta="in_proj_b", decay="in_proj_a", **_IN),
     "delta/convolution": "linear_attn.conv1d.weight",
     "delta/log_rate": "linear_attn.A_log",
     "delta/bias": "linear_attn.dt_bias",
@@ -126,7 +113,6 @@ _DELTA = _DECODER | {
 }
 _SHARED = {name: theirs.replace("shared_experts", "shared_expert") for name, theirs in _MOE.items()}
 _SHARED |= {"moe/shared_gate/w": "mlp.shared_expert_gate.weight"}
-_JOINT = {f"delta/{name}/w": f"linear_attn.in_proj_{name}.weight" for name in ("qkvz", "ba")}
 _NEMOTRON_H = {  # a layer has one part, and its only norm before that
     **{f"{part}/norm": "norm.weight" for part in ("ssm", "attn", "mlp", "moe")},
     **_matrices("ssm", "mixer", "in", "out"),
@@ -138,34 +124,23 @@ _NEMOTRON_H = {  # a layer has one part, and its only norm before that
     "ssm/out_norm": "mixer.norm.weight",
     **_matrices("attn", "mixer", "q", "k", "v", "o"),
     **_matrices("mlp", "mixer", "up", "down"),
-    "moe/router/w": "mixer.gate.weight",
+    **_matrices("moe", "mixer", router="gate"),
     "moe/router/choice_bias": "mixer.gate.e_score_correction_bias",
-    "moe/latent_in/w": "mixer.fc1_latent_proj.weight",
-    "moe/latent_in/b": "mixer.fc1_latent_proj.bias",
-    "moe/latent_out/w": "mixer.fc2_latent_proj.weight",
-    "moe/latent_out/b": "mixer.fc2_latent_proj.bias",
+    **_matrices("moe", "mixer", latent_in="fc1_latent_proj", latent_out="fc2_latent_proj"),
     **_matrices("moe/experts", "mixer.experts.{e}", "up", "down"),
     **_matrices("moe/shared", "mixer.shared_experts", "up", "down"),
 }
-_KIMI_LINEAR = (
-    _LATENT
-    | _MOE
-    | {
-        "delta/norm": "input_layernorm.weight",
-        **_matrices("delta", "self_attn", *"qkvo"),
-        **{
-            f"delta/{ours}/w": f"self_attn.{theirs}_proj.weight"
-            for ours, theirs in {
-                **{"decay_a": "forget_gate.f_a", "decay_b": "forget_gate.f_b"},
-                **{"z_a": "g_a", "z_b": "g_b", "beta": "b"},
-            }.items()
-        },
-        "delta/convolution": "self_attn.conv1d.weight",
-        "delta/log_rate": "self_attn.forget_gate.A_log",
-        "delta/bias": "self_attn.forget_gate.dt_bias",
-        "delta/out_norm": "self_attn.o_norm.weight",
-    }
-)
+_KIMI_LINEAR = _LATENT | _MOE
+_KIMI_LINEAR |= _matrices("delta", "self_attn", *"qkvo", z_a="g_a_proj", z_b="g_b_proj")
+_KIMI_LINEAR |= _matrices("delta", "self_attn.forget_gate", decay_a="f_a_proj", decay_b="f_b_proj")
+_KIMI_LINEAR |= {
+    "delta/norm": "input_layernorm.weight",
+    "delta/beta/w": "self_attn.b_proj.weight",
+    "delta/convolution": "self_attn.conv1d.weight",
+    "delta/log_rate": "self_attn.forget_gate.A_log",
+    "delta/bias": "self_attn.forget_gate.dt_bias",
+    "delta/out_norm": "self_attn.o_norm.weight",
+}
 LAYER_NAMES: dict[str, dict[str, str]] = {
     **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral", "ministral3"), _DECODER),
     "qwen3_moe": _DECODER | _MOE,
@@ -173,8 +148,7 @@ LAYER_NAMES: dict[str, dict[str, str]] = {
     "gemma3_text": _GEMMA3,
     "gemma4_text": _GEMMA4,
     "qwen3_5_text": _DELTA,
-    "qwen3_5_moe_text": _DELTA | _SHARED,
-    "qwen3_next": _DELTA | _SHARED | _JOINT,
+    **dict.fromkeys(("qwen3_5_moe_text", "qwen3_next"), _DELTA | _SHARED),
     "glm4_moe": _DECODER | _MOE,
     **dict.fromkeys(("deepseek_v3", "glm4_moe_lite"), _LATENT | _MOE),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), _SPARSE | _MOE),
@@ -196,15 +170,10 @@ OTHER_PARTS = {
 FUSED = {".experts.gate_up_proj": ("gate_proj", "up_proj"), ".experts.down_proj": ("down_proj",)}
 FUSED[".experts.up_proj"] = ("up_proj",)  # experts without a gate
 # Names in published files (Kimi-Linear) -> those of the class in transformers
-RENAMED = [(re.compile(r"\.block_sparse_moe\."), ".mlp.")]
 _NUMBERED = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-RENAMED += [
-    (re.compile(rf"(\.mlp\.experts\.\d+)\.{theirs}\."), rf"\1.{name}.")
-    for theirs, name in _NUMBERED.items()
-]
-RENAMED.append(
-    (re.compile(r"\.self_attn\.(f_[ab]_proj\.|A_log|dt_bias)"), r".self_attn.forget_gate.\1")
-)
+RENAMED = {r"\.block_sparse_moe\.": ".mlp."}
+RENAMED |= {rf"(\.mlp\.experts\.\d+)\.{w}\.": rf"\1.{name}." for w, name in _NUMBERED.items()}
+RENAMED[r"\.self_attn\.(f_[ab]_proj\.|A_log|dt_bias)"] = r".self_attn.forget_gate.\1"
 # Tensor of the class -> the ones of a published file, which it stacks
 STACKED = {"conv1d.weight": tuple(f"{name}_conv1d.weight" for name in "qkv")}
 FLOATS = ("F64", "F32", "F16", "BF16")  # supported dtypes, as named by safetensors
@@ -296,23 +265,18 @@ class Checkpoint:
         # Opening a file parses its header: for each tensor, 60 layers of 384 experts take an hour.
         # Few stay open, so that their pages are released.
         self._open = functools.lru_cache(2)(functools.partial(_open, self.directory))
-        index = self.directory / INDEX
-        claimed: dict[str, str] = {}
-        if (self.directory / SINGLE).is_file():
-            files = [SINGLE]
-        elif index.is_file():
-            claimed = _weight_map(index)
-            files = sorted(set(claimed.values()))
-        else:
+        index, claimed, files = self.directory / INDEX, {}, {SINGLE}
+        if not (self.directory / SINGLE).is_file():
+            claimed = _weight_map(index) if index.is_file() else {}
             found = {path.name for path in self.directory.glob("*.safetensors")}
-            files = sorted(found - {"adapter_model.safetensors"})
+            files = set(claimed.values()) or found - {"adapter_model.safetensors"}
         if not files:
             raise UserError(
                 f"{self.directory} has no *.safetensors: convert the checkpoint with"
                 " save_pretrained(safe_serialization=True)"
             )
         self.stored: dict[str, str] = {}  # name in the file -> file
-        for file in files:
+        for file in sorted(files):
             for name in self._open(file).keys():  # noqa: SIM118 (not a dict)
                 if name in self.stored:
                     raise UserError(
@@ -326,15 +290,9 @@ class Checkpoint:
                     f"{index} says that {file} holds {name!r}, which it does not: fetch the"
                     " checkpoint again"
                 )
-        prefix = next(
-            (
-                prefix
-                for prefix in PREFIXES
-                for norm in ("input_layernorm", "norm")
-                if f"{prefix}layers.0.{norm}.weight" in self.stored
-            ),
-            "model.",
-        )
+        norms = [f"layers.0.{norm}.weight" for norm in ("input_layernorm", "norm")]
+        found = (p for p in PREFIXES if any(p + norm in self.stored for norm in norms))
+        prefix = next(found, "model.")
         self._names = {_plain_name(name, prefix): name for name in self.stored}
         self._scheme = published.read_scheme(self.directory)
         self._quantised: dict[str, tuple[str, ...]] = {}  # weight -> its stored parts
@@ -343,17 +301,16 @@ class Checkpoint:
                 parts = [self._names.pop(f"{module}{part}") for part in self._scheme.parts]
                 self._names[f"{module}{self._scheme.whole}"] = parts[0]
                 self._quantised[f"{module}{self._scheme.whole}"] = tuple(parts)
-        self._experts = self._fused_experts()
-        self._stacked = self._stacked_parts()
+        # Name -> makes the lazy slice of a tensor that is a part, or a stack, of stored ones.
+        self._views: dict[str, Callable[[], Any]] = {}
+        self._split_experts()
+        self._join_parts()
         if tied and EMBED not in self._names and HEAD in self._names:
             self._names[EMBED] = self._names.pop(HEAD)
         self.files = {name: self.stored[stored] for name, stored in self._names.items()}
 
-    def _fused_experts(self) -> dict[str, tuple[Any, int, slice]]:
-        """Replaces the names of fused tensors by one for each expert's matrix and bias; returns the
-        fused tensor, which expert and which rows that is.
-        """
-        found = {}
+    def _split_experts(self) -> None:
+        """Replaces the names of fused tensors by one for each expert's matrix and bias."""
         biases = {f"{suffix}_bias" for suffix in FUSED}
         fused = [name for name in self._names if name.endswith((*FUSED, *biases))]
         # gpt-oss alone has biases. It stores the transpose, and rows of gate and up alternate.
@@ -380,20 +337,18 @@ class Checkpoint:
                     )
                 self._names[one] = stored
                 rows = slice(i, None, n) if name in alternate else slice(i * F, (i + 1) * F)
-                found[one] = whole, e, rows
-        return found
+                self._views[one] = functools.partial(_Expert, whole, e, rows)
 
-    def _stacked_parts(self) -> dict[str, list[Any]]:
-        """Replaces the names of tensors that the class stacks by its own; returns the parts."""
-        found = {}
+    def _join_parts(self) -> None:
+        """Replaces the names of tensors that the class stacks by its own."""
         for whole, parts in STACKED.items():
             for first in [name for name in self._names if name.endswith(f".{parts[0]}")]:
                 owner = first.removesuffix(parts[0])
                 names = [owner + part for part in parts]
                 if all(name in self._names for name in names):
-                    found[owner + whole] = [self._whole(name) for name in names]
+                    stacked = [self._whole(name) for name in names]
+                    self._views[owner + whole] = functools.partial(_Stacked, stacked)
                     self._names[owner + whole], *_ = map(self._names.pop, names)
-        return found
 
     def tensor(self, name: str) -> Any:
         """Returns a lazy slice with ``get_shape()``; raises ``UserError`` if there is none."""
@@ -404,11 +359,7 @@ class Checkpoint:
                 f"{self.directory} has no tensor {name!r}{hint}: config.json and weights do not"
                 " match"
             )
-        if name in self._experts:
-            return _Expert(*self._experts[name])
-        if name in self._stacked:
-            return _Stacked(self._stacked[name])
-        return self._whole(name)
+        return self._views[name]() if name in self._views else self._whole(name)
 
     def _whole(self, name: str) -> Any:
         if self._scheme is None or name not in self._quantised:
@@ -484,8 +435,8 @@ def _plain_name(stored: str, prefix: str) -> str:
     if stored == PREFIXES[prefix] + HEAD:
         return HEAD
     name = f"model.{stored.removeprefix(prefix)}" if stored.startswith(prefix) else stored
-    for pattern, theirs in RENAMED:
-        name = pattern.sub(theirs, name)
+    for pattern, theirs in RENAMED.items():
+        name = re.sub(pattern, theirs, name)
     return name
 
 
@@ -802,22 +753,14 @@ def fingerprint(directory: str | Path) -> str:
     for volatile in ("transformers_version", "_name_or_path", "torch_dtype", "dtype"):
         config.pop(volatile, None)
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
-    for name, header, data in sorted(_spans(directory), key=lambda span: span[0]):
-        digest.update(f"{name} {header['dtype']} {header['shape']}".encode())
-        path, start, stop = data
-        with open(path, "rb") as file:
+    stored_in = Checkpoint(directory).stored
+    headers = {file: read_header(directory / file) for file in set(stored_in.values())}
+    for name, in_file in sorted(stored_in.items()):
+        header, data = headers[in_file]
+        digest.update(f"{name} {header[name]['dtype']} {header[name]['shape']}".encode())
+        start, stop = (data + at for at in header[name]["data_offsets"])
+        with open(directory / in_file, "rb") as file:
             for at in (start, (start + stop) // 2, max(start, stop - 4096)):
                 file.seek(at)
                 digest.update(file.read(min(4096, stop - at)))
     return digest.hexdigest()
-
-
-def _spans(directory: Path) -> Iterator[tuple[str, dict[str, Any], tuple[Path, int, int]]]:
-    # Format of safetensors: u64 header size, JSON header, data.
-    stored_in = Checkpoint(directory).stored
-    for path in sorted({directory / file for file in stored_in.values()}):
-        header, data = read_header(path)
-        for name, entry in header.items():
-            if name != "__metadata__" and stored_in[name] == path.name:
-                start, stop = entry["data_offsets"]
-                yield name, entry, (path, data + start, data + stop)

@@ -164,96 +164,71 @@ class Family:
     model_type: str
     defaults: dict[str, Any]  # every field that is read -> default of the class
     only: dict[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)  # beyond ONLY
-    qk_norm: bool = False
+    # fields of ``ModelConfig`` that no file changes
+    model: dict[str, Any] = dataclasses.field(default_factory=dict)
     qkv_bias: bool = False  # whatever ``attention_bias`` says
     o_bias: bool = True  # ``attention_bias`` is of the output projection too
     any_head_dim: bool = True  # latent attention: a ``head_dim`` must be the rotary width
     shared_indexers: bool = False  # some layers reuse the choice of the one before
-    gated_attention: bool = False
     # share of a head's dimensions that rotate; 1: no other is supported; 0: no field changes it
     rotary: float = 1.0
-    norm_offset: float = 0.0
     full_every: int = 0  # with windows: every n-th layer has none; 0: all have one
     joint_delta: bool = False  # see ``Delta.joint``
     theta: float = 10000.0  # this and rope: rotary base, and scaling of a file without fields of it
     rope: dict[str, Any] = dataclasses.field(default_factory=dict)
     near_theta: float = 0.0  # rotary base of layers with a window; 0: that of the others
-    post_norms: bool = False
     scaled_embedding: bool = False  # by the root of the width
     expert_bias: bool = False
-    sinks: bool = False
-    activation: str = "silu"
     near_heads: bool = False  # layers with a window have heads of their own; the last has none
-    value_norm: bool = False
-    layer_scale: bool = False
-    score_scale: float | None = None
 
 
 _GATES = {"attn_output_gate": (None, True), "output_gate_type": (None, "swish", "silu")}
-_HYBRID: dict[str, Any] = {"qk_norm": True, "gated_attention": True, "rotary": 0.25}
-_HYBRID |= {"norm_offset": 1.0}
+_NORMED = {"qk_norm": True}
+_HYBRID: dict[str, Any] = {"rotary": 0.25}
+_HYBRID["model"] = _NORMED | {"gated_attention": True, "norm_offset": 1.0}
+_GEMMA: dict[str, Any] = {"scaled_embedding": True, "full_every": 6, "theta": 1000000.0}
+_GEMMA |= {"near_theta": 10000.0}
+_GEMMA_MODEL = _NORMED | {"post_norms": True, "activation": "gelu_tanh"}
+_GEMMA_ONLY: dict[str, tuple[Any, ...]] = {"hidden_activation": ("gelu_pytorch_tanh",)}
+_GEMMA4_ONLY = _GEMMA_ONLY | {"use_bidirectional_attention": (None, "vision")}
+# spellings of older families, without effect in this class
+_GEMMA4_ONLY |= dict.fromkeys(("rope_theta", "rope_scaling", "rope_local_base_freq"), (None,))
+_GEMMA4_ONLY["sliding_window_pattern"] = (None,)
 FAMILIES = {  # `architectures` entry ->
     "LlamaForCausalLM": Family("llama", _GROUPED | _LLAMA, {"sliding_window": _OFF}),
     "Qwen2ForCausalLM": Family("qwen2", _GROUPED, qkv_bias=True),
     "Qwen3ForCausalLM": Family(
-        "qwen3", _GROUPED | {"head_dim": 128, "attention_bias": False}, qk_norm=True
+        "qwen3", _GROUPED | {"head_dim": 128, "attention_bias": False}, model=_NORMED
     ),
     "Qwen3MoeForCausalLM": Family(
-        "qwen3_moe",
-        _GROUPED | _QWEN3_MOE,
-        _ALL_SPARSE | {"decoder_sparse_step": (1,)},
-        qk_norm=True,
+        "qwen3_moe", _GROUPED | _QWEN3_MOE, _ALL_SPARSE | {"decoder_sparse_step": (1,)}, _NORMED
     ),
     "MistralForCausalLM": Family("mistral", _GROUPED | _MISTRAL),
     "Ministral3ForCausalLM": Family(
         "ministral3", _GROUPED | _MINISTRAL, theta=1000000.0, rope=_MINISTRAL_ROPE
     ),
     "Gemma3ForCausalLM": Family(
-        "gemma3_text",
-        _GROUPED | _GEMMA3,
-        {"hidden_activation": ("gelu_pytorch_tanh",)},
-        qk_norm=True,
-        norm_offset=1.0,
-        post_norms=True,
-        scaled_embedding=True,
-        activation="gelu_tanh",
-        full_every=6,
-        theta=1000000.0,
-        near_theta=10000.0,
+        *("gemma3_text", _GROUPED | _GEMMA3, _GEMMA_ONLY, _GEMMA_MODEL | {"norm_offset": 1.0}),
+        **_GEMMA,
     ),
     "Gemma4ForCausalLM": Family(
         "gemma4_text",
         {k: v for k, v in (_GROUPED | _GEMMA3).items() if k != "query_pre_attn_scalar"} | _GEMMA4,
-        {
-            "hidden_activation": ("gelu_pytorch_tanh",),
-            "use_bidirectional_attention": (None, "vision"),
-            # spellings of older families, without effect in this class
-            **dict.fromkeys(("rope_theta", "rope_scaling", "rope_local_base_freq"), (None,)),
-            "sliding_window_pattern": (None,),
-        },
-        qk_norm=True,
-        value_norm=True,
-        post_norms=True,
-        layer_scale=True,
-        scaled_embedding=True,
-        activation="gelu_tanh",
-        full_every=6,
+        _GEMMA4_ONLY,
+        _GEMMA_MODEL | {"value_norm": True, "layer_scale": True, "score_scale": 1.0},
         near_heads=True,
-        theta=1000000.0,
         rope={"rope_type": "proportional", "partial_rotary_factor": 0.25},
-        near_theta=10000.0,
-        score_scale=1.0,
+        **_GEMMA,
     ),
     "GptOssForCausalLM": Family(
         "gpt_oss",
         _GROUPED | _GPT_OSS,
         {"swiglu_alpha": (None, 1.702), "swiglu_limit": (None, 7.0)},
+        {"sinks": True, "activation": "clamped"},
         full_every=2,
         theta=150000.0,
         rope=_GPT_OSS_ROPE,
         expert_bias=True,
-        sinks=True,
-        activation="clamped",
     ),
     "DeepseekV3ForCausalLM": Family(  # also Kimi-K2 and Moonlight
         "deepseek_v3", _LATENT, _LATENT_ONLY | {"rope_interleave": (True,)}, any_head_dim=False
@@ -272,8 +247,7 @@ FAMILIES = {  # `architectures` entry ->
     ),
     "Glm4MoeLiteForCausalLM": Family(  # GLM-4.7-Flash
         "glm4_moe_lite",
-        {name: value for name, value in _LATENT.items() if name != "first_k_dense_replace"}
-        | _GLM4_LITE,
+        {k: v for k, v in _LATENT.items() if k != "first_k_dense_replace"} | _GLM4_LITE,
         _LATENT_ONLY | {"rope_interleave": (True,)},
         any_head_dim=False,
     ),
@@ -285,14 +259,10 @@ FAMILIES = {  # `architectures` entry ->
         **_HYBRID,
     ),
     "Qwen3NextForCausalLM": Family(
-        "qwen3_next",
-        _GROUPED | _QWEN3_NEXT,
-        _ALL_SPARSE | _GATES,
-        **_HYBRID,
-        joint_delta=True,
+        "qwen3_next", _GROUPED | _QWEN3_NEXT, _ALL_SPARSE | _GATES, **_HYBRID, joint_delta=True
     ),
     "NemotronHForCausalLM": Family(
-        "nemotron_h", _NEMOTRON_H, _NEMOTRON_ONLY, rotary=0.0, activation="relu2"
+        "nemotron_h", _NEMOTRON_H, _NEMOTRON_ONLY, {"activation": "relu2"}, rotary=0.0
     ),
     "KimiLinearForCausalLM": Family("kimi_linear", _KIMI_LINEAR, _KIMI_ONLY, rotary=0.0),
 }
@@ -322,19 +292,23 @@ _ROPE_NEEDS = {  # rope_type -> keys that its formula needs
 }
 
 
-class _Fields(dict[str, Any]):
-    """The contents of a ``config.json`` over the defaults of its class."""
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise UserError(f"{message}: config.json is damaged or of another model")
 
-    def number(self, name: str, cast: type = int) -> Any:
+
+class _Fields(dict[str, Any]):
+    """Fields of a ``config.json``, those that a class reads over its defaults."""
+
+    def number(self, name: str, cast: type = int, default: Any = None) -> Any:
         """Returns a finite number, which must be integral for ``int``."""
-        value = self[name]
+        value = self.get(name, default)
         numeric = isinstance(value, int | float) and not isinstance(value, bool)
-        if not numeric or not math.isfinite(value) or cast(value) != value:
-            wanted = "an integer" if cast is int else "a number"
-            raise UserError(
-                f"config.json: {name} is {value!r}; expected {wanted}: take a complete checkpoint"
-                " directory"
-            )
+        wanted = "an integer" if cast is int else "a number"
+        _require(
+            numeric and math.isfinite(value) and cast(value) == value,
+            f"{name} is {value!r}; expected {wanted}",
+        )
         return cast(value)
 
     def positive(self, name: str, cast: type = int) -> Any:
@@ -343,61 +317,46 @@ class _Fields(dict[str, Any]):
         return value
 
     def or_zero(self, name: str) -> int:
-        return 0 if self[name] is None else self.number(name)
+        return 0 if self.get(name) is None else self.number(name)
 
-    def one_of(self, given: dict[str, Any], *names: str) -> int:
-        """Returns a number that has several names; the default is that of the first."""
-        found = {name: given[name] for name in names if given.get(name) is not None}
-        if len(set(map(repr, found.values()))) > 1:
-            raise UserError(
-                f"config.json gives one number under several names, and they differ: {found}"
-            )
-        return self.number(next(iter(found or [name for name in names if name in self])))
+    def flag(self, name: str) -> bool:
+        return bool(self.get(name))
 
 
-def _require(holds: bool, message: str) -> None:
-    if not holds:
-        raise UserError(f"{message}: config.json is damaged or of another model")
-
-
-def _rope(fields: _Fields, family: Family) -> tuple[float, RopeScaling | None]:
+def _rope(given: _Fields, context: int, family: Family) -> tuple[float, RopeScaling | None]:
     """Returns base and scaling of the rotary embedding, in any spelling that transformers reads."""
     if not family.rotary:
         return family.theta, None
     # ``rope_scaling`` (old) overrides ``rope_parameters`` (new). A ``rope_theta`` inside overrides
     # the top-level one; a top-level ``original_max_position_embeddings`` overrides the one inside.
-    raw = fields.get("rope_scaling") or fields.get("rope_parameters") or family.rope
-    if not isinstance(raw, dict) or any(isinstance(value, dict) for value in raw.values()):
-        raise UserError(
-            f"config.json: the rope parameters are {raw!r}; expected one object of numbers for all"
-            " layers: rotary embeddings that differ by layer are not supported"
-        )
-    context, length = fields.number("max_position_embeddings"), "original_max_position_embeddings"
-    rope = _Fields({"rope_theta": fields.get("rope_theta", family.theta), length: context} | raw)
+    raw = given.get("rope_scaling") or given.get("rope_parameters") or family.rope
+    _require(
+        isinstance(raw, dict) and not any(isinstance(value, dict) for value in raw.values()),
+        f"the rope parameters are {raw!r}; expected one object of numbers for all layers (rotary"
+        " embeddings that differ by layer are not supported)",
+    )
+    length = "original_max_position_embeddings"
+    rope = _Fields({"rope_theta": given.get("rope_theta", family.theta), length: context} | raw)
     theta, kind = rope.number("rope_theta", float), raw.get("rope_type", raw.get("type", "default"))
     if kind not in _ROPE_NEEDS:
         raise UserError(
             f"rope scaling {kind!r} is not supported; expected {', '.join(_ROPE_NEEDS)}: take a"
             " checkpoint of the model without it"
         )
-    if lacking := [key for key in _ROPE_NEEDS[kind] if key not in raw]:
-        raise UserError(
-            f"config.json: rope scaling {kind!r} has no {lacking[0]}: fetch the file again"
-        )
     growth = "llama_4_scaling_beta"  # without effect in other classes
-    _require(
-        growth not in family.rope or (kind != "default" and raw.get(growth) is not None),
-        f"rope scaling {kind!r} has no {growth}",
-    )
+    lacking = [key for key in _ROPE_NEEDS[kind] if key not in raw]
+    if growth in family.rope and (kind == "default" or raw.get(growth) is None):
+        lacking.append(growth)
+    _require(not lacking, f"rope scaling {kind!r} has no {', '.join(lacking)}")
     if kind == "default":
         return theta, None
     if kind == "proportional":
-        rope = _Fields({"factor": 1.0, "partial_rotary_factor": 1.0} | rope)
-        share = rope.number("partial_rotary_factor", float)
+        share = rope.number("partial_rotary_factor", float, 1.0)
         _require(0 < share <= 1, f"partial_rotary_factor is {share}")
-        return theta, RopeScaling(kind, rope.number("factor", float), context, share=share)
-    if length in fields:
-        rope[length] = fields[length]
+        factor = rope.number("factor", float, 1.0)
+        return theta, RopeScaling(kind, factor, context, share=share)
+    if length in given:
+        rope[length] = given[length]
     original = rope.number(length)
     names = ["low_freq_factor", "high_freq_factor", "attention_factor", "mscale", "mscale_all_dim"]
     numbers = {key: rope.number(key, float) for key in names if raw.get(key) is not None}
@@ -409,27 +368,30 @@ def _rope(fields: _Fields, family: Family) -> tuple[float, RopeScaling | None]:
     return theta, RopeScaling(kind, factor, original, truncate=truncate, growth=beta, **numbers)
 
 
-def _ropes(fields: _Fields, family: Family) -> tuple[_Fields, float | None]:
-    """Returns the fields for the rotary embedding of layers without a window, and the rotary base
-    of the others if it is another.
+def _ropes(
+    given: _Fields, context: int, family: Family
+) -> tuple[float, RopeScaling | None, float | None]:
+    """Returns base and scaling of layers without a window, and the base of the others if it is
+    another.
     """
     if not family.near_theta:
-        return fields, None
-    nested = fields["rope_parameters"] or {}
-    near = {"rope_theta": fields.get("rope_local_base_freq", family.near_theta)}
+        return *_rope(given, context, family), None
+    nested = given.get("rope_parameters") or {}
+    near = {"rope_theta": given.get("rope_local_base_freq", family.near_theta)}
     near |= nested.get("sliding_attention") or {}
-    full = (nested.get("full_attention") or {}) | (fields.get("rope_scaling") or {})
+    full = (nested.get("full_attention") or {}) | (given.get("rope_scaling") or {})
+    ropes = []
     for one in (near, full):
         share = one.get("partial_rotary_factor")
         _require(
             share in (None, 1) or one.get("rope_type") == "proportional",
             f"partial_rotary_factor is {share}; only rope_type 'proportional' supports it",
         )
-    theta, scaling = _rope(
-        _Fields(fields | {"rope_scaling": None, "rope_parameters": near}), family
-    )
+        own = _Fields(given | {"rope_scaling": None, "rope_parameters": one})
+        ropes.append(_rope(own, context, family))
+    (theta, scaling), of_full = ropes
     _require(scaling is None, f"layers with a window have rope scaling {near!r}; expected none")
-    return _Fields(fields | {"rope_scaling": None, "rope_parameters": full}), theta
+    return *of_full, theta
 
 
 def _rotary(given: dict[str, Any], family: Family) -> float:
@@ -437,14 +399,14 @@ def _rotary(given: dict[str, Any], family: Family) -> float:
     if not family.rotary:
         return 0.0
     name = "partial_rotary_factor"
-    found = [of.get(name) for of in (given.get("rope_scaling"), given.get("rope_parameters")) if of]
-    shares = [share for share in (*found, given.get(name)) if share is not None]
+    places = given.get("rope_scaling"), given.get("rope_parameters"), given
+    shares = [of[name] for of in places if of and of.get(name) is not None]
     share = _Fields({name: (*shares, family.rotary)[0]}).number(name, float)
-    if not 0 < share <= 1 or (family.rotary == 1 and share != 1):
-        raise UserError(
-            f"config.json: {name} is {share}, which is not supported in this family: all dimensions"
-            " of a head rotate"
-        )
+    wanted = "1, since all dimensions of a head rotate" if family.rotary == 1 else "at most 1"
+    _require(
+        0 < share <= 1 and (family.rotary != 1 or share == 1),
+        f"{name} is {share}; expected {wanted}",
+    )
     return share
 
 
@@ -460,31 +422,33 @@ def _full_layers(types: Any, layers: int, other: str, every: int) -> tuple[bool,
     return tuple(one == "full_attention" for one in types)
 
 
-def _windows(fields: _Fields, layers: int, family: Family, theta: float | None) -> Windows | None:
+def _windows(
+    given: _Fields, fields: _Fields, layers: int, family: Family, theta: float | None
+) -> Windows | None:
     """Returns the layers with a window; None if there are none."""
-    types = fields["layer_types"] if family.full_every else None  # Mistral's class has no types
     every = family.full_every
+    types = fields["layer_types"] if every else None  # Mistral's class has no types
     if family.near_theta:  # in older files of Gemma
-        every = _Fields({"sliding_window_pattern": every} | fields).number("sliding_window_pattern")
+        every = given.number("sliding_window_pattern", default=every)
     full = _full_layers(types, layers, "sliding_attention", every)
     if family.near_heads:
         full = (*full[:-1], True)
     if all(full) or (fields["sliding_window"] is None and not family.full_every):
         return None
-    size = fields.positive("sliding_window")
-    return Windows(size, tuple(not one for one in full), theta)
+    return Windows(fields.positive("sliding_window"), tuple(not one for one in full), theta)
 
 
-def _heads(fields: _Fields, layers: int, windows: Windows | None) -> list[tuple[int, int]]:
-    """Returns the kv heads and head dim of layers without a window, and of those with one."""
+def _heads(fields: _Fields, near: tuple[bool, ...]) -> list[tuple[int, int]]:
+    """Returns the kv heads and head dim of layers without a window, and of those with one, for
+    which ``near`` is True.
+    """
     names = "num_key_value_heads", "head_dim"
-    near = (False,) * layers if windows is None else windows.near
     own = fields["per_layer_config"]  # layer -> its own values of the two
     if own is None:
         full = {"head_dim": fields["global_head_dim"]}
         if fields["attention_k_eq_v"] and fields["num_global_key_value_heads"] is not None:
             full["num_key_value_heads"] = fields["num_global_key_value_heads"]
-        own = {str(i): full for i in range(layers) if not near[i]}
+        own = {str(i): full for i, is_near in enumerate(near) if not is_near}
     _require(
         isinstance(own, dict) and all(isinstance(one, dict) for one in own.values()),
         f"per_layer_config is {own!r}; expected an object of objects",
@@ -502,51 +466,30 @@ def _heads(fields: _Fields, layers: int, windows: Windows | None) -> list[tuple[
     return [one for kind in found for one in kind]
 
 
-def _shared_keys(fields: _Fields, layers: int, windows: Windows | None) -> SharedKeys | None:
+def _shared_keys(fields: _Fields, near: tuple[bool, ...]) -> SharedKeys | None:
     count, width = fields.or_zero("num_kv_shared_layers"), fields.number("intermediate_size")
-    near = (False,) * layers if windows is None else windows.near
+    first = len(near) - count
     _require(
-        0 <= count < layers and set(near[layers - count :]) <= set(near[: layers - count]),
+        0 <= count < len(near) and set(near[first:]) <= set(near[:first]),
         f"num_kv_shared_layers is {count}; expected an earlier layer with keys for each kind of"
-        f" layer_types among {layers}",
+        f" layer_types among {len(near)}",
     )
-    if not count:
-        return None
-    return SharedKeys(count, width * 2 if fields["use_double_wide_mlp"] else width)
+    wider = 2 if fields["use_double_wide_mlp"] else 1
+    return SharedKeys(count, width * wider) if count else None
 
 
-def _layer_inputs(fields: _Fields, vocab_size: int) -> LayerInputs | None:
-    width = fields.or_zero("hidden_size_per_layer_input")
-    if not width:
+def _layer_inputs(fields: _Fields) -> LayerInputs | None:
+    name, vocab_size = "vocab_size_per_layer_input", fields.number("vocab_size")
+    if not (width := fields.or_zero("hidden_size_per_layer_input")):
         return None
-    name = "vocab_size_per_layer_input"
     rows = fields.number(name)
     _require(rows >= vocab_size, f"{name} is {rows}; expected vocab_size {vocab_size}, or more")
     return LayerInputs(width, rows)
 
 
-def _delta(given: dict[str, Any], fields: _Fields, layers: int, joint: bool) -> Delta:
-    every = _Fields({"full_attention_interval": 4} | given).number("full_attention_interval")
-    full = _full_layers(fields["layer_types"], layers, "linear_attention", every)
-    names = (
-        "num_key_heads",
-        "num_value_heads",
-        "key_head_dim",
-        "value_head_dim",
-        "conv_kernel_dim",
-    )
-    sizes = [fields.positive(f"linear_{name}") for name in names]
-    _require(
-        sizes[1] % sizes[0] == 0,
-        f"linear_num_value_heads is {sizes[1]}, which linear_num_key_heads {sizes[0]} does not"
-        " divide",
-    )
-    return Delta(*sizes, full=full, joint=joint)
-
-
 def _kimi_linear(given: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
     """Returns the fields under the names of the class, from its files' or from published ones."""
-    out = dict(given)
+    out = _Fields(given)
     for theirs, name in _KIMI_NAMES.items():
         if theirs in given:
             out[name] = out.pop(theirs)
@@ -554,7 +497,7 @@ def _kimi_linear(given: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]
                 given.get(name, out[name]) == out[name],
                 f"{theirs} is {out[name]!r}, and {name} is {given.get(name)!r}",
             )
-    layers = _Fields(known | out).number("num_hidden_layers")
+    layers = out.number("num_hidden_layers", default=known["num_hidden_layers"])
     nested = out.pop("linear_attn_config", None) or {}
     _require(isinstance(nested, dict), f"linear_attn_config is {nested!r}; expected an object")
     inner = {"head_dim": "head_dim", "num_heads": "num_heads"}
@@ -571,16 +514,34 @@ def _kimi_linear(given: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]
         kinds = "linear_attention", "full_attention"
         out["layer_types"] = [kinds[i in full] for i in range(1, layers + 1)]
     if out.get("mlp_layer_types") is None:
-        dense = _Fields({"first_k_dense_replace": 1} | out).number("first_k_dense_replace")
+        dense = out.number("first_k_dense_replace", default=1)
         out["mlp_layer_types"] = ["dense" if i < dense else "sparse" for i in range(layers)]
     return out
 
 
-def _channel_delta(fields: _Fields, layers: int) -> Delta:
-    names = "num_heads", "head_dim", "conv_kernel_dim"
-    heads, width, taps = (fields.positive(f"linear_{name}") for name in names)
-    full = _full_layers(fields["layer_types"], layers, "linear_attention", 0)
-    return Delta(heads, heads, width, width, taps, full=full, latent=width)
+def _delta(given: _Fields, fields: _Fields, layers: int, joint: bool) -> Delta | None:
+    """Returns gated delta nets, with a decay for each head or for each channel (Kimi's)."""
+    if "linear_num_heads" in fields:
+        names, every = ("num_heads", "head_dim", "conv_kernel_dim"), 0
+    elif "linear_num_value_heads" in fields:
+        names = "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim"
+        names, every = (*names, "conv_kernel_dim"), given.number("full_attention_interval", int, 4)
+    else:
+        return None
+    full = _full_layers(fields["layer_types"], layers, "linear_attention", every)
+    sizes = [fields.positive(f"linear_{name}") for name in names]
+    if len(sizes) == 3:
+        heads, width, taps = sizes
+        return Delta(heads, heads, width, width, taps, full=full, latent=width)
+    _divides(sizes[0], sizes[1], "linear_num_key_heads", "linear_num_value_heads")
+    return Delta(*sizes, full=full, joint=joint)
+
+
+def _divides(parts: int, whole: int, name: str, of: str) -> None:
+    _require(
+        parts > 0 and whole > 0 and whole % parts == 0,
+        f"{of} is {whole}, which {name} {parts} does not divide",
+    )
 
 
 def _only_parts(given: dict[str, Any], fields: _Fields) -> tuple[str, ...]:
@@ -594,7 +555,7 @@ def _only_parts(given: dict[str, Any], fields: _Fields) -> tuple[str, ...]:
     )
     layers = given.get("num_hidden_layers")
     _require(
-        layers is None or layers == len(found),
+        layers in (None, len(found)),
         f"{name} is {found!r}, of {len(found)} layers, and num_hidden_layers is {layers!r}",
     )
     return tuple(known[one] for one in found)
@@ -603,53 +564,46 @@ def _only_parts(given: dict[str, Any], fields: _Fields) -> tuple[str, ...]:
 def _ssm(fields: _Fields) -> Ssm:
     names = "n_groups", "mamba_num_heads", "ssm_state_size", "mamba_head_dim", "conv_kernel"
     sizes = [fields.positive(name) for name in names]
+    _divides(sizes[0], sizes[1], *names[:2])
+    bias, projection_bias = (fields.flag(name) for name in ("use_conv_bias", "use_bias"))
+    step_min = fields.number("time_step_min", float)
+    return Ssm(*sizes, bias=bias, projection_bias=projection_bias, step_min=step_min)
+
+
+def _experts(given: dict[str, Any], fields: _Fields, bias: bool) -> Experts:
+    number = fields.number
+    width = number(next(n for n in ("moe_intermediate_size", "intermediate_size") if n in fields))
+    names = "n_routed_experts", "num_experts", "num_local_experts"
+    counts = {name: given[name] for name in names if given.get(name) is not None}
     _require(
-        sizes[1] % sizes[0] == 0,
-        f"mamba_num_heads is {sizes[1]}, which n_groups {sizes[0]} does not divide",
+        len({*map(repr, counts.values())}) <= 1,
+        f"one number has several names, and they differ: {counts}",
     )
-    return Ssm(
-        *sizes,
-        bias=bool(fields["use_conv_bias"]),
-        projection_bias=bool(fields["use_bias"]),
-        step_min=fields.number("time_step_min", float),
-    )
-
-
-def _experts(given: dict[str, Any], fields: _Fields, shared_gate: bool) -> Experts:
-    number, grouped = fields.number, "topk_group" in fields  # DeepSeek's
-    names = ["num_experts", "num_local_experts"]
-    if "n_routed_experts" in fields:
-        names.insert(0, "n_routed_experts")
+    name = next(iter(counts or [name for name in names if name in fields]))
+    count = _Fields(fields | counts).number(name)
+    own, of_shared = "moe_shared_expert_intermediate_size", "shared_expert_intermediate_size"
+    others: dict[str, Any] = {}
+    if of_shared in fields:
+        others = {"shared": fields.positive(of_shared), "shared_gate": True}
+    if "topk_group" in fields:  # DeepSeek's
+        shared = number(own) if own in fields else fields.or_zero("n_shared_experts") * width
+        others = {"shared": shared, "latent": fields.or_zero("moe_latent_size")}
+        others |= {"scores": "sigmoid", "scale": number("routed_scaling_factor", float)}
+        others |= {"groups": number("n_group"), "groups_chosen": number("topk_group")}
     experts = Experts(
-        fields.one_of(given, *names),
-        number("num_experts_per_tok"),
-        number(next(n for n in ("moe_intermediate_size", "intermediate_size") if n in fields)),
+        *(count, number("num_experts_per_tok"), width),
         normalise=bool(fields.get("norm_topk_prob", True)),
-    )
-    if shared_gate:
-        width = fields.positive("shared_expert_intermediate_size")
-        experts = dataclasses.replace(experts, shared=width, shared_gate=True)
-    if grouped:
-        own = "moe_shared_expert_intermediate_size"
-        experts = dataclasses.replace(
-            experts,
-            shared=(
-                number(own) if own in fields else fields.or_zero("n_shared_experts") * experts.width
-            ),
-            latent=fields.or_zero("moe_latent_size") if "moe_latent_size" in fields else 0,
-            scores="sigmoid",
-            scale=number("routed_scaling_factor", float),
-            groups=number("n_group"),
-            groups_chosen=number("topk_group"),
-        )
-    _require(
-        1 <= experts.per_token <= experts.count,
-        f"num_experts_per_tok is {experts.per_token}, of {experts.count} experts",
+        bias=bias,
+        **others,
     )
     _require(
-        experts.count % experts.groups == 0 and 1 <= experts.groups_chosen <= experts.groups,
-        f"{experts.count} experts in {experts.groups} groups of which {experts.groups_chosen} are"
-        " chosen; expected equal groups",
+        1 <= experts.per_token <= count,
+        f"num_experts_per_tok is {experts.per_token}, of {count} experts",
+    )
+    _require(
+        count % experts.groups == 0 and 1 <= experts.groups_chosen <= experts.groups,
+        f"{count} experts in {experts.groups} groups of which {experts.groups_chosen} are chosen;"
+        " expected equal groups",
     )
     return experts
 
@@ -661,29 +615,27 @@ def _experts_with_mlp(fields: _Fields) -> Experts:
     return Experts(count, per_token, width, with_mlp=True)
 
 
-def _dense_layers(fields: _Fields, known: dict[str, Any], layers: int) -> int:
+def _dense_layers(fields: _Fields, layers: int) -> int:
     """Returns the number of layers without experts, which must be the first ones."""
-    types = fields["mlp_layer_types"] if "mlp_layer_types" in known else None
-    if types:
-        dense = types.count("dense")
-    else:
-        dense = fields.number("first_k_dense_replace") if "first_k_dense_replace" in known else 1
+    if not (types := fields.get("mlp_layer_types")):
+        return min(fields.number("first_k_dense_replace", default=1), layers)
+    dense = types.count("dense")
     _require(
-        not types or types == ["dense"] * dense + ["sparse"] * (layers - dense),
+        types == ["dense"] * dense + ["sparse"] * (layers - dense),
         f"mlp_layer_types is {types}; expected {layers} entries, 'dense' and then 'sparse'",
     )
-    return min(dense, layers)
+    return dense
 
 
-def _indexer(given: dict[str, Any], fields: _Fields, layers: int, shared: bool) -> Indexer:
+def _indexer(given: _Fields, fields: _Fields, layers: int, shared: bool) -> Indexer:
     types = ["full"] * layers
     if shared and fields["indexer_types"] is not None:
         types = fields["indexer_types"]
     elif shared and (pattern := given.get("index_topk_pattern")) is not None:
         types = [{"F": "full", "S": "shared"}.get(c, c) for c in pattern]
     elif shared:
-        own = _Fields({"index_topk_freq": 1, "index_skip_topk_offset": 2} | given)
-        every, offset = max(own.number("index_topk_freq"), 1), own.number("index_skip_topk_offset")
+        every = max(given.number("index_topk_freq", default=1), 1)
+        offset = given.number("index_skip_topk_offset", default=2)
         types = ["shared" if max(i - offset + 1, 0) % every else "full" for i in range(layers)]
     _require(
         set(types) <= {"full", "shared"} and len(types) == layers and types[0] == "full",
@@ -694,6 +646,16 @@ def _indexer(given: dict[str, Any], fields: _Fields, layers: int, shared: bool) 
     return Indexer(*sizes, interleaved=shared, full=tuple(kind == "full" for kind in types))
 
 
+def _latent(fields: _Fields, family: Family) -> Latent:
+    widths = "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"
+    latent = Latent(fields.or_zero("q_lora_rank"), *map(fields.number, widths))
+    _require(
+        family.any_head_dim or fields["head_dim"] in (None, latent.rope),
+        f"head_dim is {fields['head_dim']}; expected none, or qk_rope_head_dim {latent.rope}",
+    )
+    return latent
+
+
 def from_hf(given: dict[str, Any]) -> ModelConfig:
     """Returns the ``ModelConfig`` of the contents of a ``config.json``.
 
@@ -702,111 +664,83 @@ def from_hf(given: dict[str, Any]) -> ModelConfig:
     """
     given = _text_of(given)
     family = _checked_family(given)
-    known, dense, experts, latent, indexer, delta = family.defaults, 0, None, None, None, None
-    if "linear_num_heads" in known:
-        given = _kimi_linear(given, known)
-    fields = _Fields(known | given)
+    known = family.defaults
+    given = _Fields(_kimi_linear(given, known) if "linear_num_heads" in known else given)
+    fields = _Fields({name: given.get(name, default) for name, default in known.items()})
     only = _only_parts(given, fields) if "layers_block_type" in known else None
-    heads = fields.number("num_attention_heads")
+    heads = fields.positive("num_attention_heads")
     layers = len(only) if only else fields.number("num_hidden_layers")
     if fields["num_key_value_heads"] is None:
         fields["num_key_value_heads"] = heads
     kv_heads = fields.number("num_key_value_heads")
-    _require(
-        heads > 0 and kv_heads > 0 and heads % kv_heads == 0,
-        f"num_attention_heads is {heads}, which num_key_value_heads {kv_heads} does not divide",
-    )
+    experts = latent = indexer = None
     if "num_experts_per_tok" in known and (only is None or "moe" in only):
-        experts = _experts(given, fields, "shared_expert_intermediate_size" in known)
-        experts = dataclasses.replace(experts, bias=family.expert_bias)
-    if fields.get("enable_moe_block") and "enable_moe_block" in known:
+        experts = _experts(given, fields, family.expert_bias)
+    if fields.get("enable_moe_block"):
         experts = _experts_with_mlp(fields)
-    if known.keys() & {"first_k_dense_replace", "mlp_layer_types"}:
-        dense = _dense_layers(fields, known, layers)
     if "kv_lora_rank" in known:
-        widths = "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"
-        latent = Latent(fields.or_zero("q_lora_rank"), *map(fields.number, widths))
-        _require(
-            family.any_head_dim or fields["head_dim"] in (None, latent.rope),
-            f"head_dim is {fields['head_dim']}; expected none, or qk_rope_head_dim {latent.rope}",
-        )
+        latent = _latent(fields, family)
         fields["head_dim"] = latent.nope + latent.rope
     elif fields["head_dim"] is None:
         fields["head_dim"] = fields.number("hidden_size") // heads
     if "index_topk" in known:
         _require(latent is not None and latent.q_latent > 0, "the indexer needs q_lora_rank")
         indexer = _indexer(given, fields, layers, family.shared_indexers)
-    if "linear_num_value_heads" in known:
-        delta = _delta(given, fields, layers, family.joint_delta)
-    elif "linear_num_heads" in known:
-        delta = _channel_delta(fields, layers)
-    of_rope, near = _ropes(fields, family)
-    theta, scaling = _rope(of_rope, family)
-    windows = _windows(fields, layers, family, near) if "sliding_window" in known else None
+    theta, scaling, near_theta = _ropes(given, fields.number("max_position_embeddings"), family)
+    windows = None
+    if "sliding_window" in known:
+        windows = _windows(given, fields, layers, family, near_theta)
+    near = (False,) * layers if windows is None else windows.near
     if family.near_heads:
-        (kv_heads, fields["head_dim"]), *of_near = _heads(fields, layers, windows)
+        (kv_heads, fields["head_dim"]), *of_near = _heads(fields, near)
         if windows is not None:
             windows = dataclasses.replace(windows, heads=of_near[0])
-    score_scale = family.score_scale
+    own: dict[str, Any] = {}
+    if known.keys() & {"first_k_dense_replace", "mlp_layer_types"}:
+        own["dense_layers"] = _dense_layers(fields, layers)
     if "query_pre_attn_scalar" in known:
-        score_scale = fields.number("query_pre_attn_scalar", float) ** -0.5
-    bias = "attention_bias" in known and bool(fields["attention_bias"])
+        own["score_scale"] = fields.number("query_pre_attn_scalar", float) ** -0.5
+    if "num_kv_shared_layers" in known:
+        own |= {"shared_keys": _shared_keys(fields, near), "layer_inputs": _layer_inputs(fields)}
+    if fields.get("final_logit_softcapping") is not None:
+        own["logit_cap"] = fields.positive("final_logit_softcapping", float)
+    if fields.flag("use_qk_norm"):
+        own["qk_norm"] = True
+    if family.scaled_embedding:
+        own["embed_scale"] = fields.number("hidden_size") ** 0.5
     cfg = ModelConfig(
-        family.model_type,
-        fields.number("vocab_size"),
-        fields.number("hidden_size"),
-        layers,
-        heads,
-        kv_heads,
-        fields.number("head_dim"),
+        *(family.model_type, fields.number("vocab_size"), fields.number("hidden_size")),
+        *(layers, heads, kv_heads, fields.number("head_dim")),
         fields.number("intermediate_size") if "intermediate_size" in known else 0,
-        theta,
-        scaling,
+        *(theta, scaling),
         fields.number("rms_norm_eps" if "rms_norm_eps" in known else "layer_norm_epsilon", float),
-        qk_norm=family.qk_norm or ("use_qk_norm" in known and bool(fields["use_qk_norm"])),
-        qkv_bias=bias or family.qkv_bias,
-        o_bias=bias and family.o_bias,
-        mlp_bias="mlp_bias" in known and bool(fields["mlp_bias"]),
-        tie_embeddings=bool(fields.get("tie_word_embeddings")),
+        qkv_bias=fields.flag("attention_bias") or family.qkv_bias,
+        o_bias=fields.flag("attention_bias") and family.o_bias,
+        mlp_bias=fields.flag("mlp_bias"),
+        tie_embeddings=fields.flag("tie_word_embeddings"),
         context=fields.number("max_position_embeddings"),
         experts=experts,
-        dense_layers=dense,
         latent=latent,
         indexer=indexer,
-        delta=delta,
+        delta=_delta(given, fields, layers, family.joint_delta),
         ssm=_ssm(fields) if only and "ssm" in only else None,
         only=only,
         windows=windows,
-        gated_attention=family.gated_attention,
         rotary=_rotary(given, family),
-        norm_offset=family.norm_offset,
-        sinks=family.sinks,
-        post_norms=family.post_norms,
-        embed_scale=fields.number("hidden_size") ** 0.5 if family.scaled_embedding else 1.0,
-        score_scale=score_scale,
-        activation=family.activation,
-        value_norm=family.value_norm,
-        value_is_key="attention_k_eq_v" in known and bool(fields["attention_k_eq_v"]),
-        layer_scale=family.layer_scale,
+        value_is_key=fields.flag("attention_k_eq_v"),
+        **family.model | own,
     )
-    if "num_kv_shared_layers" in known:
-        cfg = cfg.replace(
-            shared_keys=_shared_keys(fields, layers, windows),
-            layer_inputs=_layer_inputs(fields, cfg.vocab_size),
-        )
-    if "final_logit_softcapping" in known and fields["final_logit_softcapping"] is not None:
-        cfg = cfg.replace(logit_cap=fields.positive("final_logit_softcapping", float))
     for kind in [cfg] if windows is None else [cfg, cfg.near]:
+        _divides(kind.num_kv_heads, heads, "num_key_value_heads", "num_attention_heads")
         _require(
-            heads % kind.num_kv_heads == 0,
-            f"num_attention_heads is {heads}, which {kind.num_kv_heads} key-value heads do not"
-            " divide",
+            kind.rope_dim % 2 == 0,
+            f"{kind.rope_dim} dimensions of a head rotate; expected an even number",
         )
-        if kind.rope_dim % 2:
-            raise UserError(
-                f"config.json: {kind.rope_dim} dimensions of a head rotate; expected an even number"
-            )
     return cfg
+
+
+def _by_type() -> dict[str, str]:
+    return {family.model_type: name for name, family in FAMILIES.items()}
 
 
 def _text_of(given: dict[str, Any]) -> dict[str, Any]:
@@ -814,26 +748,20 @@ def _text_of(given: dict[str, Any]) -> dict[str, Any]:
     name = str((given.get("architectures") or [None])[0])
     if name not in WRAPPERS:
         return given
-    text = given.get("text_config")
-    if not isinstance(text, dict):
-        raise UserError(f"config.json: {name} has no text_config: fetch the file again")
+    text: Any = given.get("text_config")
+    _require(isinstance(text, dict), f"{name} has no text_config")
     kind = str(text.get("model_type"))
-    types = {family.model_type: name for name, family in FAMILIES.items()}
-    inner = WRAPPERS[name] or types.get(kind, kind)
-    outer = {
-        key: given[key] for key in ("tie_word_embeddings", "quantization_config") if key in given
-    }
-    own = {"architectures": [inner]}
+    inner = WRAPPERS[name] or _by_type().get(kind, kind)
+    outer = ("tie_word_embeddings", "quantization_config")
+    own = {key: given[key] for key in outer if key in given} | {"architectures": [inner]}
     own |= {"model_type": FAMILIES[inner].model_type} if inner in FAMILIES else {}
-    return text | outer | own
+    return text | own
 
 
 def _checked_family(given: dict[str, Any]) -> Family:
     """Returns the family; raises ``UserError`` for what no model here computes."""
-    types = {family.model_type: name for name, family in FAMILIES.items()}
-    names = given.get("architectures") or [
-        types[kind] for kind in [given.get("model_type")] if kind in types
-    ]
+    types, kind = _by_type(), given.get("model_type")
+    names = given.get("architectures") or [types[one] for one in [kind] if one in types]
     if not names or names[0] not in FAMILIES:
         needs = LACKING.get(names[0], "") if names else ""
         raise UserError(
@@ -841,10 +769,10 @@ def _checked_family(given: dict[str, Any]) -> Family:
             f" supported: {', '.join(FAMILIES)}"
         )
     family = FAMILIES[names[0]]
-    if given.get("model_type") in types.keys() - {family.model_type}:
+    if kind in types.keys() - {family.model_type}:
         raise UserError(
-            f"config.json: architectures is {names!r} but model_type is {given['model_type']!r};"
-            " transformers uses model_type: correct the wrong one"
+            f"config.json: architectures is {names!r} but model_type is {kind!r}; transformers"
+            " uses model_type: correct the wrong one"
         )
     published.scheme_of(given)
     for field, values in (ONLY | family.only).items():
@@ -855,12 +783,13 @@ def _checked_family(given: dict[str, Any]) -> Family:
                 f" is supported in {names[0]}: take another checkpoint, or remove the field if the"
                 " model was trained without it"
             )
-    known = {"full_attention", "indexed_attention"}
-    if "layer_types" not in family.defaults and not set(given.get("layer_types") or ()) <= known:
-        raise UserError(
-            f"config.json: layer_types is {given['layer_types']!r}; only full_attention is"
-            f" supported in {names[0]}: sliding-window attention is not"
-        )
+    of_layers = given.get("layer_types") or ()
+    _require(
+        "layer_types" in family.defaults
+        or set(of_layers) <= {"full_attention", "indexed_attention"},
+        f"layer_types is {of_layers!r}; only full_attention is supported in {names[0]}:"
+        " sliding-window attention is not",
+    )
     return family
 
 

@@ -21,37 +21,19 @@ from mint_jax.models.stacked import LayerOf, products
 from mint_jax.params import ParamSpec
 
 Activation = Callable[..., jax.Array]  # of gate and up, or of up
-AXES: dict[str, Ends] = {  # logical axes of every projection's in and out dimensions
-    "q": ("embed", "q_heads"),
-    "k": ("embed", "kv_heads"),
-    "v": ("embed", "kv_heads"),
-    "o": ("q_heads", "embed"),
-    "q_a": ("embed", "latent"),
-    "q_b": ("latent", "q_heads"),
-    "kv_a": ("embed", "latent"),
-    "kv_b": ("latent", "q_heads"),
-    "gate": ("embed", "ffw"),
-    "up": ("embed", "ffw"),
-    "down": ("ffw", "embed"),
-    "router": ("embed", None),
-    "qkv": ("embed", "q_heads"),
-    "z": ("embed", "q_heads"),
-    "beta": ("embed", None),
-    "decay": ("embed", None),
-    "z_a": ("embed", "latent"),
-    "z_b": ("latent", "q_heads"),
-    "decay_a": ("embed", "latent"),
-    "decay_b": ("latent", "q_heads"),
-    "qkvz": ("embed", "q_heads"),
-    "ba": ("embed", None),
-    "in": ("embed", "q_heads"),
-    "out": ("q_heads", "embed"),
-    "latent_in": ("embed", None),
-    "latent_out": (None, "embed"),
-    "shared_gate": ("embed", None),
-    "input_gate": ("embed", None),
-    "input_out": (None, "embed"),
+_ENDS: dict[Ends, tuple[str, ...]] = {
+    ("embed", "q_heads"): ("q", "qkv", "z", "qkvz", "in"),
+    ("embed", "kv_heads"): ("k", "v"),
+    ("q_heads", "embed"): ("o", "out"),
+    ("embed", "latent"): ("q_a", "kv_a", "z_a", "decay_a"),
+    ("latent", "q_heads"): ("q_b", "kv_b", "z_b", "decay_b"),
+    ("embed", "ffw"): ("gate", "up"),
+    ("ffw", "embed"): ("down",),
+    ("embed", None): ("router", "beta", "decay", "ba", "latent_in", "shared_gate", "input_gate"),
+    (None, "embed"): ("latent_out", "input_out"),
 }
+# logical axes of every projection's in and out dimensions
+AXES: dict[str, Ends] = {name: ends for ends, names in _ENDS.items() for name in names}
 
 
 def matrix(
@@ -105,18 +87,14 @@ def norm(L: int, D: int, dtype: Any) -> ParamSpec:
     return ParamSpec((L, D), ("layers", "norm"), dtype, "ones")
 
 
+# The gradient is written out: the backward pass stores only ``x`` and one scalar per row.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float, offset: float = 0.0) -> jax.Array:
     """Returns ``x / rms(x) * (offset + scale)`` over the last axis, in float32, in the dtype of
     ``x``.
 
     Zhang and Sennrich 2019, arXiv 1910.07467.
     """
-    return _rms_norm(x, scale, eps, offset)
-
-
-# The gradient is written out: the backward pass stores only ``x`` and one scalar per row.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _rms_norm(x, scale, eps, offset):
     return _norm_forward(x, scale, eps, offset)[0]
 
 
@@ -142,7 +120,7 @@ def _norm_backward(eps, offset, residuals, g):
     return dx.astype(x.dtype), dscale.astype(scale.dtype)
 
 
-_rms_norm.defvjp(_norm_forward, _norm_backward)
+rms_norm.defvjp(_norm_forward, _norm_backward)
 
 
 def rope_tables(positions_BT: jax.Array, cfg: ModelConfig) -> tuple[jax.Array, jax.Array]:

@@ -8,7 +8,7 @@ stopped; a directory without ``base.json`` is not complete.
 import itertools
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -139,22 +139,14 @@ def _write_leaf(
     chunk: tuple[int, ...],
     read: Callable[[tuple[slice, ...]], np.ndarray],
 ) -> None:
-    store = _open(directory, path, spec, chunk)
-    for index in _parts(spec.shape, chunk):
-        data = _raw(read(index))
+    store, size = _open(directory, path, spec, chunk), np.dtype(spec.dtype).itemsize
+    axes = [[slice(at, at + c) for at in range(0, n, c)] for n, c in zip(spec.shape, chunk)]
+    for index in itertools.product(*axes):
+        # As integers of the same size: zarr has no name for every float.
+        data = read(index).view(f"uint{8 * size}")
         store[index].write(data).result()
         if not np.array_equal(store[index].read().result(), data):
             raise OSError(f"{directory}: what was read of {path} is not what was written")
-
-
-def _parts(shape: tuple[int, ...], chunk: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
-    axes = [[slice(at, at + c) for at in range(0, n, c)] for n, c in zip(shape, chunk)]
-    return itertools.product(*axes)
-
-
-def _raw(values: np.ndarray) -> np.ndarray:
-    """Returns values as integers of the same size: zarr has no name for every float."""
-    return values.view({1: np.uint8, 2: np.uint16, 4: np.uint32}[values.dtype.itemsize])
 
 
 def _open(directory: Path, path: str, spec: ParamSpec, chunk: tuple[int, ...] | None) -> Any:

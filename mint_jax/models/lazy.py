@@ -5,6 +5,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from mint_jax.errors import UserError
+
 
 class Slice(Protocol):
     """A lazily read tensor, as ``safetensors.safe_open(...).get_slice`` returns it."""
@@ -12,6 +14,21 @@ class Slice(Protocol):
     def get_shape(self) -> list[int]: ...
     def get_dtype(self) -> str: ...
     def __getitem__(self, index: Any) -> np.ndarray: ...
+
+
+def covering(span: slice, size: int) -> tuple[slice, slice]:
+    """Returns the groups of ``size`` elements that cover a span, and the span within these."""
+    first = span.start // size
+    start = span.start - first * size
+    return slice(first, -(-span.stop // size)), slice(start, start + span.stop - span.start)
+
+
+def need(holds: bool, what: str, found: object, expected: object) -> None:
+    """Raises ``UserError`` unless the tensors of a file are as its config says."""
+    if not holds:
+        raise UserError(
+            f"{what}: found {found}, expected {expected}: config.json and weights do not match"
+        )
 
 
 class Computed:

@@ -35,20 +35,6 @@ GPU_SLICE_SHARE = 64  # a slice takes at most one part in this many of a GPU's m
 PART_BYTES = 8 << 20
 
 
-def target_logprobs(
-    params: Any,
-    lora: AdapterView | None,
-    h_BMD: jax.Array,
-    targets_BM: jax.Array,
-    inverse_temperature_BM: jax.Array | None = None,
-    cap: float | None = None,
-) -> jax.Array:
-    """Returns ``log p(target | h)``, ``[B, M]`` float32; differentiable in ``h`` and adapters of
-    ``unembed``. Arguments as of ``logprobs_and_entropy``.
-    """
-    return logprobs_and_entropy(params, lora, h_BMD, targets_BM, inverse_temperature_BM, cap)[0]
-
-
 def logprobs_and_entropy(
     params: Any,
     lora: AdapterView | None,
@@ -58,8 +44,8 @@ def logprobs_and_entropy(
     cap: float | None = None,
     entropy_gradient: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns log-probabilities, and the entropy of each position's distribution in nats, ``[B,
-    M]`` float32.
+    """Returns log-probabilities, differentiable in ``h`` and adapters of ``unembed``, and the
+    entropy of each position's distribution in nats, ``[B, M]`` float32.
 
     Memory is bounded by ``_slice_bytes``, or one position of every row, whatever M and V are.
 

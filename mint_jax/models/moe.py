@@ -11,19 +11,9 @@ import jax.numpy as jnp
 
 from mint_jax import params as params_lib
 from mint_jax.lora.view import AdapterView
-from mint_jax.models import experts
+from mint_jax.models import experts, layers
 from mint_jax.models.config import Experts, ModelConfig
 from mint_jax.models.expert_parallel import routed
-from mint_jax.models.layers import (
-    ACTIVATIONS,
-    AXES,
-    matrix,
-    mlp,
-    mlp_matrices,
-    norm,
-    project,
-    rms_norm,
-)
 from mint_jax.params import ParamSpec
 
 
@@ -32,26 +22,26 @@ def specs(cfg: ModelConfig, L: int, dtype: Any) -> dict[str, Any]:
     e, D = cfg.experts, cfg.d_model
     assert e is not None
     out = {
-        "norm": norm(L, D, dtype),
+        "norm": layers.norm(L, D, dtype),
         "router": router_specs(L, D, e, dtype),
         "experts": experts.specs(L, e.count, e.latent or D, e.width, dtype, e.bias, cfg.gated),
     }
     if e.latent:
-        out["latent_in"] = matrix("latent_in", L, D, e.latent, dtype, cfg.mlp_bias)
-        out["latent_out"] = matrix("latent_out", L, e.latent, D, dtype, cfg.mlp_bias)
+        out["latent_in"] = layers.matrix("latent_in", L, D, e.latent, dtype, cfg.mlp_bias)
+        out["latent_out"] = layers.matrix("latent_out", L, e.latent, D, dtype, cfg.mlp_bias)
     if e.shared:
-        out["shared"] = mlp_matrices(L, e.shared, cfg, dtype)
+        out["shared"] = layers.mlp_matrices(L, e.shared, cfg, dtype)
     if e.shared_gate:
-        out["shared_gate"] = matrix("shared_gate", L, D, 1, dtype)
+        out["shared_gate"] = layers.matrix("shared_gate", L, D, 1, dtype)
     if e.with_mlp:
-        out |= {name: norm(L, D, dtype) for name in ("mlp_norm", "post_norm", "router_norm")}
+        out |= {name: layers.norm(L, D, dtype) for name in ("mlp_norm", "post_norm", "router_norm")}
         out["expert_scale"] = ParamSpec((L, e.count), ("layers", None), dtype, "ones")
     return out
 
 
 def router_specs(L: int, D: int, experts: Experts, dtype: Any) -> dict[str, ParamSpec]:
     """Returns the router of ``L`` stacked layers; ``choice_bias`` is float32 as released."""
-    leaf = {"w": ParamSpec((L, D, experts.count), ("layers", *AXES["router"]), dtype)}
+    leaf = {"w": ParamSpec((L, D, experts.count), ("layers", *layers.AXES["router"]), dtype)}
     if experts.scores == "sigmoid":
         leaf["choice_bias"] = ParamSpec((L, experts.count), ("layers", None), jnp.float32, "zeros")
     if experts.bias:
@@ -83,25 +73,27 @@ def moe(
     if cfg.experts.with_mlp:
         assert x_BTD is not None
         x32 = x_BTD.astype(jnp.float32)
-        own = rms_norm(x32, p["router_norm"], cfg.norm_eps) * cfg.d_model**-0.5
+        own = layers.rms_norm(x32, p["router_norm"], cfg.norm_eps) * cfg.d_model**-0.5
         taken = route(own, p, lora, cfg.experts, replay)
         factors = p["expert_scale"].astype(jnp.float32)[taken.ids]
         taken = taken._replace(weights=taken.weights * factors)
     else:
         taken = route(h_BTD, p, lora, cfg.experts, replay)
-    act = ACTIVATIONS[cfg.activation]
-    x = project(h_BTD, p, lora, "latent_in") if cfg.experts.latent else h_BTD
+    act = layers.ACTIVATIONS[cfg.activation]
+    x = layers.project(h_BTD, p, lora, "latent_in") if cfg.experts.latent else h_BTD
     with jax.named_scope("experts"):
         adapters = None if lora is None else lora.at("experts")
         mlp_of = functools.partial(experts.expert_mlp, kernels=cfg.kernels, activation=act)
         out = routed(x, taken.ids, taken.weights, p["experts"], adapters, mlp_of)
     if cfg.experts.latent:
-        out = project(out.astype(h_BTD.dtype), p, lora, "latent_out")
+        out = layers.project(out.astype(h_BTD.dtype), p, lora, "latent_out")
     if cfg.experts.shared:
         with jax.named_scope("shared"):
-            shared = mlp(h_BTD, p["shared"], None if lora is None else lora.at("shared"), act)
+            shared = layers.mlp(
+                h_BTD, p["shared"], None if lora is None else lora.at("shared"), act
+            )
             if cfg.experts.shared_gate:
-                gate = project(h_BTD, p, lora, "shared_gate").astype(jnp.float32)
+                gate = layers.project(h_BTD, p, lora, "shared_gate").astype(jnp.float32)
                 shared = shared * jax.nn.sigmoid(gate).astype(shared.dtype)
             out = out + shared
     return out.astype(h_BTD.dtype), taken
@@ -124,7 +116,7 @@ def route(
     with jax.named_scope("router"):
         # In float32 whatever the base's dtype: rounding to 8 bits of mantissa makes ties of
         # different scores, which sampler and trainer may break differently.
-        logits = project(h_BTD.astype(jnp.float32), p, lora, "router")
+        logits = layers.project(h_BTD.astype(jnp.float32), p, lora, "router")
         score = jax.nn.sigmoid if experts.scores == "sigmoid" else jax.nn.softmax
         scores = score(logits)
         ids = choose(jax.lax.stop_gradient(scores), p["router"].get("choice_bias"), experts)

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import re
-from pathlib import Path
 from typing import Any
 
 from mint_jax.errors import UserError
@@ -51,7 +50,12 @@ def outline(name: str, fingerprint: str | None = None) -> Outline:
     cfg = layout.read_model(directory)
     has_weights = layout.is_converted(directory) or any(directory.glob("*.safetensors"))
     if is_random(name) or has_weights:
-        found = _fingerprint(name, directory)
+        try:
+            found = base_lib.fingerprint(name, directory)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"the weights in {directory} cannot be read ({error}): fetch the checkpoint again"
+            ) from None
         if fingerprint is not None and fingerprint != found:
             raise UserError(
                 f"base {name!r} has fingerprint {found[:12]}, not {fingerprint[:12]}: it is a"
@@ -69,12 +73,3 @@ def outline(name: str, fingerprint: str | None = None) -> Outline:
             " `show` for a policy of this base"
         )
     return Outline(name, cfg, fingerprint)
-
-
-def _fingerprint(name: str, directory: Path) -> str:
-    try:
-        return base_lib.fingerprint(name, directory)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"the weights in {directory} cannot be read ({error}): fetch the checkpoint again"
-        ) from None

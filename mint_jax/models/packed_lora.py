@@ -268,53 +268,36 @@ def _present(factors):
 # Products with one factor of adapters whose experts share the other.
 
 
-def shrink(
-    x_MD: jax.Array, a_WRD: jax.Array, groups: Groups, kernels: Kernels = Kernels()
-) -> jax.Array:
-    """Returns ``x A^T``, ``[M, R]`` in the dtype of ``x``; zeros for rows of no group."""
-    return _shrink(kernels, x_MD, a_WRD, groups)
-
-
-def expand(
-    h_MR: jax.Array,
-    b_WRF: jax.Array,
-    onto_MF: jax.Array,
-    groups: Groups,
-    kernels: Kernels = Kernels(),
-) -> jax.Array:
-    """Returns ``onto + h B``, ``[M, F]``."""
-    return _expand(kernels, h_MR, b_WRF, onto_MF, groups)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _shrink(kernels, x, a, groups):
-    return _half("shrink", kernels, groups, x, a)
+def shrink(kernels: Kernels, groups: Groups, x_MD: jax.Array, a_WRD: jax.Array) -> jax.Array:
+    """Returns ``x A^T``, ``[M, R]`` in the dtype of ``x``; zeros for rows of no group."""
+    return _half("shrink", kernels, groups, x_MD, a_WRD)
 
 
 def _shrink_backward(kernels, args, dh):
-    x, a, groups = args
+    groups, x, a = args
     dx = _half("expand", kernels, groups, dh, a, jnp.zeros_like(x))
-    return dx, _half("outer", kernels, groups, dh, x, a), None
+    return None, dx, _half("outer", kernels, groups, dh, x, a)
 
 
-_shrink.defvjp(lambda kernels, *args: (_shrink(kernels, *args), args), _shrink_backward)
+shrink.defvjp(lambda kernels, *args: (shrink(kernels, *args), args), _shrink_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _expand(kernels, h, b, onto, groups):
-    return _half("expand", kernels, groups, h, b, onto)
+def expand(
+    kernels: Kernels, groups: Groups, h_MR: jax.Array, b_WRF: jax.Array, onto_MF: jax.Array
+) -> jax.Array:
+    """Returns ``onto + h B``, ``[M, F]``."""
+    return _half("expand", kernels, groups, h_MR, b_WRF, onto_MF)
 
 
 def _expand_backward(kernels, args, g):
-    h, b, groups = args
+    groups, h, b = args
     dh = _half("shrink", kernels, groups, g, b)
-    return dh, _half("outer", kernels, groups, h, g, b), g, None
+    return None, dh, _half("outer", kernels, groups, h, g, b), g
 
 
-_expand.defvjp(
-    lambda kernels, h, b, onto, groups: (_expand(kernels, h, b, onto, groups), (h, b, groups)),
-    _expand_backward,
-)
+expand.defvjp(lambda kernels, *args: (expand(kernels, *args), args[:3]), _expand_backward)
 
 
 def _half(kind, kernels, groups, *args):
@@ -490,16 +473,13 @@ def _add_at(total: jax.Array, i: jax.Array, part: jax.Array) -> jax.Array:
 
 
 def _shrink_tiles(groups, x, w):
-    def body(tile, group, y):
-        return tile.add(y, dot(tile.read(x), _at(w, groups.index[group]), (1, 1)))
-
     y = _blank((x.shape[0], w.shape[1]), x.dtype, groups.sizes, 0)
-    return _over_tiles(body, y, x.shape[0], groups.sizes, groups.first)
+    return _expand_tiles(groups, x, w, y, along=1)
 
 
-def _expand_tiles(groups, h, w, onto):
+def _expand_tiles(groups, h, w, onto, along=0):
     def body(tile, group, y):
-        return tile.add(y, dot(tile.read(h), _at(w, groups.index[group]), (1, 0)))
+        return tile.add(y, dot(tile.read(h), _at(w, groups.index[group]), (1, along)))
 
     return _over_tiles(body, onto, h.shape[0], groups.sizes, groups.first)
 

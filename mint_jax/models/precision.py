@@ -5,7 +5,6 @@ float32 base sets ``highest``, on a TPU six passes of bfloat16; a bfloat16 base 
 ``jax_default_matmul_precision`` of the user has priority.
 """
 
-import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -22,13 +21,9 @@ def as_stored(program: Program) -> Program:
     # A backward pass that is traced outside would have the default precision.
     @functools.wraps(program)
     def traced(params: Any, *args: Any, **kwargs: Any) -> Any:
-        with _precision(params["final_norm"].dtype):
+        own: str | None = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+        is_exact = own is None and params["final_norm"].dtype == jnp.float32
+        with jax.default_matmul_precision("highest" if is_exact else own):
             return program(params, *args, **kwargs)
 
     return traced  # type: ignore[return-value]
-
-
-def _precision(dtype: Any) -> contextlib.AbstractContextManager[Any]:
-    if dtype != jnp.float32 or jax.config.jax_default_matmul_precision is not None:  # type: ignore[attr-defined]
-        return contextlib.nullcontext()
-    return jax.default_matmul_precision("highest")

@@ -21,7 +21,7 @@ import ml_dtypes
 import numpy as np
 
 from mint_jax.errors import UserError
-from mint_jax.models.lazy import Computed, Slice
+from mint_jax.models.lazy import Computed, Slice, covering, need
 from mint_jax.models.words import Words
 from mint_jax.safetensors_header import read_header
 
@@ -102,33 +102,32 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme | Words | None:
     return readers[method](given)
 
 
-def _only(given: Mapping[str, Any], where: str, **allowed: tuple[Any, ...]) -> None:
+_CONFIG = "quantization_config"
+
+
+def _need(holds: bool, field: str, value: Any, expected: str) -> None:
+    if not holds:
+        raise UserError(f"config.json: {field} is {value!r}; expected {expected}: {_REMEDY}")
+
+
+def _only(given: Mapping[str, Any], where: str = _CONFIG, **allowed: tuple[Any, ...]) -> None:
     """Raises if a field that is present has none of its allowed values."""
     for field, values in allowed.items():
-        if field in given and not any(given[field] == value for value in values):
-            expected = " or ".join(map(repr, values))
-            raise UserError(
-                f"config.json: {where}.{field} is {given[field]!r}; only {expected} is read:"
-                f" {_REMEDY}"
-            )
+        value = given.get(field, values[0])
+        expected = " or ".join(map(repr, values))
+        _need(any(value == one for one in values), f"{where}.{field}", value, expected)
 
 
 def _fp8(given: Mapping[str, Any]) -> Scheme:
-    where = "quantization_config"
-    _only(given, where, activation_scheme=("dynamic",), fmt=("e4m3",), expert_dtype=("fp8",))
-    return Scheme(0, _block_of(given, "weight_block_size", (128, 128), where))
+    _only(given, activation_scheme=("dynamic",), fmt=("e4m3",), expert_dtype=("fp8",))
+    return Scheme(0, _block_of(given, "weight_block_size", (128, 128), _CONFIG))
 
 
 def _block_of(given: Mapping[str, Any], name: str, default: Any, where: str) -> tuple[int, int]:
     block = given.get(name, default)
-    if (
-        not isinstance(block, list | tuple)
-        or len(block) != 2
-        or not all(type(n) is int and n > 0 for n in block)
-    ):
-        raise UserError(
-            f"config.json: {where}.{name} is {block!r}; expected two positive integers: {_REMEDY}"
-        )
+    is_pair = isinstance(block, list | tuple) and len(block) == 2
+    holds = is_pair and all(type(n) is int and n > 0 for n in block)
+    _need(holds, f"{where}.{name}", block, "two positive integers")
     return tuple(block)
 
 
@@ -140,26 +139,15 @@ _FORMATS = {
 
 
 def _compressed(given: Mapping[str, Any]) -> Scheme:
-    where = "quantization_config"
-    empty = (None, {}, [])
-    _only(
-        {"format": None, **given},
-        where,
-        format=tuple(_FORMATS),
-        quantization_status=("compressed",),
-        kv_cache_scheme=empty,
-        sparsity_config=empty,
-        transform_config=empty,
-    )
+    parts = "kv_cache_scheme", "sparsity_config", "transform_config"
+    _only(given, quantization_status=("compressed",), **dict.fromkeys(parts, (None, {}, [])))
+    _only({"format": None, **given}, format=tuple(_FORMATS))
     kind, bits, strategies = _FORMATS[given["format"]]
-    groups = given.get("config_groups")
-    group = next(iter(groups.values())) if isinstance(groups, dict) and len(groups) == 1 else None
-    if not isinstance(group, dict) or not isinstance(group.get("weights"), dict):
-        raise UserError(
-            f"config.json: {where}.config_groups is {groups!r}; expected one group with weights:"
-            f" {_REMEDY}"
-        )
-    inside = f"{where}.config_groups"
+    groups: Any = given.get("config_groups")
+    has_one, inside = isinstance(groups, dict) and len(groups) == 1, f"{_CONFIG}.config_groups"
+    group: Any = next(iter(groups.values())) if has_one else None
+    of_one = isinstance(group, dict) and isinstance(group.get("weights"), dict)
+    _need(of_one, inside, groups, "one group with weights")
     activations = group.get("input_activations")
     dynamic = isinstance(activations, dict) and activations.get("dynamic") is True
     if kind != "float" or not dynamic:  # a server may quantise them as it runs
@@ -179,11 +167,10 @@ def _compressed(given: Mapping[str, Any]) -> Scheme:
     bits = weights["num_bits"] if kind == "int" else 0
     if weights["strategy"] == "block":
         return Scheme(0, _block_of(weights, "block_structure", None, inside), compressed=True)
-    size = weights.get("group_size") if weights["strategy"] == "group" else 0
-    if type(size) is not int or size < 0 or (weights["strategy"] == "group" and not size):
-        raise UserError(
-            f"config.json: {inside}.group_size is {size!r}; expected a positive integer: {_REMEDY}"
-        )
+    size = 0
+    if weights["strategy"] == "group":
+        size = weights.get("group_size")
+        _need(type(size) is int and size > 0, f"{inside}.group_size", size, "a positive integer")
     return Scheme(bits, (1, size), compressed=True)
 
 
@@ -197,31 +184,25 @@ def read_scheme(directory: Path) -> Scheme | Words | None:
 
 
 def _gptq(given: Mapping[str, Any]) -> Words:
-    where, off = "quantization_config", (False, None, {}, "")
+    off = (False, None, {}, "")
     formats = {"gptq": 1, "gptq_v2": 0}  # of these, what is missing from stored zero points
     given = {"bits": None, "group_size": None, "checkpoint_format": "gptq"} | dict(given)
-    _only(given, where, bits=(2, 4, 8), checkpoint_format=tuple(formats), pack_dtype=("int32",))
-    _only(given, where, dynamic=off, lm_head=off, is_marlin_format=off)
-    return Words(given["bits"], _group(given, where), offset=formats[given["checkpoint_format"]])
+    _only(given, bits=(2, 4, 8), checkpoint_format=tuple(formats), pack_dtype=("int32",))
+    _only(given, dynamic=off, lm_head=off, is_marlin_format=off)
+    return Words(given["bits"], _group(given), offset=formats[given["checkpoint_format"]])
 
 
 def _awq(given: Mapping[str, Any]) -> Words:
-    where = "quantization_config"
     given = {"bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"} | dict(given)
     given["version"] = str(given["version"]).lower()  # as transformers does
-    _only(
-        given, where, bits=(4,), zero_point=(True,), version=("gemm",), backend=("auto", "autoawq")
-    )
-    return Words(4, _group(given, where), is_awq=True)
+    _only(given, bits=(4,), zero_point=(True,), version=("gemm",), backend=("auto", "autoawq"))
+    return Words(4, _group(given), is_awq=True)
 
 
-def _group(given: Mapping[str, Any], where: str) -> int:
+def _group(given: Mapping[str, Any]) -> int:
     size = given["group_size"]
-    if type(size) is not int or (size < 1 and size != -1):
-        raise UserError(
-            f"config.json: {where}.group_size is {size!r}; expected a positive integer or -1:"
-            f" {_REMEDY}"
-        )
+    holds = type(size) is int and (size > 0 or size == -1)
+    _need(holds, f"{_CONFIG}.group_size", size, "a positive integer or -1")
     return max(size, 0)
 
 
@@ -256,23 +237,19 @@ class Pairs(Computed):
     def __init__(self, name: str, blocks: Slice, scales: Slice):
         *grid, width = blocks.get_shape()
         found = [(x.get_dtype(), x.get_shape()) for x in (blocks, scales)]
-        if len(grid) != 3 or found != [("U8", [*grid, 16]), ("U8", grid)]:
-            raise UserError(
-                f"the blocks and scales of {name!r} are {found}; expected U8 [experts, rows,"
-                " columns / 32, 16] and U8 without the last: config.json and weights do not match"
-            )
+        holds = len(grid) == 3 and found == [("U8", [*grid, 16]), ("U8", grid)]
+        expected = "U8 [experts, rows, columns / 32, 16] and U8 without the last"
+        need(holds, f"the blocks and scales of {name!r}", found, expected)
         super().__init__([*grid[:2], grid[2] * 2 * width], "F32")
         self._blocks, self._scales = blocks, scales
 
     def _part(self, spans: list[slice]) -> np.ndarray:
         *outer, columns = spans
-        start, stop = columns.start, columns.stop
-        groups = slice(start // 32, -(-stop // 32))
+        groups, own = covering(columns, 32)
         packed, scales = (np.asarray(x[(*outer, groups)]) for x in (self._blocks, self._scales))
         # Both halves of each byte by one lookup.
         values = _PAIRS[packed] * _POWERS[scales][..., None, None]
-        values = values.reshape(*values.shape[:2], 32 * values.shape[2])
-        return values[..., start - groups.start * 32 :][..., : stop - start]
+        return values.reshape(*values.shape[:2], 32 * values.shape[2])[..., own]
 
 
 class Transposed(Computed):
@@ -300,46 +277,37 @@ class Dequantised(Computed):
         self._scheme, self._values, self._scales = scheme, values, scales
         rows, *rest = values.get_shape()
         expected = "I32" if scheme.bits else "F8_E4M3"
-        if len(rest) != 1 or values.get_dtype() != expected:
-            raise UserError(
-                f"the values of {name!r} are {values.get_dtype()} {values.get_shape()}; expected a"
-                f" matrix of {expected}: config.json and weights do not match"
-            )
+        found = values.get_dtype(), values.get_shape()
+        holds = len(rest) == 1 and found[0] == expected
+        need(holds, f"the values of {name!r}", found, f"a matrix of {expected}")
         columns = rest[0]
         if scheme.bits:
             declared = [int(n) for n in np.asarray(parts[2][:]).reshape(-1)]
-            per_word = 32 // scheme.bits
-            if len(declared) != 2 or [rows, columns] != [declared[0], -(-declared[1] // per_word)]:
-                raise UserError(
-                    f"{name!r} has words of shape {[rows, columns]} for a matrix of shape"
-                    f" {declared}: the checkpoint is damaged, fetch it again"
-                )
+            words = [*declared[:1], *(-(-n * scheme.bits // 32) for n in declared[1:])]
+            holds = len(declared) == 2 and [rows, columns] == words
+            need(holds, f"the words of {name!r}", [rows, columns], f"a matrix {declared}")
             columns = declared[1]
         super().__init__([rows, columns], scales.get_dtype() if scheme.compressed else "F32")
         self._block = scheme.block[0], scheme.block[1] or columns
         grid = [math.ceil(n / b) for n, b in zip(self._shape, self._block)]
         allowed = _SCALES if scheme.compressed else (*_SCALES, "F8_E8M0")
-        if scales.get_shape() != grid or scales.get_dtype() not in allowed:
-            raise UserError(
-                f"the scales of {name!r} are {scales.get_dtype()} {scales.get_shape()}; expected"
-                f" {' or '.join(allowed)} {grid}: config.json and weights do not match"
-            )
+        found = scales.get_dtype(), scales.get_shape()
+        holds = found[1] == grid and found[0] in allowed
+        need(holds, f"the scales of {name!r}", found, f"{' or '.join(allowed)} {grid}")
 
     def _part(self, spans: list[slice]) -> np.ndarray:
         rows, columns = spans
         values = self._read(rows, columns)
-        blocks = tuple(slice(s.start // b, -(-s.stop // b)) for s, b in zip(spans, self._block))
-        scales = np.asarray(self._scales[blocks])
+        (rows_of, _), (columns_of, own) = (covering(s, b) for s, b in zip(spans, self._block))
+        scales = np.asarray(self._scales[rows_of, columns_of])
         # A column's scales in full, one row of blocks at a time: a matrix of all scales would
         # double the memory.
-        start = columns.start - blocks[1].start * self._block[1]
-        wide = np.repeat(scales.astype(np.float32), self._block[1], axis=1)
-        wide = wide[:, start : start + values.shape[1]]
+        wide = np.repeat(scales.astype(np.float32), self._block[1], axis=1)[:, own]
         if self._block[0] == 1:
             values *= wide
         else:
             for i, factor in enumerate(wide):
-                first = (blocks[0].start + i) * self._block[0] - rows.start
+                first = (rows_of.start + i) * self._block[0] - rows.start
                 values[max(first, 0) : max(first + self._block[0], 0)] *= factor
         return values.astype(scales.dtype, copy=False) if self._scheme.compressed else values
 
@@ -348,13 +316,11 @@ class Dequantised(Computed):
         bits = self._scheme.bits
         if not bits:
             return np.asarray(self._values[rows, columns]).astype(np.float32)
-        per_word = 32 // bits
-        words = slice(columns.start // per_word, -(-columns.stop // per_word))
+        words, own = covering(columns, 32 // bits)
         packed = np.ascontiguousarray(self._values[rows, words]).view(np.uint8)
         if bits == 4:
             packed = np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)
-        start = columns.start - words.start * per_word
-        values = packed[:, start : start + columns.stop - columns.start].astype(np.float32)
+        values = packed[:, own].astype(np.float32)
         values -= 1 << (bits - 1)
         return values
 

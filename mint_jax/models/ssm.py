@@ -66,8 +66,8 @@ def mixer(
     y = sharding.constrain(y + skip[..., None] * x, "batch", "tokens", "q_heads", None)  # see delta
     y = y.reshape(B, T, -1) * jax.nn.silu(z.astype(jnp.float32))
     y = y.reshape(B, T, d.key_heads, -1)
-    y = rms_norm(y, jnp.ones(y.shape[-1:], jnp.float32), cfg.norm_eps).reshape(B, T, -1)
-    y = y * p["out_norm"].astype(jnp.float32)[None, None]
+    y: Any = rms_norm(y, jnp.ones(y.shape[-1:], jnp.float32), cfg.norm_eps)
+    y = y.reshape(B, T, -1) * p["out_norm"].astype(jnp.float32)[None, None]
     return project(y.astype(h_BTD.dtype), p, lora, "out"), pool
 
 

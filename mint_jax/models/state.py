@@ -266,7 +266,7 @@ def _prepare(q, k, v, g, beta, own, parent, corrects: bool, continues: bool = Fa
         pairs = [x.reshape(B, Q, -1, C, C) for x in _weighted(*of_blocks, decays, *k_q)]
     else:
         decays = jnp.moveaxis(g, 2, 3).reshape(B * Q, C, N, 1)
-    log = heads(_since(*of_blocks, decays))
+    log = heads(_sums(_ancestors(*of_blocks), decays))
     if not by_channel:
         between = jnp.where(_ancestors(own, parent)[:, :, None], log - log.mT, -jnp.inf)
         weights = jnp.exp(between)
@@ -330,11 +330,6 @@ def _sums(over: jax.Array, g: jax.Array) -> jax.Array:
     return jnp.einsum("zit,ztnk->zink", over.astype(g.dtype), g, precision=highest)
 
 
-def _since(own: jax.Array, parent: jax.Array, g: jax.Array) -> jax.Array:
-    """Returns sums from the lineage's first token in the block to each token."""
-    return _sums(_ancestors(own, parent), g)
-
-
 def _until(own: jax.Array, parent: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns which tokens are the last one of the block or its ancestors, and then which the end
     of its parent or that one's, ``[Z, 2 C]``; and sums from each token on to there, without its
@@ -368,7 +363,7 @@ def _joined(own, parent, g, k, q, blocks):
     own, parent, g, k, q = (x.reshape(-1, 2, C, *x.shape[2:]) for x in (own, parent, g, k, q))
     on, until = _until(own[:, 0], parent[:, 0], g[:, 0])
     keys = jnp.exp(until) * jnp.concatenate([k[:, 0], k[:, 0]], axis=1)
-    since = jnp.exp(_since(own[:, 1], parent[:, 1], g[:, 1]))
+    since = jnp.exp(_sums(_ancestors(own[:, 1], parent[:, 1]), g[:, 1]))
     enters = _entering(own[:, 1], parent[:, 1], own[:, 0, -1:], parent[:, 0, -1:])
     related = (enters[..., None] & on.reshape(-1, 1, 2, C)).reshape(-1, 1, C, 2 * C)
     out = []

@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 
 from mint_jax.errors import UserError
-from mint_jax.models.lazy import Computed
+from mint_jax.models.lazy import Computed, covering, need
 
 _ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # nibble of a word that has the next output, AWQ
-_DAMAGED = "config.json and weights do not match"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +66,8 @@ class WordMatrix(Computed):
         of = None if words.is_awq else parts[3]
         self._values, self._zeros, self._scales, self._of = values, zeros, scales, of
         found = {part: (x.get_dtype(), x.get_shape()) for part, x in zip(words.parts, parts)}
-        if any(len(shape) != 2 for part, (_, shape) in found.items() if part != ".g_idx"):
-            raise UserError(f"{name!r} has {found}; expected matrices: {_DAMAGED}")
+        matrices = [shape for part, (_, shape) in found.items() if part != ".g_idx"]
+        need(all(len(shape) == 2 for shape in matrices), repr(name), found, "matrices")
         inputs, outputs = values.get_shape()
         if words.is_awq:
             outputs *= self._per_word
@@ -83,11 +82,8 @@ class WordMatrix(Computed):
         }
         if of is not None:
             expected[".g_idx"] = "I32", [inputs]
-        if found != expected or scales.get_dtype() not in ("F16", "BF16", "F32"):
-            raise UserError(
-                f"the parts of {name!r} are {found}; expected {expected} with scales in F16, BF16"
-                f" or F32: {_DAMAGED}"
-            )
+        holds = found == expected and scales.get_dtype() in ("F16", "BF16", "F32")
+        need(holds, repr(name), found, f"{expected} with scales in F16, BF16 or F32")
         super().__init__([outputs, inputs], scales.get_dtype())
 
     def _part(self, spans: list[slice]) -> np.ndarray:
@@ -110,20 +106,14 @@ class WordMatrix(Computed):
         """Returns stored integers, ``[in, out]``."""
         if self._words.is_awq:
             return self._unpacked(self._values, inputs, outputs)
-        words, start = self._span(inputs)
+        words, own = covering(inputs, self._per_word)
         packed = np.ascontiguousarray(np.asarray(self._values[words, outputs]).T)
-        return self._words.unpack(packed)[:, start : start + inputs.stop - inputs.start].T
+        return self._words.unpack(packed)[:, own].T
 
     def _unpacked(self, stored: Any, rows: slice, columns: slice) -> np.ndarray:
-        words, start = self._span(columns)
+        words, own = covering(columns, self._per_word)
         packed = np.ascontiguousarray(np.asarray(stored[rows, words]))
-        return self._words.unpack(packed)[:, start : start + columns.stop - columns.start]
-
-    def _span(self, span: slice) -> tuple[slice, int]:
-        """Returns the words that have a span of integers, and its start in them."""
-        first = span.start // self._per_word
-        words = slice(first, -(-span.stop // self._per_word))
-        return words, span.start - first * self._per_word
+        return self._words.unpack(packed)[:, own]
 
     def _groups(self, inputs: slice) -> np.ndarray:
         if self._of is None:

@@ -18,7 +18,7 @@ from mint_jax.lora.tree import Slot, Stacks, check_resident
 from mint_jax.lora.view import AdapterView, bind_blocks, plan_blocks
 from mint_jax.models.base import Base
 from mint_jax.models.config import ModelConfig
-from mint_jax.models.logprobs import target_logprobs
+from mint_jax.models.logprobs import logprobs_and_entropy
 from mint_jax.models.precision import as_stored
 from mint_jax.models.transformer import DecoderInputs, hidden_states
 
@@ -33,7 +33,7 @@ def next_token_logprobs(
     inputs = sharding.constrain(tokens_BT[:, :-1], "batch", "tokens")
     positions = jnp.broadcast_to(jnp.arange(T - 1, dtype=jnp.int32), (B, T - 1))
     h, _ = hidden_states(params, lora, DecoderInputs(inputs, positions), cfg)
-    return target_logprobs(params, lora, h, tokens_BT[:, 1:], cap=cfg.logit_cap)
+    return logprobs_and_entropy(params, lora, h, tokens_BT[:, 1:], cap=cfg.logit_cap)[0]
 
 
 class Scorer:

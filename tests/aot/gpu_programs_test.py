@@ -14,39 +14,19 @@ from mint_jax.mesh import make_mesh
 from mint_jax.models.hf_config import from_hf
 from pallas_kernels import tuning
 
-COMMON = {
-    "vocab_size": 512,
-    "hidden_size": 512,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_experts_per_tok": 4,
-    "moe_intermediate_size": 256,
-}
-LATENT = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "num_key_value_heads": 4,
-    "n_routed_experts": 16,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "n_group": 4,
-    "topk_group": 2,
-    "q_lora_rank": 256,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-}
+COMMON = {"vocab_size": 512, "hidden_size": 512, "intermediate_size": 1024}
+COMMON |= {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+COMMON |= {"num_experts_per_tok": 4, "moe_intermediate_size": 256}
+LATENT = {"architectures": ["DeepseekV3ForCausalLM"], "num_key_value_heads": 4}
+LATENT |= {"n_routed_experts": 16, "n_shared_experts": 1, "first_k_dense_replace": 1}
+LATENT |= {"n_group": 4, "topk_group": 2, "q_lora_rank": 256, "kv_lora_rank": 512}
+LATENT |= {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+EXPERTS = {"architectures": ["Qwen3MoeForCausalLM"], "head_dim": 128, "num_experts": 16}
 # Fields of a base, layers of its largest stack, and the launches of one of these with adapters on
 # all projections, of branches the most. A launch takes an H100 two microseconds.
 BASES = {
     "dense": ({"architectures": ["Qwen3ForCausalLM"], "head_dim": 128}, 4, 58),
-    "experts": (
-        {"architectures": ["Qwen3MoeForCausalLM"], "head_dim": 128, "num_experts": 16},
-        4,
-        76,
-    ),
+    "experts": (EXPERTS, 4, 76),
     "latent": (LATENT, 3, 114),
 }
 

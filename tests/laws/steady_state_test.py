@@ -68,7 +68,8 @@ def grpo_step(trainer, engine, scorer, rng, lengths) -> None:
 
 # What the model's programs are traced through -> how often: by training and the base's score; by
 # decoding at each of two numbers of rows, and by the scores of prompts; by scoring.
-ONCE_A_PROGRAM = {(step, "batch_logprobs"): 2, (device, "sample"): 3, (score, "target_logprobs"): 1}
+ONCE_A_PROGRAM = {(step, "batch_logprobs"): 2, (device, "sample"): 3}
+ONCE_A_PROGRAM[score, "logprobs_and_entropy"] = 1
 
 
 @pytest.fixture

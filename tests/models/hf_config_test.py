@@ -1,5 +1,5 @@
-"""Reading config.json: fields and rotary frequencies equal transformers', and what is not supported
-is refused.
+"""Reading config.json: fields, spellings and rotary frequencies equal transformers'; what is not
+supported is refused.
 """
 
 import dataclasses
@@ -11,17 +11,22 @@ import torch
 import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from mint_jax import params as params_lib
 from mint_jax.errors import UserError
+from mint_jax.models import config as model_config
+from mint_jax.models import names, transformer
 from mint_jax.models.config import rope_frequencies
 from mint_jax.models.hf_config import FAMILIES, ONLY, from_hf, read_config
+from tests import oracles
 
 GOOD = {"architectures": ["LlamaForCausalLM"], "vocab_size": 97, "hidden_size": 48}
 GOOD |= {"intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4}
 
 
-def _message(call, *args) -> str:
+def message(call, *args, **kwargs) -> str:
+    """The message of the mistake that a call raises."""
     with pytest.raises(UserError) as error:
-        call(*args)
+        call(*args, **kwargs)
     return str(error.value)
 
 
@@ -110,48 +115,185 @@ REFUSED = [  # fields, words of the message
     ({"num_hidden_layers": 2.5}, "num_hidden_layers is 2.5"),
     ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
 ]
+REFUSED = [(GOOD | changes, words) for changes, words in REFUSED]
+TYPES = ("sliding_attention", "full_attention")
+GPT_OSS = names.SHAPES["gpt-oss-20b"] | {
+    "model_type": "gpt_oss",
+    "experts_per_token": 4,
+    "initial_context_length": 4096,
+    "layer_types": TYPES * 12,
+    "hidden_act": "silu",
+    "swiglu_limit": 7.0,
+    "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+}
+GEMMA = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
+GEMMA4 = {"architectures": ["Gemma4ForCausalLM"], "num_hidden_layers": 3}
+GEMMA4 |= {"layer_types": [TYPES[0], TYPES[1], TYPES[1]], "attention_k_eq_v": True}
+GEMMA4_MOE = GEMMA4 | {"enable_moe_block": True, "num_experts": 8, "moe_intermediate_size": 8}
+MINISTRAL = {"architectures": ["Ministral3ForCausalLM"]}
+QWEN3_5 = {"architectures": ["Qwen3_5ForCausalLM"], "num_hidden_layers": 5}
+NEMOTRON = {"architectures": ["NemotronHForCausalLM"]}
+KIMI = {"architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear"}
+KIMI |= {  # spellings of its files
+    **{"num_experts": 16, "num_experts_per_token": 4, "model_max_length": 512},
+    **{"moe_renormalize": False, "num_expert_group": 2, "num_shared_experts": 3},
+    "linear_attn_config": {
+        **{"head_dim": 6, "num_heads": 2, "short_conv_kernel_size": 3},
+        **{"full_attn_layers": [3, 5], "kda_layers": [1, 2, 4]},
+    },
+    **{"first_k_dense_replace": 2, "num_hidden_layers": 5, "mla_use_nope": True},
+}
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
+REFUSED += [
+    (GPT_OSS | {"swiglu_limit": 5.0}, "swiglu_limit is 5.0"),
+    (GPT_OSS | {"sliding_window": None}, "sliding_window is None"),
+    (GPT_OSS | {"sliding_window": 0}, "sliding_window is 0"),
+    (GPT_OSS | {"layer_types": TYPES}, "for each of 24 layers"),
+    (GPT_OSS | {"layer_types": ["chunked_attention"] * 24}, "expected 'full_attention' or"),
+    (GPT_OSS | {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+    (GEMMA | {"hidden_activation": "silu"}, "only 'gelu_pytorch_tanh'"),
+    (GEMMA | {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
+    (GEMMA | {"query_pre_attn_scalar": None}, "query_pre_attn_scalar is None"),
+    (
+        GEMMA | {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+        "layers with a window have rope scaling",
+    ),
+    (GEMMA4 | {"enable_moe_block": True, "num_experts": 8}, "top_k_experts is None"),
+    (GEMMA4_MOE | {"top_k_experts": 9}, "top_k_experts is 9, of 8 experts"),
+    (GEMMA4 | {"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'"),
+    (GEMMA4 | {"num_kv_shared_layers": 3}, "num_kv_shared_layers is 3"),
+    (GEMMA4 | {"num_kv_shared_layers": 2}, "num_kv_shared_layers is 2"),
+    (GEMMA4 | {"vocab_size_per_layer_input": 9}, "vocab_size_per_layer_input is 9"),
+    (GEMMA4 | {"final_logit_softcapping": -1.0}, "final_logit_softcapping is -1.0"),
+    (GEMMA4 | {"per_layer_config": {"1": {"head_dim": 8}}}, "expected equal heads in all"),
+    (GEMMA4 | {"per_layer_config": {"1": {"hidden_size": 8}}}, "per_layer_config of layer 1"),
+    (GEMMA4 | {"num_global_key_value_heads": 3}, "num_key_value_heads 3 does not divide"),
+    (GEMMA4 | {"rope_theta": 1e5}, "rope_theta is 100000.0"),
+    (
+        GEMMA4
+        | {"rope_parameters": {"full_attention": {"factor": 2.0, "partial_rotary_factor": 0.5}}},
+        "partial_rotary_factor is 0.5; only rope_type 'proportional'",
+    ),
+    (MINISTRAL | {"rope_parameters": YARN}, "has no llama_4_scaling_beta"),
+    (MINISTRAL | {"rope_parameters": {"rope_type": "default"}}, "has no llama_4_scaling_beta"),
+    ({"architectures": ["Qwen3_5ForConditionalGeneration"]}, "has no text_config"),
+    (QWEN3_5 | {"layer_types": ["linear_attention"] * 4}, "for each of 5 layers"),
+    (QWEN3_5 | {"layer_types": ["linear_attention"] * 4 + ["sliding_attention"]}, "sliding_att"),
+    (QWEN3_5 | {"linear_num_value_heads": 5}, "linear_num_key_heads 16 does not divide"),
+    (QWEN3_5 | {"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim is 0"),
+    (QWEN3_5 | {"linear_key_head_dim": "8"}, "linear_key_head_dim is '8'"),
+    (QWEN3_5 | {"rope_parameters": {"partial_rotary_factor": 1.5}}, "is 1.5"),
+    (QWEN3_5 | {"attn_output_gate": False}, "attn_output_gate is False"),
+    (
+        NEMOTRON | {"layers_block_type": ["mamba", "mixer"]},
+        "'mixer']; expected one of linear_attention",
+    ),
+    (NEMOTRON | {"hybrid_override_pattern": "MEX*"}, "is 'MEX*'; expected one of M, *, -, E for"),
+    (
+        NEMOTRON | {"hybrid_override_pattern": "ME*", "num_hidden_layers": 4},
+        "of 3 layers, and num_hidden_layers is 4",
+    ),
+    (NEMOTRON | {"hybrid_override_pattern": 5}, "pattern is 5; expected one of M"),
+    (NEMOTRON | {"mamba_num_heads": 5}, "mamba_num_heads is 5, which n_groups 8 does not divide"),
+    (NEMOTRON | {"ssm_state_size": 0}, "ssm_state_size is 0"),
+    (NEMOTRON | {"mlp_hidden_act": "silu"}, "mlp_hidden_act is 'silu'; only 'relu2'"),
+    (NEMOTRON | {"time_step_limit": [0.0, 0.1]}, "time_step_limit is [0.0, 0.1]"),
+    (NEMOTRON | {"mamba_d_conv": 4}, "mamba_d_conv is 4; only None"),
+    (NEMOTRON | {"tie_word_embeddings": True}, "tie_word_embeddings is True"),
+    (KIMI | {"linear_attn_config": {"full_attn_layers": [3, 6]}}, "full_attn_layers is [3, 6]"),
+    (KIMI | {"linear_attn_config": {"kda_layers": [1, 2, 3]}}, "expected each of 5 layers once"),
+    (KIMI | {"linear_attn_config": [1]}, "linear_attn_config is [1]"),
+    (KIMI | {"linear_attn_config": {"num_heads": 0}}, "linear_num_heads is 0"),
+    (KIMI | {"n_group": 4}, "num_expert_group is 2, and n_group is 4"),
+    (KIMI | {"mla_use_nope": False}, "mla_use_nope is False"),
+    (KIMI | {"moe_router_activation_func": "softmax"}, "is 'softmax'; only None or 'sigmoid'"),
+]
 
 
-@pytest.mark.parametrize(("changes", "words"), REFUSED, ids=range(len(REFUSED)))
-def test_what_no_model_here_computes_is_refused_by_name(changes, words):
-    assert words in _message(from_hf, GOOD | changes)
+@pytest.mark.parametrize(("fields", "words"), REFUSED, ids=range(len(REFUSED)))
+def test_what_no_model_here_computes_is_refused_by_name(fields, words):
+    assert words in message(from_hf, fields)
+
+
+# of the classes of transformers 5.23, and the last three of their model cards
+BILLIONS = {"gpt-oss-20b": 20.91, "gpt-oss-120b": 116.83, "qwen3-next-80b-a3b": 79.67}
+BILLIONS |= {"glm-4.5": 352.80, "gemma-4-31b": 30.7, "gemma-4-26b-a4b": 25.2}
+BILLIONS |= {"nemotron-3-nano-30b-a3b": 31.6}
+
+
+@pytest.mark.parametrize("name", BILLIONS)
+def test_published_bases_have_their_number_of_parameters(name):
+    count = params_lib.count(transformer.abstract(from_hf(names.SHAPES[name])))
+    assert count / 1e9 == pytest.approx(BILLIONS[name], rel=0.002)
+
+
+def test_gemma_is_read_in_its_older_spelling_too():
+    """As in the file of gemma-3-4b-it: a pattern, two bases, and scaling of the layers without a
+    window.
+    """
+    old = {"sliding_window_pattern": 3, "rope_theta": 2e6, "rope_local_base_freq": 3e4}
+    old |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "num_hidden_layers": 7}
+    full = {"rope_type": "linear", "factor": 8.0, "rope_theta": 2e6}
+    near = {"rope_type": "default", "rope_theta": 3e4}
+    new = {"rope_parameters": {"full_attention": full, "sliding_attention": near}}
+    new |= {"num_hidden_layers": 7, "layer_types": [TYPES[i in (2, 5)] for i in range(7)]}
+    assert from_hf(GEMMA | old) == from_hf(GEMMA | new)
+    assert from_hf(GEMMA | new).windows.theta == 3e4
+
+
+def test_heads_of_gemma_4_are_read_in_both_spellings():
+    """As in published files, and as transformers 5.23 saves them."""
+    published = {"global_head_dim": 64, "num_global_key_value_heads": 2}
+    saved = {"per_layer_config": {i: {"head_dim": 64, "num_key_value_heads": 2} for i in "12"}}
+    cfg = from_hf(GEMMA4 | published)
+    assert cfg == from_hf(GEMMA4 | saved)
+    assert (cfg.num_kv_heads, cfg.head_dim, cfg.windows.heads) == (2, 64, (4, 256))
+    # the number counts only with attention_k_eq_v
+    assert from_hf(GEMMA4 | published | {"attention_k_eq_v": False}).num_kv_heads == 4
+    # the last layer has no window, whatever the file says
+    assert from_hf(GEMMA4 | {"layer_types": [TYPES[0]] * 3}).windows.near == (True, True, False)
+
+
+def test_published_spellings_are_those_of_the_class():
+    cfg = from_hf(KIMI)
+    theirs = transformers.KimiLinearConfig.from_dict(json.loads(json.dumps(KIMI)))
+    assert from_hf(KIMI | theirs.to_dict()) == cfg
+    assert list(cfg.delta.full) == [kind == "full_attention" for kind in theirs.layer_types]
+    assert cfg.dense_layers == theirs.mlp_layer_types.count("dense") == 2
+    assert (cfg.delta.heads, cfg.delta.key, cfg.delta.taps, cfg.delta.latent) == (2, 6, 3, 6)
+    assert (cfg.experts.count, cfg.experts.per_token, cfg.experts.groups) == (16, 4, 2)
+    assert (cfg.context, cfg.experts.normalise) == (512, False)
+    assert cfg.experts.shared == 3 * cfg.experts.width
+    assert cfg.rope_dim == 0
+
+
+def test_a_pattern_of_letters_is_a_list_of_types(hf_dirs):
+    config = json.loads((hf_dirs("nemotron_h") / "config.json").read_text())
+    cfg = from_hf(config)
+    del config["layers_block_type"]
+    assert from_hf(config | {"hybrid_override_pattern": "MEME*E"}) == cfg
+    dense = from_hf(config | {"hybrid_override_pattern": "M-*M"})
+    assert dense.experts is None
+    assert dense.only == ("ssm", "mlp", "attn", "ssm")
+
+
+def test_layers_are_grouped_by_their_pattern():
+    def groups(kinds):
+        found = model_config._groups(tuple(kinds))
+        return [{n: list(r) for n, r in group.items()} for group in found]
+
+    assert groups("aaa") == [{"a": [0, 1, 2]}]
+    assert groups("aabbb") == [{"a": [0, 1]}, {"b": [2, 3, 4]}]
+    assert groups("aabaabaab") == [{"a": [0, 3, 6], "a1": [1, 4, 7], "b": [2, 5, 8]}]
+    assert groups("ababa") == [{"a": [0, 2], "b": [1, 3]}, {"a1": [4]}]
 
 
 DEFAULTS = {family.model_type: family.defaults for family in FAMILIES.values()}
 FAMILY_ONLY = {family.model_type: family.only for family in FAMILIES.values()}
 CLASSES = {family: transformers.CONFIG_MAPPING[family] for family in DEFAULTS}
-SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8}
-SMALL_EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 12}
-SMALL_LATENT = SMALL_EXPERTS | {"q_lora_rank": 24, "kv_lora_rank": 20, "qk_nope_head_dim": 12}
-SMALL_LATENT |= {"qk_rope_head_dim": 8, "v_head_dim": 10, "n_routed_experts": 8, "n_group": 2}
-SMALL_LATENT |= {"topk_group": 1, "first_k_dense_replace": 1}
-SMALL_STATES = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
-SMALL_STATES |= {"linear_value_head_dim": 6, "num_hidden_layers": 4}
-SMALL_SHARED = SMALL_EXPERTS | {"num_experts": 8, "shared_expert_intermediate_size": 20}
-SMALL_CHANNELS = SMALL_LATENT | {"n_group": 1, "linear_head_dim": 8, "linear_num_heads": 2}
-SMALL_CHANNELS |= {"num_local_experts": SMALL_CHANNELS.pop("n_routed_experts")}
-SMALL_SSM = {"ssm_state_size": 6, "mamba_num_heads": 4, "mamba_head_dim": 5, "n_groups": 2}
-SMALL_SSM |= {"n_routed_experts": 8, "moe_shared_expert_intermediate_size": 20}
-SMALL_INDEXER = {"index_topk": 4, "index_head_dim": 16, "index_n_heads": 2}
-SMALL_INPUTS = {"hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 64}
 # Arguments that Gemma 4's class turns into overrides of single layers; its logits compare them.
 NO_FIELDS = ("global_head_dim", "num_global_key_value_heads", "per_layer_config")
-TINY = {
-    **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral", "ministral3"), SMALL),
-    "gemma3_text": SMALL | {"sliding_window": 4},
-    "gemma4_text": SMALL | SMALL_INPUTS | {"sliding_window": 4},
-    "gpt_oss": SMALL | {"num_experts_per_tok": 3, "num_local_experts": 8, "sliding_window": 4},
-    "qwen3_moe": SMALL | SMALL_EXPERTS | {"num_experts": 8},
-    "qwen3_5_text": SMALL | SMALL_STATES,
-    **dict.fromkeys(("qwen3_5_moe_text", "qwen3_next"), SMALL | SMALL_STATES | SMALL_SHARED),
-    "nemotron_h": SMALL | SMALL_EXPERTS | SMALL_SSM | {"num_hidden_layers": 4},
-    "kimi_linear": SMALL | SMALL_CHANNELS | {"num_hidden_layers": 6},
-    "deepseek_v3": SMALL | SMALL_LATENT,
-    "glm4_moe": SMALL | SMALL_EXPERTS | {"n_routed_experts": 8},
-    "glm4_moe_lite": SMALL | SMALL_LATENT | {"n_group": 1},
-    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), SMALL | SMALL_LATENT | SMALL_INDEXER),
-}
+TINY = {"glm4_moe": "glm4", "glm4_moe_lite": "glm4_lite", "glm_moe_dsa": "glm"}  # of oracles.TINY
 # Field that the forward pass does not depend on -> a value that is no default.
 NO_EFFECT = {"transformers_version": "4.0.0", "output_hidden_states": True, "use_cache": False}
 NO_EFFECT |= {"output_router_logits": True, "chunk_size_feed_forward": 4}
@@ -176,8 +318,9 @@ PUBLISHED = list(NO_EFFECT)[-7:]
 
 
 def _given(family):
+    _, sizes = oracles.TINY[TINY.get(family, family.removesuffix("_text"))]
     architecture = next(name for name, one in FAMILIES.items() if one.model_type == family)
-    return {"architectures": [architecture], "model_type": family} | TINY[family]
+    return {"architectures": [architecture], "model_type": family} | oracles._COMMON | sizes
 
 
 def _torch_logits(family, **changes):
@@ -219,7 +362,8 @@ def test_defaults_are_those_of_the_classes_of_transformers(family):
         return
     rope = cls().rope_parameters
     rope = rope.get("full_attention", rope)
-    assert rope["rope_theta"] == from_hf(_given(family)).rope_theta
+    sizes = {name: x for name, x in _given(family).items() if name != "rope_parameters"}
+    assert rope["rope_theta"] == from_hf(sizes).rope_theta
 
 
 @pytest.mark.parametrize("family", DEFAULTS)
@@ -237,7 +381,7 @@ def test_every_field_is_read_or_refused_or_has_no_effect(family):
     assert from_hf(given | changes) == from_hf(given)
     assert torch.equal(_torch_logits(family, **changes), _torch_logits(family))
     for field in refused:
-        assert f"{field} is 'other'" in _message(from_hf, given | {field: "other"})
+        assert f"{field} is 'other'" in message(from_hf, given | {field: "other"})
 
 
 @pytest.mark.parametrize(
@@ -251,4 +395,4 @@ def test_every_field_is_read_or_refused_or_has_no_effect(family):
 def test_a_broken_config_file_is_refused(text, words, tmp_path):
     if text is not None:
         (tmp_path / "config.json").write_text(text)
-    assert words in _message(read_config, tmp_path)
+    assert words in message(read_config, tmp_path)

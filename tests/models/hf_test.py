@@ -3,17 +3,17 @@ a directory can be wrong.
 """
 
 import json
+import re
 import shutil
 
-import chex
 import jax
 import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from chex import assert_trees_all_equal as _equal
 
 from mint_jax import params as params_lib
-from mint_jax.errors import UserError
 from mint_jax.lora.config import AdapterConfig
 from mint_jax.models import base as base_lib
 from mint_jax.models import hf, transformer
@@ -21,31 +21,17 @@ from mint_jax.models.hf_config import read_config
 from mint_jax.models.outline import outline
 from tests import oracles
 from tests.exchange import our_logits
-
-
-def _copy(directory, to):
-    shutil.copytree(directory, to)
-    return to
-
-
-def _message(call, *args) -> str:
-    with pytest.raises(UserError) as error:
-        call(*args)
-    return str(error.value)
+from tests.models.hf_config_test import message
 
 
 def _load(directory, mesh, dtype=np.float32):
     return hf.load(directory, read_config(directory), mesh, dtype)
 
 
-def _equal(tree, other):
-    chex.assert_trees_all_equal(tree, other)
-
-
 @pytest.fixture
 def ckpt(hf_dirs, tmp_path):
     """A copy of the tiny llama that a test may spoil."""
-    return _copy(hf_dirs("llama"), tmp_path / "ckpt")
+    return shutil.copytree(hf_dirs("llama"), tmp_path / "ckpt")
 
 
 @pytest.fixture(scope="module")
@@ -151,15 +137,6 @@ def _rewrite(directory, change):
     )
 
 
-def _same_logits_as_transformers(directory, rng, mesh):
-    tokens_BT = rng.integers(0, 97, (1, 9))
-    theirs = oracles.torch_logits(oracles.torch_model(directory), tokens_BT)
-    ours = our_logits(base_lib.load(str(directory), mesh), {}, AdapterConfig(1), tokens_BT)
-    # float32 sums, in another order
-    np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.abs(theirs).max())
-    return theirs
-
-
 UP = "model.layers.1.mlp.up_proj.weight"
 Q = "model.layers.0.self_attn.q_proj"
 
@@ -209,10 +186,10 @@ DAMAGED = {  # words of the error -> change of a sound directory
 def test_a_damaged_checkpoint_is_refused_before_anything_is_loaded(words, change, ckpt, mesh):
     change(ckpt)
     begun = []
-    message = _message(
+    told = message(
         lambda: hf.load(ckpt, read_config(ckpt), mesh, progress=lambda *_: begun.append(1))
     )
-    assert words in message
+    assert words in told
     assert not begun
 
 
@@ -228,19 +205,23 @@ def test_an_index_that_contradicts_its_files_is_refused(tmp_path, mesh):
         (json.dumps({"weight_map": files | {"lm_head.bias": "gone"}}), "gone is named by model."),
     ):
         index.write_text(text)
-        assert words in _message(_load, directory, mesh)
+        assert words in message(_load, directory, mesh)
 
 
 def test_a_head_that_differs_from_the_embedding_is_used_though_the_config_ties_them(
     rng, hf_dirs, tmp_path, mesh, caplog
 ):
-    directory = _copy(hf_dirs("llama_tied"), tmp_path / "head")
+    directory = shutil.copytree(hf_dirs("llama_tied"), tmp_path / "head")
     _rewrite(directory, lambda t: t.update({hf.HEAD: t[hf.EMBED].roll(1, 0)}))
-    _same_logits_as_transformers(directory, rng, mesh)
+    tokens_BT = rng.integers(0, 97, (1, 9))
+    theirs = oracles.torch_logits(oracles.torch_model(directory), tokens_BT)
+    ours = our_logits(base_lib.load(str(directory), mesh), {}, AdapterConfig(1), tokens_BT)
+    # float32 sums, in another order
+    np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.abs(theirs).max())
     assert "lm_head.weight differs from the embedding and is used" in caplog.text
     assert outline(str(directory)).cfg == hf.read_model(directory)
     assert not hf.read_model(directory).tie_embeddings
-    assert "'lm_head.weight'" in _message(_load, directory, mesh)  # whoever loads it tied
+    assert "'lm_head.weight'" in message(_load, directory, mesh)  # whoever loads it tied
     _rewrite(directory, lambda t: t.update({hf.HEAD: t[hf.EMBED].clone()}))
     assert hf.read_model(directory).tie_embeddings
     _load(directory, mesh)
@@ -248,7 +229,7 @@ def test_a_head_that_differs_from_the_embedding_is_used_though_the_config_ties_t
 
 def test_either_of_two_tied_tensors_stands_for_both(hf_dirs, tmp_path, mesh):
     """The ``save_model`` of safetensors keeps the head's name only."""
-    directory = _copy(hf_dirs("llama_tied"), tmp_path / "head")
+    directory = shutil.copytree(hf_dirs("llama_tied"), tmp_path / "head")
     _rewrite(directory, lambda t: t.update({"lm_head.weight": t.pop("model.embed_tokens.weight")}))
     np.testing.assert_array_equal(
         oracles.torch_model(directory).model.embed_tokens.weight.detach(),
@@ -268,6 +249,52 @@ def test_names_below_another_prefix_are_the_same_tensors(prefix, hf_dirs, ckpt, 
     _equal(_load(ckpt, mesh), _load(hf_dirs("llama"), mesh))
 
 
+_PICTURES = "vision_tower.w", "multi_modal_projector.w"
+_BELOW = "model.language_model."
+# published files have keys of layers that share another's
+_GEMMA4 = *_PICTURES, "model.embed_vision.w", f"{_BELOW}layers.5.self_attn.k_proj.weight"
+_MORE = "model.visual.patch_embed.proj.weight", "mtp.fc.weight"
+MEDIA = [  # family, class, prefix of the text's tensors, others
+    ("gemma3", "Gemma3", "language_model.model.", _PICTURES),
+    ("ministral3", "Mistral3", _BELOW, _PICTURES),
+    ("gemma4_shared", "Gemma4", _BELOW, _GEMMA4),
+    ("qwen3_5", "Qwen3_5", _BELOW, _MORE),
+    ("qwen3_5_moe", "Qwen3_5Moe", _BELOW, _MORE),
+]
+
+
+@pytest.mark.parametrize(("family", "name", "prefix", "others"), MEDIA)
+def test_a_checkpoint_of_several_media_is_read_for_its_text(
+    family, name, prefix, others, hf_dirs, tmp_path, mesh
+):
+    """As published: nested ``text_config``, other names, experts of a layer in one tensor, tensors
+    of pictures and of prediction.
+    """
+    source, directory = hf_dirs(family), shutil.copytree(hf_dirs(family), tmp_path / "base")
+    text = json.loads((source / "config.json").read_text())
+    del text["architectures"]
+    outer = {"architectures": [f"{name}ForConditionalGeneration"], "model_type": "other"}
+    outer |= {"text_config": text, "vision_config": {}}
+    (directory / "config.json").write_text(json.dumps(outer))
+
+    def published(tensors):
+        if family == "qwen3_5_moe":
+            tensors = oracles.torch_model(source).state_dict()  # experts fused
+        renamed = {re.sub("^model[.]", prefix, one): x for one, x in tensors.items()}
+        return renamed | {one: torch.ones(2) for one in others}
+
+    _rewrite(directory, published)
+    cfg = hf.read_model(directory)
+    assert cfg.replace(directory=None) == hf.read_model(source).replace(directory=None)
+    _equal(*(hf.load(folder, cfg, mesh) for folder in (directory, source)))
+    if family == "qwen3_5_moe":
+        fused = hf.Checkpoint(directory).tensor("model.layers.1.mlp.experts.2.up_proj.weight")
+        np.testing.assert_array_equal(fused[3:9, 1:], fused[:][3:9, 1:])
+        _rewrite(directory, lambda t: {n: x[:, 1:] if "gate_up" in n else x for n, x in t.items()})
+        told = message(hf.load, directory, cfg, mesh)
+        assert "expected experts, rows of gate_proj and up_proj" in told
+
+
 LAYER = "model.layers"
 HARMLESS = [
     ("llama", {f"{LAYER}.1.self_attn.rotary_emb.inv_freq": (8,), "v_head.summary.weight": (1, 48)}),
@@ -279,7 +306,7 @@ HARMLESS = [
 
 @pytest.mark.parametrize(("family", "extra"), HARMLESS)
 def test_tensors_without_a_part_in_logits_are_left_out(family, extra, hf_dirs, tmp_path, mesh):
-    directory = _copy(hf_dirs(family), tmp_path / "extra")
+    directory = shutil.copytree(hf_dirs(family), tmp_path / "extra")
     ones = {name: torch.ones(shape) for name, shape in extra.items()}
     _rewrite(directory, lambda t: t.update(ones))
     _equal(_load(directory, mesh), _load(hf_dirs(family), mesh))

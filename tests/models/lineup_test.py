@@ -22,6 +22,7 @@ from mint_jax.errors import UserError
 from mint_jax.models import hf, names, published
 from mint_jax.models.config import rope_frequencies
 from mint_jax.models.hf_config import from_hf
+from tests.models.hf_config_test import GPT_OSS
 
 
 def _fields(names, *values):
@@ -29,29 +30,21 @@ def _fields(names, *values):
 
 
 _SIZES = "hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size"
-_QWEN3 = {"model_type": "qwen3", "vocab_size": 151936, "head_dim": 128, "rms_norm_eps": 1e-6}
-_QWEN3 |= {"attention_bias": False, "hidden_act": "silu", "use_sliding_window": False}
-_QWEN3 |= {"max_window_layers": 36, "rope_scaling": None, "rope_theta": 1000000}
-_QWEN3 |= {"max_position_embeddings": 40960, "tie_word_embeddings": False, "sliding_window": None}
-_QWEN3_MOE = _QWEN3 | {"model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8}
-_QWEN3_MOE |= {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
-_QWEN3_MOE |= {"moe_intermediate_size": 768} | _fields(_SIZES, 2048, 48, 32, 4, 6144)
+_MORE = {"use_sliding_window": False, "sliding_window": None, "rope_scaling": None}
+_MORE |= {"max_window_layers": 36, "tie_word_embeddings": False}
+_QWEN3 = names.SHAPES["qwen3-4b"] | _MORE | {"model_type": "qwen3"}
+_QWEN3_MOE = names.SHAPES["qwen3-30b-a3b"] | _MORE | {"model_type": "qwen3_moe"}
 _LONG = {"max_position_embeddings": 262144, "rope_theta": 10000000}
-_QWEN3_5 = {"model_type": "qwen3_5_text", "vocab_size": 248320, "head_dim": 256}
-_QWEN3_5 |= {"attention_bias": False, "attn_output_gate": True, "full_attention_interval": 4}
-_QWEN3_5 |= {"hidden_act": "silu", "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128}
-_QWEN3_5 |= {"linear_num_key_heads": 16, "linear_value_head_dim": 128, "rms_norm_eps": 1e-6}
-_QWEN3_5 |= {"mamba_ssm_dtype": "float32", "max_position_embeddings": 262144}
-_QWEN3_5 |= {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
-_QWEN3_5["rope_parameters"] = {"mrope_interleaved": True, "mrope_section": [11, 11, 10]}
-_QWEN3_5["rope_parameters"] |= {"rope_theta": 10000000, "rope_type": "default"}
-_QWEN3_5["rope_parameters"] |= {"partial_rotary_factor": 0.25}
+_ROPE = {"mrope_interleaved": True, "mrope_section": [11, 11, 10], "rope_theta": 10000000}
+_ROPE |= {"rope_type": "default", "partial_rotary_factor": 0.25}
+_MORE = {"model_type": "qwen3_5_moe_text", "attn_output_gate": True, "mlp_only_layers": []}
+_MORE |= {"mamba_ssm_dtype": "float32", "mtp_num_hidden_layers": 1, "rope_parameters": _ROPE}
+_MORE |= {"mtp_use_dedicated_embeddings": False}
+_35B = names.SHAPES["qwen3.5-35b-a3b"] | _MORE
+_397B = names.SHAPES["qwen3.5-397b-a17b"] | _MORE
+_QWEN3_5 = {k: v for k, v in _35B.items() if "expert" not in k and "moe" not in k}
+_QWEN3_5 |= {"model_type": "qwen3_5_text"}
 _QWEN3_6 = {"output_gate_type": "swish", "partial_rotary_factor": 0.25, "pad_token_id": None}
-_QWEN3_5_MOE = {k: v for k, v in _QWEN3_5.items() if k != "model_type"}
-_QWEN3_5_MOE |= {"model_type": "qwen3_5_moe_text", "mlp_only_layers": []}
-_QWEN3_5_MOE |= {"num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512}
-_QWEN3_5_MOE |= {"shared_expert_intermediate_size": 512, "linear_num_value_heads": 32}
-_QWEN3_5_MOE |= _fields(_SIZES.rsplit(" ", 1)[0], 2048, 40, 16, 2)
 _DEEPSEEK = {"model_type": "deepseek_v3", "vocab_size": 129280, "hidden_act": "silu"}
 _DEEPSEEK |= _fields(_SIZES, 7168, 61, 128, 128, 18432) | {"moe_intermediate_size": 2048}
 _DEEPSEEK |= {"attention_bias": False, "ep_size": 1, "first_k_dense_replace": 3, "n_group": 8}
@@ -84,17 +77,6 @@ _KIMI["quantization_config"] = {
     "quant_method": "compressed-tensors",
     "quantization_status": "compressed",
 }
-_GPT_OSS = {"model_type": "gpt_oss", "vocab_size": 201088, "head_dim": 64, "hidden_act": "silu"}
-_GPT_OSS |= _fields(_SIZES, 2880, 24, 64, 8, 2880) | {"attention_bias": True}
-_GPT_OSS |= {"experts_per_token": 4, "num_experts_per_tok": 4, "num_local_experts": 32}
-_GPT_OSS |= {"initial_context_length": 4096, "max_position_embeddings": 131072}
-_GPT_OSS |= {"rms_norm_eps": 1e-5, "rope_theta": 150000, "sliding_window": 128}
-_GPT_OSS |= {"swiglu_limit": 7.0, "tie_word_embeddings": False}
-_GPT_OSS |= {"layer_types": ["sliding_attention", "full_attention"] * 12}
-_GPT_OSS["rope_scaling"] = {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0}
-_GPT_OSS["rope_scaling"] |= {"original_max_position_embeddings": 4096, "rope_type": "yarn"}
-_GPT_OSS["rope_scaling"] |= {"truncate": False}
-_GPT_OSS["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
 _LLAMA = {"model_type": "llama", "vocab_size": 128256, "head_dim": 128, "hidden_act": "silu"}
 _LLAMA |= _fields(_SIZES, 3072, 28, 24, 8, 8192) | {"attention_bias": False, "mlp_bias": False}
 _LLAMA |= {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0}
@@ -107,14 +89,10 @@ def _qwen3_5(value_heads, *sizes, **others):
     return _QWEN3_5 | _fields(_SIZES, *sizes) | {"linear_num_value_heads": value_heads} | others
 
 
-_397B = _fields(_SIZES.rsplit(" ", 1)[0], 4096, 60, 32, 2) | {"linear_num_value_heads": 64}
-_397B |= {"num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 1024}
-_397B |= {"shared_expert_intermediate_size": 1024}
 _235B = _fields(_SIZES, 4096, 94, 64, 4, 12288) | {"moe_intermediate_size": 1536}
 _2507 = _LONG | {"max_window_layers": 94, "rope_theta": 5000000}
 _DENSE, _ROUTED = "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"
 _9B = _qwen3_5(32, 4096, 32, 16, 4, 12288, tie_word_embeddings=False)
-_35B = _QWEN3_5_MOE | {"tie_word_embeddings": False}
 _FLOAT8, _PACKED = published.Scheme(0, (128, 128)), published.Scheme(4, (1, 32), compressed=True)
 # name -> architecture, text model, format of weights, tokenizer class; None: a file of tiktoken
 PUBLISHED = {
@@ -139,11 +117,11 @@ PUBLISHED = {
     ),
     "Qwen3.5-35B-A3B-Base": (_ROUTED, _35B, None, "Qwen2Tokenizer"),
     "Qwen3.6-35B-A3B": (_ROUTED, _35B | _QWEN3_6, None, "Qwen2Tokenizer"),
-    "Qwen3.5-397B-A17B": (_ROUTED, _35B | _397B, None, "Qwen2Tokenizer"),
-    "gpt-oss-20b": ("GptOssForCausalLM", _GPT_OSS, published.MXFP4, "PreTrainedTokenizerFast"),
+    "Qwen3.5-397B-A17B": (_ROUTED, _397B, None, "Qwen2Tokenizer"),
+    "gpt-oss-20b": ("GptOssForCausalLM", GPT_OSS, published.MXFP4, "PreTrainedTokenizerFast"),
     "gpt-oss-120b": (
         "GptOssForCausalLM",
-        _GPT_OSS
+        GPT_OSS
         | {"num_hidden_layers": 36, "num_local_experts": 128}
         | {"layer_types": ["sliding_attention", "full_attention"] * 18},
         *(published.MXFP4, "PreTrainedTokenizerFast"),

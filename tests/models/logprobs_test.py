@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mint_jax.models import logprobs, stored
-from mint_jax.models.logprobs import logprobs_and_entropy, target_logprobs
+from mint_jax.models.logprobs import logprobs_and_entropy
 from pallas_kernels.layer_matmul import blocks
 from tests.views import view_of
 
@@ -92,7 +92,7 @@ def test_a_slices_logits_are_in_memory_once(K):
     assert slices > 1
 
     def summed(h, table, targets, sharp):
-        return logprobs.target_logprobs({"embed": {"w": table}}, None, h, targets, sharp).sum()
+        return logprobs_and_entropy({"embed": {"w": table}}, None, h, targets, sharp)[0].sum()
 
     spec = jax.ShapeDtypeStruct
     h = spec((rows, positions, D), np.float32)
@@ -145,7 +145,7 @@ def test_a_table_held_in_fewer_bits_comes_in_parts(kind, V, many, sliced, hot, r
     sharp = jnp.asarray(1 / temperatures) if hot else None
     program = jax.jit(
         lambda h, g, w: jax.vjp(
-            lambda h: target_logprobs({"embed": {"w": w}}, None, h, y, sharp), h
+            lambda h: logprobs_and_entropy({"embed": {"w": w}}, None, h, y, sharp)[0], h
         )[1](g)
     )
     of_entropy = rng.normal(size=(B, M)).astype(np.float32)
@@ -154,7 +154,9 @@ def test_a_table_held_in_fewer_bits_comes_in_parts(kind, V, many, sliced, hot, r
         [h_BMD],
         (g, of_entropy),
     )
-    plain = jax.jit(lambda h: target_logprobs({"embed": {"w": held}}, None, h, y, sharp))(h_BMD)
+    plain, _ = jax.jit(lambda h: logprobs_and_entropy({"embed": {"w": held}}, None, h, y, sharp))(
+        h_BMD
+    )
     h = torch.tensor(np.float64(h_BMD), requires_grad=True)
     z = h @ torch.tensor(table_VD).T / torch.tensor(np.float64(temperatures))[..., None]
     logp = torch.log_softmax(z, -1)

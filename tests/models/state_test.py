@@ -1,6 +1,6 @@
 """Layers with a state against recurrences in float64, transformers' of a gated delta net, and the
 definitions of Mamba-2 and Kimi Delta Attention: packed rows with parents, blocks and steps of a
-cache, and how a config is read.
+cache.
 """
 
 import functools
@@ -12,14 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import safetensors.torch
 import torch
-import transformers
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule
 
-from mint_jax.errors import UserError
-from mint_jax.models import config as model_config
-from mint_jax.models import hf, hf_config, state
+from mint_jax.models import hf, state
 from mint_jax.models.attention import Segments
 from mint_jax.models.paged import EMPTY, FOLLOW, StateSlots
 from pallas_kernels.state_step import state_step
@@ -204,143 +200,6 @@ def test_blocks_in_any_calls_and_steps_are_the_recurrence(rng, bad, corrects, ch
         np.testing.assert_allclose(o[0], want[t], rtol=0, atol=2e-4)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
-def test_a_checkpoint_of_several_media_is_read_for_its_text(family, hf_dirs, tmp_path, mesh):
-    """As published: nested ``text_config``, other names, experts of a layer in one tensor, tensors
-    of pictures and of prediction.
-    """
-    source = hf_dirs(family)
-    directory = shutil.copytree(source, tmp_path / "base")
-    text = json.loads((source / "config.json").read_text())
-    del text["architectures"]
-    name = {"qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe"}[family]
-    outer = {"architectures": [f"{name}ForConditionalGeneration"], "model_type": family}
-    outer |= {"text_config": text, "vision_config": {}, "tie_word_embeddings": False}
-    (directory / "config.json").write_text(json.dumps(outer))
-    tensors = oracles.torch_model(source).state_dict()  # experts fused
-    renamed = {
-        name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name: x
-        for name, x in tensors.items()
-    }
-    renamed |= {
-        "model.visual.patch_embed.proj.weight": torch.ones(2),
-        "mtp.fc.weight": torch.ones(2),
-    }
-    safetensors.torch.save_file(renamed, directory / "model.safetensors", {"format": "pt"})
-    cfg = hf.read_model(directory)
-    assert cfg.replace(directory=None) == hf.read_model(source).replace(directory=None)
-    whole, plain = (hf.load(folder, cfg, mesh) for folder in (directory, source))
-    jax.tree.map(np.testing.assert_array_equal, whole, plain)
-    if family == "qwen3_5_moe":
-        fused = hf.Checkpoint(directory).tensor("model.layers.1.mlp.experts.2.up_proj.weight")
-        np.testing.assert_array_equal(fused[3:9, 1:], fused[:][3:9, 1:])
-        bad = {n: x[:, 1:] if n.endswith(".gate_up_proj") else x for n, x in renamed.items()}
-        bad = {n: x.contiguous() for n, x in bad.items()}
-        safetensors.torch.save_file(bad, directory / "model.safetensors", {"format": "pt"})
-        with pytest.raises(UserError, match=r"expected experts, rows of gate_proj and up_proj"):
-            hf.load(directory, cfg, mesh)
-    outer.pop("text_config")
-    with pytest.raises(UserError, match="has no text_config"):
-        hf_config.from_hf(outer)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"layer_types": ["linear_attention"] * 4}, "for each of 5 layers"),
-        ({"layer_types": ["linear_attention"] * 4 + ["sliding_attention"]}, "sliding_attention"),
-        ({"linear_num_value_heads": 5}, "linear_num_key_heads 2 does not divide"),
-        ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim is 0"),
-        ({"linear_key_head_dim": "8"}, "linear_key_head_dim is '8'"),
-        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 1.5}}, "is 1.5"),
-        ({"attn_output_gate": False}, "attn_output_gate is False"),
-    ],
-)
-def test_a_config_that_does_not_fit_is_refused(changes, words, hf_dirs):
-    config = json.loads((hf_dirs("qwen3_5") / "config.json").read_text())
-    with pytest.raises(UserError, match=words):
-        hf_config.from_hf(config | changes)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"layers_block_type": ["mamba", "mixer"]}, r"'mixer'\]; expected one of linear_attention"),
-        (
-            {"hybrid_override_pattern": "MEX*"},
-            "pattern is 'MEX\\*'; expected one of M, \\*, -, E for",
-        ),
-        ({"hybrid_override_pattern": "ME*", "num_hidden_layers": 4}, "of 3 layers, and .* is 4"),
-        ({"hybrid_override_pattern": 5}, "pattern is 5; expected one of M"),
-        ({"mamba_num_heads": 5}, "mamba_num_heads is 5, which n_groups 2 does not divide"),
-        ({"ssm_state_size": 0}, "ssm_state_size is 0"),
-        ({"mlp_hidden_act": "silu"}, "mlp_hidden_act is 'silu'; only 'relu2'"),
-        ({"time_step_limit": [0.0, 0.1]}, "time_step_limit is .0.0, 0.1."),
-        ({"mamba_d_conv": 4}, "mamba_d_conv is 4; only None"),
-        ({"tie_word_embeddings": True}, "tie_word_embeddings is True"),
-    ],
-)
-def test_a_config_of_one_part_a_layer_that_does_not_fit_is_refused(changes, words, hf_dirs):
-    config = json.loads((hf_dirs("nemotron_h") / "config.json").read_text())
-    if "hybrid_override_pattern" in changes:
-        del config["layers_block_type"]
-    with pytest.raises(UserError, match=words):
-        hf_config.from_hf(config | changes)
-
-
-PUBLISHED = {  # spellings of Kimi-Linear's files
-    **{"num_experts": 16, "num_experts_per_token": 4, "model_max_length": 512},
-    **{"moe_renormalize": False, "num_expert_group": 2, "num_shared_experts": 3},
-    "linear_attn_config": {
-        **{"head_dim": 6, "num_heads": 2, "short_conv_kernel_size": 3},
-        **{"full_attn_layers": [3, 5], "kda_layers": [1, 2, 4]},
-    },
-    **{"first_k_dense_replace": 2, "num_hidden_layers": 5, "mla_use_nope": True},
-}
-
-
-def test_published_spellings_are_those_of_the_class():
-    fields = {"architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear"} | PUBLISHED
-    cfg = hf_config.from_hf(fields)
-    theirs = transformers.KimiLinearConfig.from_dict(json.loads(json.dumps(fields)))
-    assert hf_config.from_hf(fields | theirs.to_dict()) == cfg
-    assert list(cfg.delta.full) == [kind == "full_attention" for kind in theirs.layer_types]
-    assert cfg.dense_layers == theirs.mlp_layer_types.count("dense") == 2
-    assert (cfg.delta.heads, cfg.delta.key, cfg.delta.taps, cfg.delta.latent) == (2, 6, 3, 6)
-    assert (cfg.experts.count, cfg.experts.per_token, cfg.experts.groups) == (16, 4, 2)
-    assert (cfg.context, cfg.experts.normalise) == (512, False)
-    assert cfg.experts.shared == 3 * cfg.experts.width
-    assert cfg.rope_dim == 0
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"linear_attn_config": {"full_attn_layers": [3, 6]}}, "full_attn_layers is .3, 6."),
-        ({"linear_attn_config": {"kda_layers": [1, 2, 3]}}, "expected each of 5 layers once"),
-        ({"linear_attn_config": [1]}, "linear_attn_config is .1."),
-        ({"linear_attn_config": {"num_heads": 0}}, "linear_num_heads is 0"),
-        ({"n_group": 4}, "num_expert_group is 2, and n_group is 4"),
-        ({"mla_use_nope": False}, "mla_use_nope is False"),
-        ({"moe_router_activation_func": "softmax"}, "func is 'softmax'; only None or 'sigmoid'"),
-    ],
-)
-def test_a_published_config_that_does_not_fit_is_refused(changes, words):
-    fields = {"architectures": ["KimiLinearForCausalLM"]} | PUBLISHED
-    with pytest.raises(UserError, match=words):
-        hf_config.from_hf(fields | changes)
-
-
-def test_a_pattern_of_letters_is_a_list_of_types(hf_dirs):
-    config = json.loads((hf_dirs("nemotron_h") / "config.json").read_text())
-    cfg = hf_config.from_hf(config)
-    del config["layers_block_type"]
-    assert hf_config.from_hf(config | {"hybrid_override_pattern": "MEME*E"}) == cfg
-    dense = hf_config.from_hf(config | {"hybrid_override_pattern": "M-*M"})
-    assert dense.experts is None
-    assert dense.only == ("ssm", "mlp", "attn", "ssm")
-
-
 @pytest.mark.parametrize("shortest", [0.001, 0.9])
 def test_time_steps_have_a_least_length_in_any_call(shortest, hf_dirs, mesh, tmp_path, rng):
     """As in transformers' chunks; its decoding step lacks it."""
@@ -353,14 +212,3 @@ def test_time_steps_have_a_least_length_in_any_call(shortest, hf_dirs, mesh, tmp
     ours = decoder_logits(params, None, tokens, cfg=cfg)
     # float32 sums in another order
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
-
-
-def test_layers_are_grouped_by_their_pattern():
-    def groups(kinds):
-        found = model_config._groups(tuple(kinds))
-        return [{n: list(r) for n, r in group.items()} for group in found]
-
-    assert groups("aaa") == [{"a": [0, 1, 2]}]
-    assert groups("aabbb") == [{"a": [0, 1]}, {"b": [2, 3, 4]}]
-    assert groups("aabaabaab") == [{"a": [0, 3, 6], "a1": [1, 4, 7], "b": [2, 5, 8]}]
-    assert groups("ababa") == [{"a": [0, 2], "b": [1, 3]}, {"a1": [4]}]

@@ -22,6 +22,7 @@ from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Request
 from mint_jax.train.batch import Group, TrainSequence
 from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
+from tests.marks import first
 from tests.models.gguf_files import write
 
 D, F, V = 64, 128, 64
@@ -34,11 +35,7 @@ def converted(folder, rng, kind="Q4_1", table="Q8_0", ffw=F, tied=True):
     return gguf_lib.convert(file, folder / "tiny")
 
 
-@pytest.fixture(
-    scope="module",
-    params=[True, pytest.param(False, marks=pytest.mark.long)],
-    ids=["tied", "untied"],
-)
+@pytest.fixture(scope="module", params=first(1, [True, False]), ids=["tied", "untied"])
 def directory(request, tmp_path_factory):
     """A tiny checkpoint converted from layers of 4 bits and tables of 8."""
     folder = tmp_path_factory.mktemp("blocked")
@@ -51,16 +48,7 @@ def both(directory, mesh):
     return base_lib.load(str(directory), mesh), base_lib.load(str(directory), mesh, as_stored=False)
 
 
-FAMILIES = (
-    "qwen3",
-    *(
-        pytest.param(name, marks=pytest.mark.long)
-        for name in ("llama_bias", "qwen3_moe", "glm_dense")
-    ),
-)
-
-
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=first(1, ["qwen3", "llama_bias", "qwen3_moe", "glm_dense"]))
 def sixteen(request, hf_dirs, mesh, tmp_path_factory):
     """A tiny checkpoint in bfloat16, held so and in float32."""
     folder = tmp_path_factory.mktemp(request.param)
