@@ -21,7 +21,13 @@ from pallas_kernels.partial import Partial
 
 
 def _require(
-    kernel: Any, q_latent: jax.Array, q_rope: jax.Array, latent: jax.Array, rope: jax.Array, *rest
+    kernel: Any,
+    q_latent: jax.Array,
+    q_rope: jax.Array,
+    latent: jax.Array,
+    rope: jax.Array,
+    *rest: Any,
+    **_: Any,
 ) -> None:
     if len(rest) > 1 and rest[1] is not None:
         raise NotImplementedError("an indexer chooses the keys")

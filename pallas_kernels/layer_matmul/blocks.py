@@ -113,7 +113,7 @@ def unpack_by_cpu(blocks: jax.Array, transposed: bool = False) -> jax.Array:
     return native.call("mint_block_unpack", out, blocks, transposed=transposed)
 
 
-def require_cpu(blocks: jax.Array) -> None:
+def require_cpu(blocks: jax.Array, **_: bool) -> None:
     """Raises NotImplementedError with the reason if ``unpack_by_cpu`` cannot serve."""
     native.require_one_device()
     native.require()

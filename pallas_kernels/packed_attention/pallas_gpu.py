@@ -20,16 +20,8 @@ from jax.experimental.pallas import triton
 from pallas_kernels import softmax_gpu as softmax
 from pallas_kernels import tuning
 from pallas_kernels.packed_attention.segments import key_of, meeting, pairs, segments, visits
-from pallas_kernels.triton import (
-    Span,
-    columns,
-    dot,
-    pieces,
-    read,
-    require_shared_memory,
-    unravel,
-    write,
-)
+from pallas_kernels.products import dot
+from pallas_kernels.triton import Span, columns, pieces, read, require_shared_memory, unravel, write
 
 WIDEST = 256
 # Segments beyond a row: they attend to nothing and nothing attends to them.

@@ -17,7 +17,8 @@ from jax.experimental.pallas import triton
 from pallas_kernels import tuning
 from pallas_kernels.grouped_matmul.tiles import tiles
 from pallas_kernels.packed_lora.runs import whole_runs
-from pallas_kernels.triton import LEAST, Span, columns, cost, dot, power_of_two, read, write
+from pallas_kernels.products import dot
+from pallas_kernels.triton import LEAST, Span, columns, cost, power_of_two, read, write
 
 MOST = 256  # largest rank
 

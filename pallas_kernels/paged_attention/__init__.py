@@ -16,7 +16,7 @@ from pallas_kernels.paged_attention import cpu, xla
 from pallas_kernels.partial import Partial
 
 
-def _require(kernel: Any, q: jax.Array, k: jax.Array, v: jax.Array, rows: Rows) -> None:
+def _require(kernel: Any, q: jax.Array, k: jax.Array, v: jax.Array, rows: Rows, **_: Any) -> None:
     kernel.require([q], [k, v], 1, q.shape[3])
 
 
