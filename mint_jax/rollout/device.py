@@ -240,20 +240,10 @@ def pool_shardings(cfg: ModelConfig, specs: Any, mesh: Mesh) -> Any:
     return jax.tree.map(of, axes, is_leaf=lambda x: isinstance(x, tuple))
 
 
-def empty_pool(
-    cfg: ModelConfig,
-    mesh: Mesh,
-    pages: int,
-    dtype: Any,
-    routes: bool = False,
-    states: int = 0,
-    near: int | None = None,
-) -> Pool:
-    """Returns an empty pool of ``pages`` pages, ``states`` slots of states and ``near`` near pages
-    on each part of the mesh (``page_parts``).
-    """
+def empty_pool(cfg: ModelConfig, mesh: Mesh, *sizes: Any) -> Pool:
+    """Returns an empty pool; ``sizes``: as of ``abstract_pool``."""
     with jax.set_mesh(mesh):
-        return _maker(cfg, mesh, pages, jnp.dtype(dtype), routes, states, near)()
+        return _maker(cfg, mesh, *sizes)()
 
 
 def abstract_pool(
@@ -265,7 +255,9 @@ def abstract_pool(
     states: int = 0,
     near: int | None = None,
 ) -> Pool:
-    """Returns the shapes and shardings of ``empty_pool`` for ahead-of-time compiling."""
+    """Returns the shapes and shardings of a pool of ``pages`` pages, ``states`` slots of states and
+    ``near`` near pages on each part of the mesh (``page_parts``).
+    """
     parts = page_parts(cfg, mesh)
     sizes = pages * parts, jnp.dtype(dtype), routes, lanes(mesh), states * parts
     specs = pool_specs(cfg, *sizes, near=None if near is None else near * parts)
