@@ -69,11 +69,9 @@ class Span:
     @property
     def places(self) -> jax.Array:
         """Returns the places, ``[size]`` int32."""
-        return (
-            self.at
-            if isinstance(self.at, jax.Array)
-            else self.at.start + jax.lax.iota(jnp.int32, self.size)
-        )
+        if isinstance(self.at, jax.Array):
+            return self.at
+        return self.at.start + jax.lax.iota(jnp.int32, self.size)
 
 
 def unravel(program: jax.Array, *sizes: int) -> list[jax.Array]:
@@ -140,8 +138,5 @@ def write(ref: Any, value: jax.Array, *index: Any) -> None:
 
 def cost(flops: int, *arrays: jax.Array | jax.ShapeDtypeStruct) -> pl.CostEstimate:
     """Returns the cost estimate of a kernel that moves these arrays once, see ``aot/flops.py``."""
-    return pl.CostEstimate(
-        flops=flops,
-        bytes_accessed=sum(x.size * x.dtype.itemsize for x in arrays),
-        transcendentals=0,
-    )
+    nbytes = sum(x.size * x.dtype.itemsize for x in arrays)
+    return pl.CostEstimate(flops=flops, bytes_accessed=nbytes, transcendentals=0)

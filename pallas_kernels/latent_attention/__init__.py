@@ -54,18 +54,11 @@ def attend(
     return Partial(*(x[:, 0] for x in out))
 
 
+KERNELS = ("pallas_tpu", "tpu", pallas_tpu), ("pallas_gpu", "cuda", pallas_gpu)
 ATTEND = (
     *(
-        Implementation(
-            name,
-            platform,
-            functools.partial(attend, kernel),
-            functools.partial(_require, kernel),
-        )
-        for name, platform, kernel in (
-            ("pallas_tpu", "tpu", pallas_tpu),
-            ("pallas_gpu", "cuda", pallas_gpu),
-        )
+        Implementation(name, on, *(functools.partial(f, kernel) for f in (attend, _require)))
+        for name, on, kernel in KERNELS
     ),
     Implementation("xla", None, xla.attend, dispatch.anything),
 )
