@@ -41,16 +41,14 @@ from mint_jax.service.gate import POLLS, Gate
 from mint_jax.service.pins import Pin
 
 log = logging.getLogger("mint_jax.fleet")
-SAMPLED = {
-    f"{prefix}/{name}"
-    for prefix in OPENAI_PREFIXES
-    for name in ("completions", "chat/completions", "responses")
-}
-EVERYWHERE = {
-    f"{prefix}/{name}"
-    for prefix in OPENAI_PREFIXES
-    for name in ("load_lora_adapter", "unload_lora_adapter")
-}
+
+
+def _doors(*names: str) -> set[str]:
+    return {f"{prefix}/{name}" for prefix in OPENAI_PREFIXES for name in names}
+
+
+SAMPLED = _doors("completions", "chat/completions", "responses")
+EVERYWHERE = _doors("load_lora_adapter", "unload_lora_adapter")
 WAIT_S = 120.0  # for an engine that starts again
 LEASE_S = 120.0
 CACHE_BYTES = 1 << 20  # of the catalog's pages: at 64 MiB, memory grows with the catalog's names
@@ -379,17 +377,15 @@ class _Offer:
 
         return min(refused, key=rank)
 
-    async def whole(self, found: aiohttp.ClientResponse) -> Response:
+    async def whole(self, found: aiohttp.ClientResponse | Response) -> Response:
         """Returns a whole answer, of the next engine if one dies while it samples."""
-        while True:
+        while not isinstance(found, Response):
             try:
                 return await _read(found)
             except aiohttp.ClientError:
                 self._lose()
-            again = await self.next()
-            if isinstance(again, Response):
-                return again
-            found = again
+            found = await self.next()
+        return found
 
     def _lose(self) -> None:
         assert self.member is not None, "it has accepted"

@@ -261,20 +261,16 @@ def abstract_pool(
     parts = page_parts(cfg, mesh)
     sizes = pages * parts, jnp.dtype(dtype), routes, lanes(mesh), states * parts
     specs = pool_specs(cfg, *sizes, near=None if near is None else near * parts)
-    return jax.tree.map(
-        lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at),
-        specs,
-        pool_shardings(cfg, specs, mesh),
-    )
+    where = pool_shardings(cfg, specs, mesh)
+    return jax.tree.map(lambda s, at: s.update(sharding=at), specs, where)
 
 
 @functools.lru_cache(16)  # an engine with keep_cache=False allocates a pool in every call
 def _maker(cfg: ModelConfig, mesh: Mesh, *sizes: Any) -> Callable[[], Pool]:
     specs = abstract_pool(cfg, mesh, *sizes)
-    return jax.jit(
-        lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), specs),
-        out_shardings=jax.tree.map(lambda s: s.sharding, specs),
-    )
+    where = jax.tree.map(lambda s: s.sharding, specs)
+    zeros = functools.partial(jax.tree.map, lambda s: jnp.zeros(s.shape, s.dtype), specs)
+    return jax.jit(zeros, out_shardings=where)
 
 
 def page_parts(cfg: ModelConfig, mesh: Mesh) -> int:
