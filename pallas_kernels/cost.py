@@ -10,6 +10,7 @@ Axes: M rows, D in, F out, R rank, W factors, K projections of the same rows, E 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 TILE = 128  # rows of a TPU kernel's matmul
@@ -85,15 +86,8 @@ def packed_matmul(
     factor: Any = None,
 ) -> Cost:
     """Returns the cost of base and adapters in one pass, see ``grouped`` and ``packed_lora``."""
-    base = grouped(x, w, sizes)
-    lora = packed_lora(
-        x,
-        a,
-        b,
-        [np.broadcast_to(np.zeros((), x.dtype), (x.shape[0], one.shape[2])) for one in w],
-        factor,
-    )
-    return base + lora._replace(rows=0)
+    onto = [jax.ShapeDtypeStruct((x.shape[0], one.shape[2]), x.dtype) for one in w]
+    return grouped(x, w, sizes) + packed_lora(x, a, b, onto, factor)._replace(rows=0)
 
 
 # Weight tiles of a TPU's matrix unit cost the same whether a matmul fills them or not. Within the

@@ -34,8 +34,8 @@ class Implementation(NamedTuple):
     name: str  # name for `implementation=`
     platform: str | None  # platform that it is lowered for; None is any
     call: Callable[..., Any]  # function of the op's arrays, and `interpret` for a Pallas kernel
-    # function of the same arrays (or their shapes); raises `NotImplementedError` with the reason if
-    # it cannot serve them
+    # function of the same arguments (or the arrays' shapes); raises `NotImplementedError` with the
+    # reason if it cannot serve them
     require: Callable[..., None]
 
 
@@ -63,12 +63,12 @@ def anything(*args: Any, **static: Any) -> None:
     """Accepts everything."""
 
 
-def explain(table: Sequence[Implementation], *args: Any) -> list[tuple[str, str]]:
+def explain(table: Sequence[Implementation], *args: Any, **static: Any) -> list[tuple[str, str]]:
     """Returns each implementation's name with ``serves``, or the reason why it does not."""
     out = []
     for one in table:
         try:
-            one.require(*args)
+            one.require(*args, **static)
             out.append((one.name, f"serves on {one.platform or 'any platform'}"))
         except NotImplementedError as reason:
             out.append((one.name, f"does not serve: {reason}"))
@@ -104,11 +104,10 @@ def run(
                 f" {', '.join(one.name for one in table)}"
             )
         try:
-            named[0].require(*args)
+            named[0].require(*args, **static)
         except NotImplementedError as reason:
-            serving = ", ".join(
-                name for name, status in explain(table, *args) if status.startswith("serves")
-            )
+            told = explain(table, *args, **static)
+            serving = ", ".join(name for name, status in told if status.startswith("serves"))
             raise ValueError(
                 f"{op} by {implementation}: {reason}; choose auto or one of: {serving}"
             ) from None
@@ -126,7 +125,7 @@ def run(
         if (one.platform or "default") in forms:
             continue
         try:
-            one.require(*args)
+            one.require(*args, **static)
             forms[one.platform or "default"] = functools.partial(one.call, **static)
         except NotImplementedError as reason:
             _passed(Fall(op, one.name, one.platform, str(reason)))
@@ -141,14 +140,9 @@ def passed_over(since: collections.Counter[Fall], platform: str) -> list[dict[st
     program.
     """
     return [
-        {
-            "op": fall.op,
-            "implementation": fall.implementation,
-            "reason": fall.reason,
-            "times": times,
-        }
-        for fall, times in (fallen - since).items()
-        if fall.platform == platform
+        {"op": op, "implementation": name, "reason": reason, "times": times}
+        for (op, name, of, reason), times in (fallen - since).items()
+        if of == platform
     ]
 
 

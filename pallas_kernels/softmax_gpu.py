@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.partial import MASKED
-from pallas_kernels.triton import Span, dot
+from pallas_kernels.products import dot
+from pallas_kernels.triton import Span
 
 
 class Running(NamedTuple):

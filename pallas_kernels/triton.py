@@ -37,6 +37,15 @@ def require_shared_memory(what: str) -> None:
         )
 
 
+def require_float8(w: jax.Array) -> None:
+    """Raises ``NotImplementedError`` for float8 if an attached GPU cannot read it."""
+    if w.dtype == jnp.float8_e4m3fn and (least := min(attached(), default=8.9)) < 8.9:
+        # Triton would abort.
+        raise NotImplementedError(
+            f"this GPU is of compute capability {least}, and float8 is read from 8.9 on"
+        )
+
+
 def power_of_two(n: int, most: int) -> int:
     """Returns the smallest power of two of at least ``n``, between LEAST and ``most``."""
     return min(most, max(LEAST, 1 << (n - 1).bit_length()))
@@ -60,11 +69,9 @@ class Span:
     @property
     def places(self) -> jax.Array:
         """Returns the places, ``[size]`` int32."""
-        return (
-            self.at
-            if isinstance(self.at, jax.Array)
-            else self.at.start + jax.lax.iota(jnp.int32, self.size)
-        )
+        if isinstance(self.at, jax.Array):
+            return self.at
+        return self.at.start + jax.lax.iota(jnp.int32, self.size)
 
 
 def unravel(program: jax.Array, *sizes: int) -> list[jax.Array]:
@@ -131,22 +138,5 @@ def write(ref: Any, value: jax.Array, *index: Any) -> None:
 
 def cost(flops: int, *arrays: jax.Array | jax.ShapeDtypeStruct) -> pl.CostEstimate:
     """Returns the cost estimate of a kernel that moves these arrays once, see ``aot/flops.py``."""
-    return pl.CostEstimate(
-        flops=flops,
-        bytes_accessed=sum(x.size * x.dtype.itemsize for x in arrays),
-        transcendentals=0,
-    )
-
-
-def dot(x: jax.Array, y: jax.Array, contract: tuple[int, int]) -> jax.Array:
-    """Contracts one axis of each in float32; ``y`` is converted to the dtype of ``x``."""
-    # Not TF32, whose 10 bits are too few.
-    exact = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    y = y.astype(x.dtype)
-    return jax.lax.dot_general(
-        x,
-        y,
-        (((contract[0],), (contract[1],)), ((), ())),
-        precision=exact,
-        preferred_element_type=jnp.float32,
-    )
+    nbytes = sum(x.size * x.dtype.itemsize for x in arrays)
+    return pl.CostEstimate(flops=flops, bytes_accessed=nbytes, transcendentals=0)

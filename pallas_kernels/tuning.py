@@ -148,11 +148,9 @@ def write(op: str, device: str, entries: dict[str, Any], folder: Path) -> Path:
 
 def as_dict(sizes: Any) -> Any:
     """Returns sizes as JSON objects."""
-    return (
-        {name: as_dict(value) for name, value in sizes._asdict().items()}
-        if hasattr(sizes, "_asdict")
-        else sizes
-    )
+    if not hasattr(sizes, "_asdict"):
+        return sizes
+    return {name: as_dict(value) for name, value in sizes._asdict().items()}
 
 
 def _like(rule: Any, stored: Any) -> Any:

@@ -6,7 +6,7 @@ worker makes its own environment from its name and options, so these must suffic
 """
 
 import atexit
-import dataclasses
+import functools
 import multiprocessing as mp
 import os
 import pickle
@@ -15,12 +15,11 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
 from mint_jax.envs import env as env_lib
-from mint_jax.envs.env import Example, StepResult, Unscored
+from mint_jax.envs.env import ListConversation, ListEnvironment, Unscored
 from mint_jax.errors import UserError, own_traceback
 
 ENDED = "the run ended before its rewards did: resume it"
@@ -37,6 +36,9 @@ class Raised(Exception):
     def __init__(self, text: str, frames: str):
         super().__init__(text)
         self.frames = frames
+
+
+ERRORS = {"raised": Raised, "unscored": Unscored, "mistake": UserError}  # kinds of a bad answer
 
 
 class WorkerPool:
@@ -124,12 +126,8 @@ class _Worker:
             kind, value = self.pipe.recv()
         except (EOFError, OSError):
             raise GaveUp("its process died") from None
-        if kind == "raised":
-            raise Raised(*value)
-        if kind == "unscored":
-            raise Unscored(value)
-        if kind == "mistake":
-            raise UserError(value)
+        if kind in ERRORS:
+            raise ERRORS[kind](*value)
         return value
 
     def kill(self) -> None:
@@ -139,36 +137,13 @@ class _Worker:
             self.process.wait()
 
 
-@dataclasses.dataclass(frozen=True)
-class _Remote:
-    train: Any
-    held_out: Any
-    pool: WorkerPool
-    made_by: tuple[str, dict[str, Any]]
-
-    @property
-    def concurrency(self) -> int:
-        return self.pool.count
-
-
-class RemoteEnvironment(_Remote):
-    """An environment whose rewards workers compute, by its name and options."""
-
-    def reward(self, completion: str, example: Example) -> float:
-        return self.pool.call(self.made_by, "reward", completion, example)
-
-
-class RemoteConversation(_Remote):
-    """A conversation whose steps workers compute, by its name and options."""
-
-    def step(self, completions: Sequence[str], example: Example) -> StepResult:
-        return self.pool.call(self.made_by, "step", completions, example)
-
-
 def remote(environment: Any, pool: WorkerPool, name: str, options: dict[str, Any]) -> Any:
-    """Returns an environment that calls the same one in workers."""
-    kind = RemoteConversation if env_lib.is_conversation(environment) else RemoteEnvironment
-    return kind(environment.train, environment.held_out, pool, (name, options))
+    """Returns an environment that calls the same one in workers, by its name and options."""
+    kind, method = ListEnvironment, "reward"
+    if env_lib.is_conversation(environment):
+        kind, method = ListConversation, "step"
+    call = functools.partial(pool.call, (name, options), method)
+    return kind(environment.train, environment.held_out, call, pool.count)
 
 
 def _work(pipe: Connection) -> None:
@@ -192,9 +167,9 @@ def _work(pipe: Connection) -> None:
         except EOFError:
             return
         except UserError as error:
-            answer = "mistake", str(error)
+            answer = "mistake", (str(error),)
         except Unscored as error:
-            answer = "unscored", str(error)
+            answer = "unscored", (str(error),)
         except Exception as error:
             answer = "raised", (f"{type(error).__name__}: {error}", own_traceback(error))
         try:

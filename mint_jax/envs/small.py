@@ -25,13 +25,8 @@ _SENTENCES = (
     "In {city} you will find {name}, aged {age}.",
     "{age} years ago {name} was born in {city}.",
 )
-_NAMES, _CITIES = (
-    text.split()
-    for text in (
-        "Ada Boris Chloe Diego Emma Farid Grace Hugo Ines Jonas Kira Liam Mona Nils Olga Paul",
-        "Athens Berlin Cairo Delhi Geneva Lagos Lima London Madrid Oslo Paris Rome Seoul",
-    )
-)
+_NAMES = "Ada Boris Chloe Diego Emma Farid Grace Hugo Ines Jonas Kira Liam Mona Nils Olga Paul"
+_CITIES = "Athens Berlin Cairo Delhi Geneva Lagos Lima London Madrid Oslo Paris Rome Seoul"
 
 
 def digit_sum(seed: int = 0) -> ListEnvironment:
@@ -67,7 +62,7 @@ def bracket_word(seed: int = 0) -> ListEnvironment:
 def json_fields(seed: int = 0) -> ListEnvironment:
     """Builds the task to write the person of a sentence as JSON: a name, an age and a city."""
     draw, examples = random.Random(seed), []
-    for name, city in itertools.product(_NAMES, _CITIES):
+    for name, city in itertools.product(_NAMES.split(), _CITIES.split()):
         person = {"name": name, "age": draw.randint(18, 80), "city": city}
         sentence = draw.choice(_SENTENCES).format(**person)
         ask = f'Write JSON with the keys "name", "age" (a number) and "city".\n{sentence}'
@@ -123,8 +118,7 @@ def _fields(completion: str, example: Example) -> float:
         return 0.0
     answer = json.loads(example.answer)
     right = sum(
-        type(person.get(key)) is kind and person[key] == answer[key]
-        for key, kind in _SCHEMA.items()
+        type(person.get(k)) is kind and person[k] == answer[k] for k, kind in _SCHEMA.items()
     )
     share = right / max(len(_SCHEMA), len(person))
     return (2 + 7 * share + (completion.strip() == found[0])) / 10

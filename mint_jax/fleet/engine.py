@@ -2,6 +2,7 @@
 folder. Ray starts the actor again when its process dies; everything acknowledged is in the folder.
 """
 
+import functools
 import os
 import threading
 import traceback
@@ -85,18 +86,10 @@ class EngineActor:
             url = event["url"].replace("//0.0.0.0:", f"//{ray.util.get_node_ip_address()}:")
             self._url, self._ready = url, event.get("ready", False)
 
-        def hold(**parts: Any) -> None:
-            vars(self).update(parts)
-
+        held = {"on_web": functools.partial(setattr, self, "_web")}
+        held |= {"on_server": functools.partial(setattr, self, "_server")}
         try:
-            serve(
-                config,
-                folder,
-                engine=name,
-                say=hear,
-                on_web=lambda web: hold(_web=web),
-                on_server=lambda server: hold(_server=server),
-            )
+            serve(config, folder, engine=name, say=hear, **held)
         except UserError as error:
             self._failed = str(error)
         except BaseException as error:

@@ -17,8 +17,8 @@ import os
 import secrets
 import time
 import urllib.parse
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import AsyncIterator, Iterable, Iterator
+from typing import Any
 
 import aiohttp
 from multidict import CIMultiDict
@@ -41,16 +41,14 @@ from mint_jax.service.gate import POLLS, Gate
 from mint_jax.service.pins import Pin
 
 log = logging.getLogger("mint_jax.fleet")
-SAMPLED = {
-    f"{prefix}/{name}"
-    for prefix in OPENAI_PREFIXES
-    for name in ("completions", "chat/completions", "responses")
-}
-EVERYWHERE = {
-    f"{prefix}/{name}"
-    for prefix in OPENAI_PREFIXES
-    for name in ("load_lora_adapter", "unload_lora_adapter")
-}
+
+
+def _doors(*names: str) -> set[str]:
+    return {f"{prefix}/{name}" for prefix in OPENAI_PREFIXES for name in names}
+
+
+SAMPLED = _doors("completions", "chat/completions", "responses")
+EVERYWHERE = _doors("load_lora_adapter", "unload_lora_adapter")
 WAIT_S = 120.0  # for an engine that starts again
 LEASE_S = 120.0
 CACHE_BYTES = 1 << 20  # of the catalog's pages: at 64 MiB, memory grows with the catalog's names
@@ -60,21 +58,6 @@ _OWN_HEADERS = {b"connection", b"keep-alive", b"transfer-encoding", b"content-le
 _OWN_HEADERS |= {b"expect", b"te", b"trailer", b"upgrade", b"content-encoding", b"date", b"server"}
 # of a client's request; pins are the front's own: a second one would be ignored
 _DROPPED = _OWN_HEADERS | {pins.HEADER.encode(), b"x-forwarded-proto"}
-
-
-class EngineRefusal(NamedTuple):
-    """The whole answer of an engine that refused."""
-
-    status: int
-    headers: Sequence[tuple[bytes, bytes]]
-    body: bytes
-
-    @property
-    def retry_s(self) -> float:
-        given = {name.lower(): value for name, value in self.headers}
-        if (ms := given.get(b"retry-after-ms")) is not None:
-            return float(ms) / 1e3
-        return float(given.get(b"retry-after", 0))
 
 
 class Leases:
@@ -189,8 +172,7 @@ class Front:
         self, member: FleetEngine, request: Request, body: bytes, *more: tuple[str, str]
     ) -> Response:
         """Returns an engine's whole response. Raises ``aiohttp.ClientError``."""
-        async with await self.send(member, request, body, *more) as found:
-            return _response(found.status, found.raw_headers, await found.read())
+        return await _read(await self.send(member, request, body, *more))
 
     async def _at(self, member: FleetEngine, request: Request, body: bytes) -> Response:
         """Returns the response of the engine that keeps what the request names; waits for it."""
@@ -319,14 +301,9 @@ class Front:
         engines = {}
         for name, member in self.view.members.items():
             report = member.report
-            shown = {
-                "pid": report.pid,
-                "url": report.url,
-                "up": member.is_up,
-                "ready": report.ready,
-            }
-            shown |= {"in_flight": member.in_flight, "trouble": member.trouble}
-            shown |= {"age_s": round(time.monotonic() - member.at, 2)}
+            shown = {"pid": report.pid, "url": report.url, "up": member.is_up}
+            shown |= {"ready": report.ready, "in_flight": member.in_flight}
+            shown |= {"trouble": member.trouble, "age_s": round(time.monotonic() - member.at, 2)}
             if member.is_up:
                 answer = await self._at(member, request, b"")
                 shown["state"] = json.loads(bytes(answer.body))
@@ -364,7 +341,7 @@ class _Offer:
         """Returns the response of the first engine that accepts, its body unread; or the refusal of
         all of them: of 429 the one that may be tried first, and 404 only if all say so.
         """
-        refused: list[EngineRefusal] = []
+        refused: list[Response] = []
         deadline = time.monotonic() + WAIT_S
         while not refused and (left := deadline - time.monotonic()) > 0:
             if not await self.view.wait(self.view.up, left):
@@ -381,7 +358,8 @@ class _Offer:
                     found = await self.front.send(member, self.request, body, header)
                     if found.status not in REFUSALS:
                         self.member = member
-                        self._pin_revision(found)
+                        if not self.pin.revision:  # what the first engine resolved the name to
+                            self.pin.revision = found.headers.get("x-mint-revision", "")
                         return found
                     refused.append(await _read(found))
                 except aiohttp.ClientError:
@@ -389,30 +367,25 @@ class _Offer:
                     continue
                 self.front.refusals.labels(member.name, str(found.status)).inc()
                 if found.status == 429:
-                    member.refused_until = time.monotonic() + refused[-1].retry_s
+                    member.refused_until = time.monotonic() + _retry_s(refused[-1])
         self._counted.close()
         if not refused:
             return _unavailable(self.request, "no engine is up")
-        best = min(refused, key=lambda one: (one.status == 404, one.status != 429, one.retry_s))
-        return _response(best.status, best.headers, best.body)
 
-    def _pin_revision(self, found: aiohttp.ClientResponse) -> None:
-        """Keeps the revision that the first engine resolved the name to."""
-        if not self.pin.revision:
-            self.pin.revision = found.headers.get("x-mint-revision", "")
+        def rank(one: Response) -> tuple[bool, bool, float]:
+            return one.status_code == 404, one.status_code != 429, _retry_s(one)
 
-    async def whole(self, found: aiohttp.ClientResponse) -> Response:
+        return min(refused, key=rank)
+
+    async def whole(self, found: aiohttp.ClientResponse | Response) -> Response:
         """Returns a whole answer, of the next engine if one dies while it samples."""
-        while True:
+        while not isinstance(found, Response):
             try:
-                async with found:
-                    return _response(found.status, found.raw_headers, await found.read())
+                return await _read(found)
             except aiohttp.ClientError:
                 self._lose()
-            again = await self.next()
-            if isinstance(again, Response):
-                return again
-            found = again
+            found = await self.next()
+        return found
 
     def _lose(self) -> None:
         assert self.member is not None, "it has accepted"
@@ -454,22 +427,26 @@ async def _left(receive: Any) -> None:
         pass
 
 
-async def _read(found: aiohttp.ClientResponse) -> EngineRefusal:
+async def _read(found: aiohttp.ClientResponse) -> Response:
+    """Returns an engine's whole response as the client gets it."""
     async with found:
-        return EngineRefusal(found.status, found.raw_headers, await found.read())
+        response = Response(await found.read(), found.status)
+    length = (b"content-length", str(len(response.body)).encode())
+    response.raw_headers = [*_kept(found.raw_headers), *([] if found.status == 204 else [length])]
+    return response
+
+
+def _retry_s(refused: Response) -> float:
+    """Returns the seconds after which an engine that refused may be asked again."""
+    if (ms := refused.headers.get("retry-after-ms")) is not None:
+        return float(ms) / 1e3
+    return float(refused.headers.get("retry-after", 0))
 
 
 def _kept(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
     """Returns the headers of an engine's response that are the client's too."""
     own = _OWN_HEADERS - {b"content-encoding"} | {b"x-request-id"}
     return [(name.lower(), value) for name, value in headers if name.lower() not in own]
-
-
-def _response(status: int, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> Response:
-    response = Response(body, status)
-    length = (b"content-length", str(len(body)).encode())
-    response.raw_headers = [*_kept(headers), *([] if status == 204 else [length])]
-    return response
 
 
 def _unavailable(request: Request, reason: str) -> Response:

@@ -294,7 +294,7 @@ def _by_kernel(
 
 
 def _by(name: str, platform: str, kernel, call, outputs: int) -> Implementation:
-    def require(q, k, v, own, parent, positions, chosen, *rest):
+    def require(q, k, v, own, parent, positions, chosen, *rest, **_):
         if chosen is not None:
             raise NotImplementedError("an indexer chooses the keys")
         kernel.require(q, k, v)

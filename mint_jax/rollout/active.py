@@ -96,7 +96,7 @@ class ActiveRequests:
         steps: int,
         keep_routes: bool,
         reuse_decoded: bool,
-        drafts: Drafts | None,
+        drafts: Drafts,
     ):
         self.base, self.calls, self.parts = base, calls, calls.parts
         self.rows, self.blocks, self.table = rows, blocks, longest_table(base.cfg.context)
@@ -135,8 +135,7 @@ class ActiveRequests:
         request = job.prompt.request
         if self.coscheduled is not None:
             self.coscheduled.began(request.tenant)
-        if self.drafts is not None:
-            self.drafts.began(job.prompt)
+        self.drafts.began(job.prompt)
         job.samples = self.schedule.add(job.prompt, job)
         for sample in job.samples:
             sample.matcher = None if job.matcher is None else job.matcher.deep_copy()
@@ -179,7 +178,7 @@ class ActiveRequests:
             self.coscheduled.took("prefill", time.perf_counter() - self._read_from, self._read)
         rows = self.schedule.to_decode(self.steps, self._preempt)
         if rows:
-            drafted = [] if self.drafts is None else self.drafts.rows(rows, self.schedule.rows)
+            drafted = self.drafts.rows(rows, self.schedule.rows)
             most = max(Counter(row.sample.prompt.part for row in rows + drafted).values())
             self._decode(rows, drafted, next(r for r in usable if r >= self.parts * most))
         return bool(reads or rows or len(self.schedule.running) != before)
@@ -238,8 +237,7 @@ class ActiveRequests:
             *(every, rows, self.parts, self.table, self.base.cfg.vocab_size, self.calls.stacks),
             self.calls.kinds,
         )
-        looks = self.drafts is not None and self.drafts.most > 0
-        steps = min(self.steps, LOOK_STEPS) if looks else self.steps
+        steps = min(self.steps, LOOK_STEPS) if self.drafts.most else self.steps
         if drafted or any(sample.matcher is not None for sample, *_ in running):
             steps = 1
         if self.schedule.waiting or self.schedule.swapped:
@@ -264,9 +262,8 @@ class ActiveRequests:
             tokens[request.tenant, request.revision] += len(piece.tokens)
             sample.owner.stream.put(piece)
         self.counts["drawn_tokens"] += sum(tokens.values())
-        if self.drafts is not None:
-            for sample, begin in began_at.items():
-                self.counts.update(self.drafts.drew(sample, sample.own - begin))
+        for sample, begin in began_at.items():
+            self.counts.update(self.drafts.drew(sample, sample.own - begin))
         if self.coscheduled is not None and running:
             self.coscheduled.took("decode", seconds, tokens)
         failed: dict[ActiveRequest, UserError] = {}
@@ -341,8 +338,7 @@ class ActiveRequests:
 
     def _remove(self, job: ActiveRequest) -> None:
         self.jobs.remove(job)
-        if self.drafts is not None:
-            self.drafts.ended(job.prompt)
+        self.drafts.ended(job.prompt)
         if self.coscheduled is not None:
             self.coscheduled.ended(job.prompt.request.tenant)
 

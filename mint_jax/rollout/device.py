@@ -240,20 +240,10 @@ def pool_shardings(cfg: ModelConfig, specs: Any, mesh: Mesh) -> Any:
     return jax.tree.map(of, axes, is_leaf=lambda x: isinstance(x, tuple))
 
 
-def empty_pool(
-    cfg: ModelConfig,
-    mesh: Mesh,
-    pages: int,
-    dtype: Any,
-    routes: bool = False,
-    states: int = 0,
-    near: int | None = None,
-) -> Pool:
-    """Returns an empty pool of ``pages`` pages, ``states`` slots of states and ``near`` near pages
-    on each part of the mesh (``page_parts``).
-    """
+def empty_pool(cfg: ModelConfig, mesh: Mesh, *sizes: Any) -> Pool:
+    """Returns an empty pool; ``sizes``: as of ``abstract_pool``."""
     with jax.set_mesh(mesh):
-        return _maker(cfg, mesh, pages, jnp.dtype(dtype), routes, states, near)()
+        return _maker(cfg, mesh, *sizes)()
 
 
 def abstract_pool(
@@ -265,24 +255,22 @@ def abstract_pool(
     states: int = 0,
     near: int | None = None,
 ) -> Pool:
-    """Returns the shapes and shardings of ``empty_pool`` for ahead-of-time compiling."""
+    """Returns the shapes and shardings of a pool of ``pages`` pages, ``states`` slots of states and
+    ``near`` near pages on each part of the mesh (``page_parts``).
+    """
     parts = page_parts(cfg, mesh)
     sizes = pages * parts, jnp.dtype(dtype), routes, lanes(mesh), states * parts
     specs = pool_specs(cfg, *sizes, near=None if near is None else near * parts)
-    return jax.tree.map(
-        lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at),
-        specs,
-        pool_shardings(cfg, specs, mesh),
-    )
+    where = pool_shardings(cfg, specs, mesh)
+    return jax.tree.map(lambda s, at: s.update(sharding=at), specs, where)
 
 
 @functools.lru_cache(16)  # an engine with keep_cache=False allocates a pool in every call
 def _maker(cfg: ModelConfig, mesh: Mesh, *sizes: Any) -> Callable[[], Pool]:
     specs = abstract_pool(cfg, mesh, *sizes)
-    return jax.jit(
-        lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), specs),
-        out_shardings=jax.tree.map(lambda s: s.sharding, specs),
-    )
+    where = jax.tree.map(lambda s: s.sharding, specs)
+    zeros = functools.partial(jax.tree.map, lambda s: jnp.zeros(s.shape, s.dtype), specs)
+    return jax.jit(zeros, out_shardings=where)
 
 
 def page_parts(cfg: ModelConfig, mesh: Mesh) -> int:

@@ -75,9 +75,11 @@ def _known(sample: SampleState, most: int) -> list[Draft]:
 
 
 class Drafts:
-    """Drafts for the samples in progress, at most ``most`` guessed tokens at once for each."""
+    """Drafts for the samples in progress, at most ``most`` guessed tokens at once for each; None:
+    the base cannot forget a wrong draft, and nothing is verified.
+    """
 
-    def __init__(self, most: int):
+    def __init__(self, most: int | None):
         self.most = most
         # By tenant: a sample's speed would tell what another tenant's samples say.
         self._histories: dict[tuple[str, tuple[int, ...]], _History] = {}
@@ -108,6 +110,8 @@ class Drafts:
         ``most`` rows; none if only a few guesses are to be verified, since a dispatch with them is
         one step.
         """
+        if self.most is None:
+            return []
         known = {r.sample: _known(r.sample, r.goal - r.own - 1) for r in running}
         if not self.most and not any(known.values()):
             self._drafts = {}

@@ -113,8 +113,8 @@ class Engine:
         self.blocks = -(-wanted_blocks // even) * even
         sizes = [*self.rows, self.blocks, longest_table(base.cfg.context)]
         self.calls = DeviceCalls(base, keep_routes, self.rows[-1], self.blocks, cache_bytes, sizes)
-        drafts = None if "states" in device.kinds(base.cfg) else Drafts(speculative_tokens)
-        how = decode, steps, keep_routes, reuse_decoded, drafts
+        most = None if "states" in device.kinds(base.cfg) else speculative_tokens
+        how = decode, steps, keep_routes, reuse_decoded, Drafts(most)
         self.active = ActiveRequests(base, self.calls, self.rows, self.blocks, *how)
         self.counts = self.active.counts
         self._inbox: list[ActiveRequest] = []

@@ -23,12 +23,9 @@ def draw(
     z: jax.Array, temperature: jax.Array, keys: jax.Array, rows: jax.Array | None = None
 ) -> Drawn:
     """Implements ``pallas_kernels.draw.draw``; unused rows get zeros."""
-    results = [
-        jax.ShapeDtypeStruct(z.shape[:1], dtype) for dtype in (jnp.int32, *[jnp.float32] * 3)
-    ]
-    count = z.shape[0] if rows is None else rows
+    dtypes = jnp.int32, *[jnp.float32] * 3
+    results = [jax.ShapeDtypeStruct(z.shape[:1], dtype) for dtype in dtypes]
+    count = jnp.int32(z.shape[0] if rows is None else rows)
     return Drawn(
-        *native.call(
-            "mint_draw", results, z, temperature.astype(jnp.float32), keys, jnp.int32(count)
-        )
+        *native.call("mint_draw", results, z, temperature.astype(jnp.float32), keys, count)
     )

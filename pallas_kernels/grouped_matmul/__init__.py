@@ -4,7 +4,6 @@ give zeros.
 Axes: M rows, G groups, W matrices, K in, N out.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -13,17 +12,10 @@ from pallas_kernels import dispatch
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.grouped_matmul import pallas_gpu, xla
 
-
-def table(transposed: bool) -> tuple[Implementation, ...]:
-    """Returns the implementations of ``grouped_matmul``."""
-    forms = (
-        ("pallas_gpu", "cuda", pallas_gpu.grouped_matmul, pallas_gpu.require),
-        ("xla", None, xla.grouped_matmul, dispatch.anything),
-    )
-    return tuple(
-        Implementation(name, on, functools.partial(call, transposed=transposed), require)
-        for name, on, call, require in forms
-    )
+GROUPED = (
+    Implementation("pallas_gpu", "cuda", pallas_gpu.grouped_matmul, pallas_gpu.require),
+    Implementation("xla", None, xla.grouped_matmul, dispatch.anything),
+)
 
 
 def grouped_matmul(
@@ -46,6 +38,5 @@ def grouped_matmul(
         sizes: ``[G]`` int32 rows of each group, zero allowed; their sum is at most M.
         index: ``[G]`` int32, matrix of each group; or a scalar, of group 0; None: matrix g.
     """
-    return dispatch.run(
-        "grouped_matmul", table(transposed), implementation, (x, w, sizes, index), interpret
-    )
+    args, of = (x, w, sizes, index), {"transposed": transposed}
+    return dispatch.run("grouped_matmul", GROUPED, implementation, args, interpret, **of)

@@ -17,7 +17,8 @@ from jax.experimental.pallas import triton
 
 from pallas_kernels import tuning
 from pallas_kernels.grouped_matmul.tiles import tiles
-from pallas_kernels.triton import Span, attached, columns, cost, dot, power_of_two, read, write
+from pallas_kernels.products import dot
+from pallas_kernels.triton import Span, columns, cost, power_of_two, read, require_float8, write
 
 
 class Config(NamedTuple):
@@ -46,7 +47,9 @@ def config(x: jax.Array, w: jax.Array, sizes: jax.Array, transposed: bool) -> Co
     )
 
 
-def require(x: jax.Array, w: jax.Array, sizes: jax.Array, index: jax.Array | None) -> None:
+def require(
+    x: jax.Array, w: jax.Array, sizes: jax.Array, index: jax.Array | None, **_: Any
+) -> None:
     """Raises NotImplementedError with the reason if the kernel cannot serve these arrays."""
     if x.dtype not in (jnp.bfloat16, jnp.float32):
         raise NotImplementedError(f"rows are {x.dtype}; bfloat16 and float32 are served")
@@ -58,11 +61,7 @@ def require(x: jax.Array, w: jax.Array, sizes: jax.Array, index: jax.Array | Non
         raise NotImplementedError(
             "matrices of one byte an element are between 2 and 4 GiB: offsets overflow"
         )
-    if w.dtype == jnp.float8_e4m3fn and (least := min(attached(), default=8.9)) < 8.9:
-        # Triton would abort.
-        raise NotImplementedError(
-            f"this GPU is of compute capability {least}, and float8 is read from 8.9 on"
-        )
+    require_float8(w)
     if not x.size or not sizes.size:
         raise NotImplementedError("no rows or no groups")
 

@@ -12,11 +12,9 @@ def grouped_matmul(
     x, w = np.asarray(x, np.float64), np.asarray(w, np.float64)
     w = w.swapaxes(1, 2) if transposed else w
     y, first = np.zeros((x.shape[0], w.shape[2])), 0
-    for group, size in enumerate(np.asarray(sizes)):
+    if np.ndim(index) == 0:
+        index = np.arange(len(sizes)) + (0 if index is None else index)
+    for size, at in zip(np.asarray(sizes), index):
         rows = slice(first, first + size)
-        y[rows] = (
-            x[rows]
-            @ w[group if index is None else index + group if np.ndim(index) == 0 else index[group]]
-        )
-        first += size
+        y[rows], first = x[rows] @ w[at], first + size
     return y

@@ -21,7 +21,13 @@ from pallas_kernels.partial import Partial
 
 
 def _require(
-    kernel: Any, q_latent: jax.Array, q_rope: jax.Array, latent: jax.Array, rope: jax.Array, *rest
+    kernel: Any,
+    q_latent: jax.Array,
+    q_rope: jax.Array,
+    latent: jax.Array,
+    rope: jax.Array,
+    *rest: Any,
+    **_: Any,
 ) -> None:
     if len(rest) > 1 and rest[1] is not None:
         raise NotImplementedError("an indexer chooses the keys")
@@ -48,18 +54,11 @@ def attend(
     return Partial(*(x[:, 0] for x in out))
 
 
+KERNELS = ("pallas_tpu", "tpu", pallas_tpu), ("pallas_gpu", "cuda", pallas_gpu)
 ATTEND = (
     *(
-        Implementation(
-            name,
-            platform,
-            functools.partial(attend, kernel),
-            functools.partial(_require, kernel),
-        )
-        for name, platform, kernel in (
-            ("pallas_tpu", "tpu", pallas_tpu),
-            ("pallas_gpu", "cuda", pallas_gpu),
-        )
+        Implementation(name, on, *(functools.partial(f, kernel) for f in (attend, _require)))
+        for name, on, kernel in KERNELS
     ),
     Implementation("xla", None, xla.attend, dispatch.anything),
 )

@@ -25,15 +25,13 @@ def scored(
     s = jnp.einsum("BMC,BSC->BMS", q_BMC, latent_BSC, preferred_element_type=jnp.float32)
     s += jnp.einsum("BMJ,BSJ->BMS", q_BMJ, rope_BSJ, preferred_element_type=jnp.float32)
     s = (s * scale).reshape(len(s), seen_BTS.shape[1], -1, s.shape[-1])
-    return partial_softmax(
-        jnp.where(seen_BTS[:, :, None], s, MASKED).reshape(len(s), -1, s.shape[-1]),
-        lambda w: jnp.einsum(
-            "BMS,BSC->BMC",
-            w.astype(latent_BSC.dtype),
-            latent_BSC,
-            preferred_element_type=jnp.float32,
-        ),
-    )
+    s = jnp.where(seen_BTS[:, :, None], s, MASKED).reshape(len(s), -1, s.shape[-1])
+
+    def weigh(w: jax.Array) -> jax.Array:
+        w = w.astype(latent_BSC.dtype)
+        return jnp.einsum("BMS,BSC->BMC", w, latent_BSC, preferred_element_type=jnp.float32)
+
+    return partial_softmax(s, weigh)
 
 
 def attend(

@@ -5,38 +5,21 @@ Axes: M rows, L layers, D in, F out, P and N panels and blocks of a matrix in 4 
 ``blocks``.
 """
 
-import functools
-
 import jax
 
 from pallas_kernels import dispatch
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.layer_matmul import blocks, cpu, pallas_gpu, xla
 
-
-def table(transposed: bool) -> tuple[Implementation, ...]:
-    """Returns the implementations of ``layer_matmul``."""
-    forms = ("cpu", "cpu", cpu), ("pallas_gpu", "cuda", pallas_gpu), ("xla", None, xla)
-    return tuple(
-        Implementation(
-            name,
-            on,
-            functools.partial(form.matmul, transposed=transposed),
-            functools.partial(getattr(form, "require", dispatch.anything), transposed=transposed),
-        )
-        for name, on, form in forms
-    )
-
-
-def unpacking(transposed: bool) -> tuple[Implementation, ...]:
-    """Returns the implementations of ``unpack``."""
-    by_cpu, by_xla = (
-        functools.partial(f, transposed=transposed) for f in (blocks.unpack_by_cpu, blocks.unpack)
-    )
-    return (
-        Implementation("cpu", "cpu", by_cpu, blocks.require_cpu),
-        Implementation("xla", None, by_xla, dispatch.anything),
-    )
+MATMUL = (
+    Implementation("cpu", "cpu", cpu.matmul, cpu.require),
+    Implementation("pallas_gpu", "cuda", pallas_gpu.matmul, pallas_gpu.require),
+    Implementation("xla", None, xla.matmul, dispatch.anything),
+)
+UNPACK = (
+    Implementation("cpu", "cpu", blocks.unpack_by_cpu, blocks.require_cpu),
+    Implementation("xla", None, blocks.unpack, dispatch.anything),
+)
 
 
 def layer_matmul(
@@ -71,12 +54,13 @@ def layer_matmul(
                 f"x has shape {x.shape}, w {shape}, layer {layer.shape}; expected [..., D],"
                 f" {wanted} and a scalar"
             )
-    return dispatch.run("layer_matmul", table(transposed), implementation, (x, stacks, layer, rows))
+    args, of = (x, stacks, layer, rows), {"transposed": transposed}
+    return dispatch.run("layer_matmul", MATMUL, implementation, args, **of)
 
 
 def unpack(w: jax.Array, *, transposed: bool = False, implementation: str = "auto") -> jax.Array:
     """Returns the float32 matrix ``[D, F]`` of blocks ``[P, N, bytes]``, or its transpose."""
-    return dispatch.run("unpack", unpacking(transposed), implementation, (w,))
+    return dispatch.run("unpack", UNPACK, implementation, (w,), transposed=transposed)
 
 
 def _shape(w: jax.Array) -> tuple[int, ...]:

@@ -87,24 +87,17 @@ def _weights(blocks: jax.Array) -> jax.Array:
         return q.astype(jnp.float32) * _halves(blocks[..., : 2 * COLUMNS])
     d, m = _halves(blocks[..., : 2 * COLUMNS]), _halves(blocks[..., 2 * COLUMNS : 4 * COLUMNS])
     q = blocks[..., 4 * COLUMNS :].reshape(*rest, DEPTH // 2, 1, COLUMNS)
-    return (
-        jnp.concatenate([q & 15, q >> 4], axis=-2)
-        .reshape(*rest, DEPTH, COLUMNS)
-        .astype(jnp.float32)
-        * d
-        + m
-    )
+    q = jnp.concatenate([q & 15, q >> 4], axis=-2).reshape(*rest, DEPTH, COLUMNS)
+    return q.astype(jnp.float32) * d + m
 
 
 def unpack(blocks: jax.Array, transposed: bool = False) -> jax.Array:
     """Unpacks ``[P, N, bytes]`` to float32 ``[D, F]``, or ``[F, D]``, by XLA."""
     D, F = matrix_shape(blocks)
     w_PNKC = _weights(blocks)
-    return (
-        w_PNKC.transpose(0, 3, 1, 2).reshape(F, D)
-        if transposed
-        else w_PNKC.transpose(1, 2, 0, 3).reshape(D, F)
-    )
+    if transposed:
+        return w_PNKC.transpose(0, 3, 1, 2).reshape(F, D)
+    return w_PNKC.transpose(1, 2, 0, 3).reshape(D, F)
 
 
 def unpack_by_cpu(blocks: jax.Array, transposed: bool = False) -> jax.Array:
@@ -113,7 +106,7 @@ def unpack_by_cpu(blocks: jax.Array, transposed: bool = False) -> jax.Array:
     return native.call("mint_block_unpack", out, blocks, transposed=transposed)
 
 
-def require_cpu(blocks: jax.Array) -> None:
+def require_cpu(blocks: jax.Array, **_: bool) -> None:
     """Raises NotImplementedError with the reason if ``unpack_by_cpu`` cannot serve."""
     native.require_one_device()
     native.require()

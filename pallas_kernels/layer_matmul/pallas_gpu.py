@@ -13,7 +13,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from pallas_kernels import native, tuning
-from pallas_kernels.triton import attached, columns, cost, dot, power_of_two, read, unravel, write
+from pallas_kernels.products import dot
+from pallas_kernels.triton import columns, cost, power_of_two, read, require_float8, unravel, write
 
 MOST = 256  # rows; with more, a matmul takes longer than a copy of its matrix
 PROGRAMS = 512  # about four per processor of an H100
@@ -72,11 +73,7 @@ def require(
             raise NotImplementedError(
                 "a stack of one byte an element is between 2 and 4 GiB: offsets overflow"
             )
-        if w.dtype == jnp.float8_e4m3fn and (least := min(attached(), default=8.9)) < 8.9:
-            # Triton would abort.
-            raise NotImplementedError(
-                f"this GPU is of compute capability {least}, and float8 is read from 8.9 on"
-            )
+        require_float8(w)
     native.require_one_device()
 
 

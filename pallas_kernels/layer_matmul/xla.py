@@ -25,11 +25,7 @@ def matmul(
 
     def product(w: jax.Array) -> jax.Array:
         one = blocks.unpack(of_layer(w)) if blocks.is_packed(w) else of_layer(w)
-        return jnp.einsum(
-            sums,
-            x,
-            one.astype(x.dtype) if one.dtype.itemsize == 1 else one,
-            preferred_element_type=jnp.float32,
-        )
+        one = one.astype(x.dtype) if one.dtype.itemsize == 1 else one
+        return jnp.einsum(sums, x, one, preferred_element_type=jnp.float32)
 
     return tuple(map(product, stacks))

@@ -28,33 +28,15 @@ _HERE = Path(__file__).parent
 # SmolLM2-135M with eight adapters of rank 8 takes 4.59 / 2.36 / 1.69 times as long at 1 / 8 / 32
 # rows without layer_matmul, 1.26 / 1.56 / 1.46 without paged_attention, 1.07 to 1.10 without
 # slot_lora and 1.02 to 1.15 without draw (two cores, in turn, medians of 9).
-SOURCES = (
-    *("layer_matmul.cc", "block_matmul.cc", "slot_lora.cc", "paged_attention.cc", "draw.cc"),
-    "state_step.cc",
-)
+OPS = ("layer_matmul", "block_matmul", "slot_lora", "paged_attention", "draw", "state_step")
+SOURCES = tuple(f"{op}.cc" for op in OPS)
 HEADERS = ("products.h", "threads.h", "vectors.h")
-TARGETS = (
-    "mint_layer_matmul",
-    "mint_block_matmul",
-    "mint_block_unpack",
-    "mint_slot_lora",
-    "mint_paged_attention",
-    "mint_draw",
-    "mint_state_step",
-)
+TARGETS = tuple(f"mint_{op}" for op in (*OPS, "block_unpack"))
 # No -ffast-math: NaN must stay NaN, and sums keep their order. Fused operations are explicit
 # (multiply_add): the compiler would fuse some loops and not others, and a row's bits would depend
 # on the loop that computed it.
-FLAGS = (
-    "-std=c++17",
-    "-O3",
-    "-fPIC",
-    "-shared",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-ffp-contract=off",
-    "-w",
-)
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math")
+FLAGS += ("-ffp-contract=off", "-w")
 SECONDS = 300  # a compiler that takes longer is treated as hanging
 
 
@@ -67,9 +49,8 @@ def call(
 ) -> Any:
     """Calls one of ``TARGETS`` on arrays, as ``jax.ffi.ffi_call``."""
     require()
-    return jax.ffi.ffi_call(target, results, input_output_aliases=aliases or {})(
-        *args, **attributes
-    )
+    made = jax.ffi.ffi_call(target, results, input_output_aliases=aliases or {})
+    return made(*args, **attributes)
 
 
 def require() -> None:
@@ -85,11 +66,8 @@ def require() -> None:
 def require_one_device() -> None:
     """Raises NotImplementedError if XLA would partition a call over devices, which it cannot do."""
     mesh = jax.sharding.get_abstract_mesh()
-    split = {
-        name: size
-        for name, size in dict(mesh.shape).items()
-        if size > 1 and name not in mesh.manual_axes
-    }
+    sizes, manual = dict(mesh.shape).items(), mesh.manual_axes
+    split = {name: size for name, size in sizes if size > 1 and name not in manual}
     if split:
         raise NotImplementedError(f"a mesh of {split} divides rows and matrices")
 
@@ -117,24 +95,13 @@ def _built() -> Path:
     """Returns the library for these sources, this compiler, this processor and this jaxlib."""
     compiler = shlex.split(_compiler())
     native = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
-    command = [
-        *compiler,
-        *FLAGS,
-        native,
-        *(["-undefined", "dynamic_lookup"] if platform.system() == "Darwin" else []),
-    ]
-    about = [
-        *command,
-        jaxlib.__version__,
-        platform.machine(),
-        _processor(),
-        _run_command([*compiler, "--version"]),
-    ]
+    darwin = ["-undefined", "dynamic_lookup"] if platform.system() == "Darwin" else []
+    command = [*compiler, *FLAGS, native, *darwin]
+    about = [*command, jaxlib.__version__, platform.machine(), _processor()]
+    about += [_run_command([*compiler, "--version"])]
     digest = hashlib.blake2b(digest_size=12)
-    for part in (
-        *(word.encode() for word in about),
-        *((_HERE / name).read_bytes() for name in (*SOURCES, *HEADERS)),
-    ):
+    sources = ((_HERE / name).read_bytes() for name in (*SOURCES, *HEADERS))
+    for part in (*map(str.encode, about), *sources):
         digest.update(len(part).to_bytes(8, "little") + part)
     made = cache.folder() / "native" / f"kernels-{digest.hexdigest()}.so"
     if made.is_file():
@@ -152,10 +119,8 @@ def _compile(command: list[str], made: Path) -> None:
     with tempfile.TemporaryDirectory(dir=made.parent) as folder:
         whole = Path(folder) / "kernels.so"
         objects = [str(Path(folder) / f"{name}.o") for name in SOURCES]
-        each = [
-            [*command, "-isystem", jax.ffi.include_dir(), "-c", str(_HERE / name), "-o", o]
-            for name, o in zip(SOURCES, objects)
-        ]
+        begin = [*command, "-isystem", jax.ffi.include_dir(), "-c"]
+        each = [[*begin, str(_HERE / name), "-o", o] for name, o in zip(SOURCES, objects)]
         with ThreadPoolExecutor() as pool:
             list(pool.map(_run_command, each))
         _run_command([*command, *objects, "-o", str(whole)])
@@ -177,7 +142,6 @@ def _processor() -> str:
     info = Path("/proc/cpuinfo")
     if not info.is_file():
         return platform.processor()
-    return next(
-        (line for line in info.read_text().splitlines() if line.startswith(("flags", "Features"))),
-        platform.processor(),
-    )
+    lines = info.read_text().splitlines()
+    features = (line for line in lines if line.startswith(("flags", "Features")))
+    return next(features, platform.processor())

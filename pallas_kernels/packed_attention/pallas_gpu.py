@@ -19,17 +19,16 @@ from jax.experimental.pallas import triton
 
 from pallas_kernels import softmax_gpu as softmax
 from pallas_kernels import tuning
-from pallas_kernels.packed_attention.segments import key_of, meeting, pairs, segments, visits
-from pallas_kernels.triton import (
-    Span,
-    columns,
-    dot,
-    pieces,
-    read,
-    require_shared_memory,
-    unravel,
-    write,
+from pallas_kernels.packed_attention.segments import (
+    key_of,
+    meeting,
+    pairs,
+    require_one_dtype,
+    segments,
+    visits,
 )
+from pallas_kernels.products import dot
+from pallas_kernels.triton import Span, columns, pieces, read, require_shared_memory, unravel, write
 
 WIDEST = 256
 # Segments beyond a row: they attend to nothing and nothing attends to them.
@@ -77,11 +76,7 @@ def _rule(q: jax.Array, v: jax.Array) -> Config:
 
 def require(q: jax.Array, k: jax.Array, v: jax.Array, *rest: Any) -> None:
     """Raises ``NotImplementedError`` with the reason if these arrays cannot be served."""
-    if len({x.dtype for x in (q, k, v)}) > 1 or q.dtype not in (jnp.bfloat16, jnp.float32):
-        raise NotImplementedError(
-            f"queries, keys and values are {q.dtype}, {k.dtype}, {v.dtype}; all bfloat16 or all"
-            " float32 are served"
-        )
+    require_one_dtype(q, k, v)
     if wrong := [n for n in (q.shape[-1], v.shape[-1]) if n > WIDEST]:
         raise NotImplementedError(f"heads are {wrong[0]} wide; up to {WIDEST} are served")
     if not (q.size and v.size):
@@ -321,32 +316,16 @@ def forward(
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Implements ``pallas_tpu.forward``."""
-    (B, K, G, T, H), V, how = (
-        q.shape,
-        v.shape[3],
-        config("packed_attention", q, v, window) if how is None else how,
-    )
-    one = how.forward
-    out = (
-        jax.ShapeDtypeStruct((B, K, G, T, V), q.dtype),
-        jax.ShapeDtypeStruct((B, K, G, T), jnp.float32),
-    )
-    of = segments(own, parent, position, window)
+    (B, K, G, T, H), V = q.shape, v.shape[3]
+    how = how or config("packed_attention", q, v, window)
+    static = {"interpret": interpret, "scale": scale, "window": window, "most": how.most}
+    shapes = ((B, K, G, T, V), q.dtype), ((B, K, G, T), jnp.float32)
+    of, one = segments(own, parent, position, window), how.forward
     args = *_visits(of, window, one, False), of, q, k, v
     flops = B * K * G * pairs(T, window) * 2 * (H + V)
     programs = B * K * G * pl.cdiv(T, one.queries)
-    made, lse = _call(
-        _packed_attention,
-        programs,
-        flops,
-        one,
-        args,
-        out,
-        interpret,
-        scale=scale,
-        window=window,
-        most=how.most,
-    )
+    out = tuple(jax.ShapeDtypeStruct(*shape) for shape in shapes)
+    made, lse = _call(_packed_attention, programs, flops, one, args, out, **static)
     return made, lse
 
 
@@ -367,33 +346,20 @@ def backward(
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Implements ``pallas_tpu.backward``."""
-    (B, K, G, T, H), V, how = (
-        q.shape,
-        v.shape[3],
-        config("packed_attention backward", q, v, window) if how is None else how,
-    )
+    (B, K, G, T, H), V = q.shape, v.shape[3]
+    how = how or config("packed_attention backward", q, v, window)
     along = jnp.sum(g.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     of = segments(own, parent, position, window)
     wide = of, q, k, v, g.astype(q.dtype), lse, along
-    flops, like = (
-        2 * B * K * G * pairs(T, window),
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
-    )
+    flops = 2 * B * K * G * pairs(T, window)
+    out_q, out_k, out_v = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v))
     static = {"interpret": interpret, "scale": scale, "window": window, "most": how.most}
     one, args = how.of_queries, (*_visits(of, window, how.of_queries, False), *wide)
     programs = B * K * G * pl.cdiv(T, one.queries)
-    [dq] = _call(
-        _packed_attention_queries, programs, flops * (2 * H + V), one, args, [like(q)], **static
-    )
+    kernel, flops_q, flops_k = _packed_attention_queries, flops * (2 * H + V), 2 * flops * (H + V)
+    [dq] = _call(kernel, programs, flops_q, one, args, [out_q], **static)
     one, args = how.of_keys, (*_visits(of, window, how.of_keys, True), *wide)
     programs = B * K * pl.cdiv(T, one.keys)
-    dk, dv = _call(
-        _packed_attention_keys,
-        programs,
-        2 * flops * (H + V),
-        one,
-        args,
-        [like(k), like(v)],
-        **static,
-    )
+    kernel = _packed_attention_keys
+    dk, dv = _call(kernel, programs, flops_k, one, args, [out_k, out_v], **static)
     return dq, dk, dv

@@ -16,7 +16,14 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import tuning
 from pallas_kernels.naturals import div
-from pallas_kernels.packed_attention.segments import key_of, meeting, pairs, segments, visits
+from pallas_kernels.packed_attention.segments import (
+    key_of,
+    meeting,
+    pairs,
+    require_one_dtype,
+    segments,
+    visits,
+)
 from pallas_kernels.partial import MASKED
 from pallas_kernels.products import dot
 
@@ -39,11 +46,7 @@ def config(op: str, q: jax.Array, v: jax.Array, window: int | None) -> Config:
 
 def require(q: jax.Array, k: jax.Array, v: jax.Array, *rest: Any) -> None:
     """Raises ``NotImplementedError`` with the reason if these arrays cannot be served."""
-    if len({x.dtype for x in (q, k, v)}) > 1 or q.dtype not in (jnp.bfloat16, jnp.float32):
-        raise NotImplementedError(
-            f"queries, keys and values are {q.dtype}, {k.dtype}, {v.dtype}; all bfloat16 or all"
-            " float32 are served"
-        )
+    require_one_dtype(q, k, v)
     if wrong := [n for n in (q.shape[-1], v.shape[-1]) if n % 8 or n > WIDEST]:
         raise NotImplementedError(
             f"heads are {wrong[0]} wide; multiples of 8 up to {WIDEST} are served"
@@ -331,6 +334,7 @@ def forward(
     N, S = K * G, blocks.size
     args = (of, of, _heads(blocks, q), blocks.padded(k, 2), blocks.padded(v, 2))
     full = blocks.count * S
+    shapes = ((B, N, full, V), q.dtype), ((B, N, 1, full), jnp.float32)
     out, lse = _call(
         functools.partial(_forward_kernel, scale=scale, window=window),
         (B, N, blocks.count),
@@ -341,14 +345,8 @@ def forward(
         "packed_attention",
         in_specs=specs,
         out_specs=[of_queries(V), of_numbers],
-        out_shape=[
-            jax.ShapeDtypeStruct((B, N, full, V), q.dtype),
-            jax.ShapeDtypeStruct((B, N, 1, full), jnp.float32),
-        ],
-        scratch_shapes=[
-            *(pltpu.VMEM((S, LANES), jnp.float32),) * 2,
-            pltpu.VMEM((S, V), jnp.float32),
-        ],
+        out_shape=[jax.ShapeDtypeStruct(*shape) for shape in shapes],
+        scratch_shapes=[pltpu.VMEM((S, n), jnp.float32) for n in (LANES, LANES, V)],
     )
     return out[:, :, :T].reshape(B, K, G, T, V), lse[:, :, 0, :T].reshape(B, K, G, T)
 
@@ -379,16 +377,8 @@ def backward(
     along = jnp.sum(g.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     of, meet = _segments(blocks, segments(own, parent, position, window), window)
     specs, of_queries, of_numbers = _specs(blocks, of.shape[1], G, H, V)
-    args = (
-        of,
-        of,
-        _heads(blocks, q),
-        blocks.padded(k, 2),
-        blocks.padded(v, 2),
-        _heads(blocks, g.astype(q.dtype)),
-        _rows(blocks, lse),
-        _rows(blocks, along),
-    )
+    args = (of, of, _heads(blocks, q), blocks.padded(k, 2), blocks.padded(v, 2))
+    args += (_heads(blocks, g.astype(q.dtype)), _rows(blocks, lse), _rows(blocks, along))
     vmem = lambda n: pltpu.VMEM((S, n), jnp.float32)  # noqa: E731
     [dq] = _call(
         functools.partial(_queries_kernel, scale=scale, window=window),

@@ -21,6 +21,15 @@ def key_of(q: jax.Array, v: jax.Array, window: int | None) -> str:
     )
 
 
+def require_one_dtype(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
+    """Raises ``NotImplementedError`` with the reason if a kernel cannot serve these dtypes."""
+    if len({x.dtype for x in (q, k, v)}) > 1 or q.dtype not in (jnp.bfloat16, jnp.float32):
+        raise NotImplementedError(
+            f"queries, keys and values are {q.dtype}, {k.dtype}, {v.dtype}; all bfloat16 or all"
+            " float32 are served"
+        )
+
+
 def segments(
     own: jax.Array, parent: jax.Array, position: jax.Array | None, window: int | None
 ) -> tuple[jax.Array, ...]:

@@ -17,7 +17,8 @@ from jax.experimental.pallas import triton
 from pallas_kernels import tuning
 from pallas_kernels.grouped_matmul.tiles import tiles
 from pallas_kernels.packed_lora.runs import whole_runs
-from pallas_kernels.triton import LEAST, Span, columns, cost, dot, power_of_two, read, write
+from pallas_kernels.products import dot
+from pallas_kernels.triton import LEAST, Span, columns, cost, power_of_two, read, write
 
 MOST = 256  # largest rank
 
@@ -56,13 +57,8 @@ def _rule(x: jax.Array, a: Sequence[jax.Array]) -> Config:
         for d in depths
         if (rows + K * R) * d * x.dtype.itemsize * stages <= 96 << 10 or d == LEAST
     )
-    return Config(
-        rows,
-        depth,
-        max(LEAST, min(64 if exact else 128, most)),
-        8 if K * rows * R >= 8192 or exact else 4,
-        stages,
-    )
+    sums, warps = max(LEAST, min(64 if exact else 128, most)), 4 if K * rows * R < 8192 else 8
+    return Config(rows, depth, sums, 8 if exact else warps, stages)
 
 
 def require_add(x: jax.Array, a: Sequence[jax.Array], b: Sequence[jax.Array], *rest: Any) -> None:
@@ -271,11 +267,8 @@ def backward(
     interpret: Any = False,
 ) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """Returns the gradients of x, added to ``dx_onto``, and of all factors."""
-    K, (W, R, _), how = (
-        len(a),
-        a[0].shape,
-        config("packed_lora backward", x, a) if how is None else how,
-    )
+    K, (W, R, _) = len(a), a[0].shape
+    how = how or config("packed_lora backward", x, a)
     of_tiles, of_runs = _tiles_of(factor, W, how)
     narrow = jax.ShapeDtypeStruct((x.shape[0], R), x.dtype)
     dx, *inner = pl.pallas_call(

@@ -32,12 +32,8 @@ def require_add(
     tiles.require(x, a, b, pairs=True)
     config = tiles.config("packed_lora", x, a, b)
     tile = tiles.tile_rows(x, config)
-    tiles.require_room(
-        _add_scratch(x, a, b, config),
-        [(tile, y.shape[1], y.dtype) for y in (x, *onto, *onto)],
-        x,
-        config=config,
-    )
+    blocks = [(tile, y.shape[1], y.dtype) for y in (x, *onto, *onto)]
+    tiles.require_room(_add_scratch(x, a, b, config), blocks, x, config=config)
 
 
 def require_backward(
@@ -140,12 +136,10 @@ def _of_pairs(runs: Runs, tile: int) -> Runs:
 def _add_scratch(
     x: jax.Array, a: Sequence[jax.Array], b: Sequence[jax.Array], config: Config
 ) -> list[Any]:
-    R = tiles.held_rank(a)
-    buffers = [pltpu.VMEM((2, tiles.chunk_size(R), R, w.shape[2]), w.dtype) for w in (*a, *b)]
-    return [
-        *buffers,
-        *(pltpu.VMEM((tiles.tile_rows(x, config), tiles.chunk_size(R) * R), x.dtype) for _ in a),
-    ]
+    R, tile = tiles.held_rank(a), tiles.tile_rows(x, config)
+    C = tiles.chunk_size(R)
+    buffers = [pltpu.VMEM((2, C, R, w.shape[2]), w.dtype) for w in (*a, *b)]
+    return [*buffers, *(pltpu.VMEM((tile, C * R), x.dtype) for _ in a)]
 
 
 def add(
@@ -167,18 +161,11 @@ def add(
     runs = grouping(jnp.minimum(factor, a[0].shape[0] - 1), tile)
     if pairs:
         runs = _of_pairs(runs, tile)
-    widths, scratch, stacks = (
-        [w.shape[2] for w in b],
-        _add_scratch(x, a, b, config),
-        [w[:, 0] if pairs else w for w in (*a, *b)],
-    )
-    scales = (
-        []
-        if scale is None
-        else [
-            jnp.pad(scale.astype(jnp.float32), (0, runs.local.size - M)).reshape(runs.local.shape)
-        ]
-    )
+    widths, stacks = [w.shape[2] for w in b], [w[:, 0] if pairs else w for w in (*a, *b)]
+    scales = []
+    if scale is not None:
+        padded = jnp.pad(scale.astype(jnp.float32), (0, runs.local.size - M))
+        scales = [padded.reshape(runs.local.shape)]
     kernel = functools.partial(
         _add_kernel, K=K, C=C, R=R, columns=config.columns, scaled=scale is not None, pairs=pairs
     )
@@ -196,7 +183,7 @@ def add(
         ],
         out_specs=tiles.row_specs(tile, widths),
         out_shape=[jax.ShapeDtypeStruct(y.shape, y.dtype) for y in onto],
-        scratch_shapes=[*scratch, pltpu.SemaphoreType.DMA((2,))],
+        scratch_shapes=[*_add_scratch(x, a, b, config), pltpu.SemaphoreType.DMA((2,))],
         input_output_aliases={3 + len(scales) + 2 * K + k: k for k in range(K)},
         compiler_params=tiles.PARAMS,
         cost_estimate=tiles.estimate(cost.packed_lora(x, a, b, onto)),
@@ -441,10 +428,8 @@ def backward(
     if pairs:
         runs = _of_pairs(runs, tile)
     widths, factors = [w.shape[2] for w in b], [*a, *b]
-    zeros, stacks = (
-        [jnp.zeros(w.shape, _sums_dtype(a)) for w in factors],
-        [w[:, 0] if pairs else w for w in factors],
-    )
+    zeros = [jnp.zeros(w.shape, _sums_dtype(a)) for w in factors]
+    stacks = [w[:, 0] if pairs else w for w in factors]
     anywhere = [pl.BlockSpec(memory_space=pl.ANY)] * (2 * K)
     semaphores = [pltpu.SemaphoreType.DMA((2,)), pltpu.SemaphoreType.DMA(())]
     kernel = functools.partial(_back_kernel, K=K, C=C, R=R, columns=config.columns, pairs=pairs)
@@ -538,11 +523,7 @@ def outer(
     return pl.pallas_call(
         kernel,
         grid=(runs.local.shape[0],),
-        in_specs=[
-            *tiles.meta_specs(tile, runs.meta),
-            *tiles.row_specs(tile, [R, N]),
-            anywhere,
-        ],
+        in_specs=[*tiles.meta_specs(tile, runs.meta), *tiles.row_specs(tile, [R, N]), anywhere],
         out_specs=anywhere,
         out_shape=jax.ShapeDtypeStruct(like.shape, like.dtype),
         scratch_shapes=[*_outer_scratch(right, like, config), pltpu.SemaphoreType.DMA(())],

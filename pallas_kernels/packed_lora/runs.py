@@ -35,21 +35,13 @@ def runs_of(factor_M: jax.Array, tile: int) -> Runs:
     begins = there & ~same.at[:, 0].set(False)
     local = jnp.where(there, jnp.cumsum(begins, axis=1, dtype=jnp.int32) - 1, -1)
     factor = factor.reshape(N, tile)
-    ids = (
-        jnp.zeros((N, tile), jnp.int32)
-        .at[jnp.arange(N, dtype=jnp.int32)[:, None], jnp.where(begins, local, tile)]
-        .set(factor, mode="drop")
-    )
+    ids = jnp.zeros((N, tile), jnp.int32)
+    at = jnp.arange(N, dtype=jnp.int32)[:, None], jnp.where(begins, local, tile)
+    ids = ids.at[at].set(factor, mode="drop")
     goes_on = there[:, 0] & same[:, 0]
     behind = jnp.concatenate([goes_on[1:], jnp.zeros((1,), bool)])
-    last = jnp.stack(
-        [
-            jnp.sum(begins, axis=1, dtype=jnp.int32),
-            goes_on.astype(jnp.int32),
-            behind.astype(jnp.int32),
-        ],
-        axis=1,
-    )
+    count = jnp.sum(begins, axis=1, dtype=jnp.int32)
+    last = jnp.stack([count, goes_on.astype(jnp.int32), behind.astype(jnp.int32)], axis=1)
     return Runs(jnp.concatenate([ids, last], axis=1)[:, None], local[:, None])
 
 

@@ -62,14 +62,9 @@ def require_room(
     """Raises ``NotImplementedError`` if VMEM lacks room for scratch, blocks and temporaries."""
 
     def nbytes(shape: Sequence[int], dtype: Any) -> int:
-        size = jnp.dtype(dtype).itemsize
-        *outer, rows, columns = shape
-        return (
-            math.prod(outer)
-            * (-(-rows // (32 // size)) * (32 // size))
-            * (-(-columns // LANES) * LANES)
-            * size
-        )
+        size, (*outer, rows, columns) = jnp.dtype(dtype).itemsize, shape
+        rows, columns = -(-rows // (32 // size)) * (32 // size), -(-columns // LANES) * LANES
+        return math.prod(outer) * rows * columns * size
 
     stored = sum(nbytes(one.shape, one.dtype) for one in scratch) + 2 * sum(
         nbytes(block[:2], block[2]) for block in blocks
@@ -101,10 +96,8 @@ def require(
     D, R = x.shape[1], a[0].shape[1]
     if x.dtype not in (jnp.bfloat16, jnp.float32):
         raise NotImplementedError(f"rows are {x.dtype}; bfloat16 and float32 are served")
-    if any(w.dtype != a[0].dtype for w in (*a, *b)) or a[0].dtype not in (
-        jnp.bfloat16,
-        jnp.float32,
-    ):
+    dtypes = {w.dtype for w in (*a, *b)}
+    if len(dtypes) > 1 or not dtypes <= {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)}:
         raise NotImplementedError(
             "factors are of several dtypes, or of one that is neither bfloat16 nor float32"
         )

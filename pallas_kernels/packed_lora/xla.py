@@ -94,10 +94,8 @@ def backward(
         rows, new_a, new_b, delta = _own(x, row, own), [], [], jnp.zeros((), jnp.float32)
         for a_k, b_k, g_k, sum_a, sum_b in zip(a, b, g, da, db):
             current = _own(g_k, row, own)
-            h, dh = (
-                dot(rows, _at(a_k, w), (1, 1)).astype(x.dtype),
-                dot(current, _at(b_k, w), (1, 1)).astype(x.dtype),
-            )
+            pairs = (rows, a_k), (current, b_k)
+            h, dh = (dot(left, _at(of, w), (1, 1)).astype(x.dtype) for left, of in pairs)
             h, dh = (jnp.where(own, part, jnp.zeros((), x.dtype)) for part in (h, dh))
             new_a.append(added(sum_a, w, dot(dh, rows, (0, 0))))
             new_b.append(added(sum_b, w, dot(h, current, (0, 0))))

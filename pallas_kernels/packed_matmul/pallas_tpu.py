@@ -31,12 +31,8 @@ def config(x: jax.Array, w: Arrays, sizes: jax.Array, a: Arrays, b: Arrays) -> C
     """Returns measured sizes, or tiles of 128 rows, fewer for experts of few rows."""
     average = -(-x.shape[0] // sizes.shape[0])
     rule = Config(rows=min(128, max(32, pl.next_power_of_2(2 * average))))
-    return tuning.chosen(
-        "packed_matmul",
-        "tpu",
-        f"{tiles.key_of(x, a, b)} {w[0].dtype} experts {sizes.shape[0]}",
-        rule,
-    )
+    key = f"{tiles.key_of(x, a, b)} {w[0].dtype} experts {sizes.shape[0]}"
+    return tuning.chosen("packed_matmul", "tpu", key, rule)
 
 
 def require(
@@ -291,11 +287,8 @@ def matmul(
     N, last = -(-M // T), visits.tile.shape[0] - 1
     place = jnp.reshape(0 if first is None else first, (1,)).astype(jnp.int32)
     here = [jax.ShapeDtypeStruct((sizes.shape[0], *one.shape[1:]), one.dtype) for one in w]
-    scales = (
-        []
-        if scale is None
-        else [jnp.pad(scale.astype(jnp.float32), (0, N * T - M)).reshape(N, 1, T)]
-    )
+    scales = [] if scale is None else [jnp.pad(scale.astype(jnp.float32), (0, N * T - M))]
+    scales = [one.reshape(N, 1, T) for one in scales]
     rows, *results = (pl.BlockSpec((T, n), lambda v, tile, *_: (tile[v], 0)) for n in (D, *widths))
     w_scales = [] if w_scale is None else [one.astype(jnp.float32)[:, None] for one in w_scale]
 
@@ -306,16 +299,14 @@ def matmul(
             memory_space=pltpu.SMEM,
         )
 
+    def of_expert(shape: Sequence[int], place: Any) -> Any:
+        return pl.BlockSpec((None, *shape), lambda v, tile, *rest: (place(v, *rest), 0, 0))
+
+    semaphores = pltpu.SemaphoreType.DMA((2,)), pltpu.SMEM((1,), jnp.int32)
+    of_visits = visits.meta, visits.meta, visits.local
+    static = {"K": K, "C": C, "R": R, "columns": how.columns}
     made = pl.pallas_call(
-        functools.partial(
-            _kernel,
-            K=K,
-            C=C,
-            R=R,
-            columns=how.columns,
-            scaled=scale is not None,
-            eight=w_scale is not None,
-        ),
+        functools.partial(_kernel, **static, scaled=scale is not None, eight=w_scale is not None),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(visits.total,),
@@ -325,45 +316,17 @@ def matmul(
                 pl.BlockSpec((1, 1, T), lambda v, *_: (v, 0, 0)),
                 *(pl.BlockSpec((1, 1, T), lambda v, tile, *_: (tile[v], 0, 0)) for _ in scales),
                 rows,
-                *(
-                    pl.BlockSpec(
-                        (None, *one.shape[1:]),
-                        lambda v, tile, expert, first: (expert[v] + first[0], 0, 0),
-                    )
-                    for one in w
-                ),
-                *(
-                    pl.BlockSpec(
-                        (None, 1, one.shape[2]), lambda v, tile, expert, first: (expert[v], 0, 0)
-                    )
-                    for one in w_scales
-                ),
+                *(of_expert(one.shape[1:], lambda v, at, first: at[v] + first[0]) for one in w),
+                *(of_expert((1, one.shape[2]), lambda v, at, _: at[v]) for one in w_scales),
                 *[pl.BlockSpec(memory_space=pl.ANY)] * (2 * K),
             ],
             out_specs=results,
-            scratch_shapes=[
-                *_scratch(x, a, b, how),
-                pltpu.SemaphoreType.DMA((2,)),
-                pltpu.SMEM((1,), jnp.int32),
-            ],
+            scratch_shapes=[*_scratch(x, a, b, how), *semaphores],
         ),
         out_shape=[jax.ShapeDtypeStruct((M, n), x.dtype) for n in widths],
         compiler_params=tiles.PARAMS,
         cost_estimate=tiles.estimate(cost.packed_matmul(x, here, a, b)),
         interpret=interpret,
         name="packed_matmul",
-    )(
-        visits.tile,
-        visits.expert,
-        place,
-        visits.meta,
-        visits.meta,
-        visits.local,
-        *scales,
-        x,
-        *w,
-        *w_scales,
-        *a,
-        *b,
-    )
+    )(visits.tile, visits.expert, place, *of_visits, *scales, x, *w, *w_scales, *a, *b)
     return tuple(made)

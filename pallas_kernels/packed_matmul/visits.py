@@ -54,20 +54,13 @@ def visits_of(sizes_E: jax.Array, factor_M: jax.Array, tile: int) -> Visits:
     adapted = current & (run >= 0)
     low = jnp.min(jnp.where(adapted, run, T), axis=1, keepdims=True)
     local = jnp.where(adapted, run - low, jnp.where(current, -1, -2))
-    ids = jnp.take_along_axis(
-        runs.meta[tile_V, 0, :T],
-        jnp.minimum(low + jnp.arange(T, dtype=jnp.int32)[None], T - 1),
-        axis=1,
-    )
+    ids = runs.meta[tile_V, 0, :T]
+    at = jnp.minimum(low + jnp.arange(T, dtype=jnp.int32)[None], T - 1)
+    ids = jnp.take_along_axis(ids, at, axis=1)
     count = jnp.maximum(0, jnp.max(local, axis=1, keepdims=True) + 1)
     behind = jnp.zeros((V, EXTRA), jnp.int32).at[:, COUNT].set(count[:, 0])
-    return Visits(
-        stop_N[-1],
-        tile_V,
-        expert_V,
-        jnp.concatenate([ids, behind], axis=1)[:, None],
-        local[:, None],
-    )
+    total, meta = stop_N[-1], jnp.concatenate([ids, behind], axis=1)[:, None]
+    return Visits(total, tile_V, expert_V, meta, local[:, None])
 
 
 def _count_up(stop: jax.Array, n: int) -> jax.Array:

@@ -63,9 +63,8 @@ def seen_in_run(prefix: jax.Array, own: jax.Array, run_B: jax.Array) -> jax.Arra
 def run_pages(table: jax.Array, run_B: jax.Array) -> jax.Array:
     """Returns the pages of one run of each row, ``[B, RUN_PAGES]``; at most its last."""
     runs = table.reshape(table.shape[0], -1, RUN_PAGES)
-    return jnp.take_along_axis(runs, jnp.minimum(run_B, runs.shape[1] - 1)[:, None, None], axis=1)[
-        :, 0
-    ]
+    at = jnp.minimum(run_B, runs.shape[1] - 1)[:, None, None]
+    return jnp.take_along_axis(runs, at, axis=1)[:, 0]
 
 
 def last_run(prefix: jax.Array, own: jax.Array) -> jax.Array:
@@ -110,20 +109,12 @@ def attend(score: Score, queries: Any, rows: Rows, chosen: jax.Array | None = No
 
     def step(i: jax.Array, total: Partial) -> Partial:
         run_B = first + i
-        return join(
-            total,
-            score(
-                queries,
-                run_pages(table, run_B),
-                _mask(seen_in_run(prefix, own, run_B), chosen, run_B),
-            ),
-        )
+        pages = run_pages(table, run_B)
+        visible = _mask(seen_in_run(prefix, own, run_B), chosen, run_B)
+        return join(total, score(queries, pages, visible))
 
-    none = nothing(
-        jax.eval_shape(
-            score, queries, jnp.zeros((B, RUN_PAGES), jnp.int32), jnp.zeros((B, RUN), bool)
-        )
-    )
+    pages, seen = jnp.zeros((B, RUN_PAGES), jnp.int32), jnp.zeros((B, RUN), bool)
+    none = nothing(jax.eval_shape(score, queries, pages, seen))
     return jax.lax.fori_loop(0, jnp.max(last_run(prefix, own) - first), step, none)
 
 

@@ -63,20 +63,10 @@ def config(
     # Triton prefetches a step's keys and values only with stages beyond the table's entry: 3 stages
     # prefetch one step, 5 two. With 64 queries of 512 (latents) a third stage spills 8 bytes.
     stages = 2 if wide else 3 if exact or Q > 32 else 5
-    rule = Config(
-        Q,
-        32 if exact or wide else 64,
-        32 if exact else 512,
-        parts,
-        8 if exact or Q * width > 64 * 128 or wide else 4,
-        stages,
-    )
-    return tuning.chosen(
-        op_of(queries),
-        "cuda",
-        f"{key_of(queries, pools)} positions {tuning.power(positions)}",
-        rule,
-    )
+    keys, warps = 32 if exact or wide else 64, 8 if exact or Q * width > 64 * 128 or wide else 4
+    rule = Config(Q, keys, 32 if exact else 512, parts, warps, stages)
+    key = f"{key_of(queries, pools)} positions {tuning.power(positions)}"
+    return tuning.chosen(op_of(queries), "cuda", key, rule)
 
 
 def require(
@@ -163,21 +153,12 @@ def attend(
     # Maximum number of positions.
     flops = 2 * B * K * M * positions * (sum(q.shape[3] for q in queries) + width)
     nbytes = B * K * positions * sum(pool.shape[-1] * pool.dtype.itemsize for pool in pools)
-    numbers = jax.ShapeDtypeStruct((how.parts, B, K, M), jnp.float32)
+    shape = how.parts, B, K, M
+    kernel = _paged_attention if len(queries) == 1 else _latent_attention
     top, total, out = pl.pallas_call(
-        functools.partial(
-            _paged_attention if len(queries) == 1 else _latent_attention,
-            keys=len(queries),
-            value=value,
-            scale=scale,
-            how=how,
-        ),
+        functools.partial(kernel, keys=len(queries), value=value, scale=scale, how=how),
         grid=(B * how.parts * K * pl.cdiv(M, how.queries),),
-        out_shape=[
-            numbers,
-            numbers,
-            jax.ShapeDtypeStruct((how.parts, B, K, M, width), jnp.float32),
-        ],
+        out_shape=[jax.ShapeDtypeStruct(s, jnp.float32) for s in (shape, shape, (*shape, width))],
         compiler_params=triton.CompilerParams(num_warps=how.warps, num_stages=how.stages),
         cost_estimate=pl.CostEstimate(
             flops=flops, bytes_accessed=nbytes, transcendentals=B * K * M * positions

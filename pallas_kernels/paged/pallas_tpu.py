@@ -63,11 +63,11 @@ def _sizes(queries: Sequence[jax.Array], pools: Sequence[jax.Array], config: Con
     rows = max(
         n for n in range(SUBLANES, max(min(M, config.rows), SUBLANES) + 1, SUBLANES) if M % n == 0
     )
-    heads = (
-        max(n for n in range(1, K + 1) if K % n == 0 and (n == 1 or n * rows <= config.rows))
-        if rows == M
-        else 1
-    )
+    heads = 1
+    if rows == M:
+        heads = max(
+            n for n in range(1, K + 1) if K % n == 0 and (n == 1 or n * rows <= config.rows)
+        )
     return _Sizes(runs, heads, rows, M)
 
 
@@ -82,22 +82,14 @@ def require(
     sizes = _sizes(queries, pools, config)
 
     def nbytes(rows: int, columns: int, dtype: Any) -> int:
-        return (
-            -(-rows // SUBLANES)
-            * SUBLANES
-            * -(-columns // LANES)
-            * LANES
-            * jnp.dtype(dtype).itemsize
-        )
+        rows, columns = -(-rows // SUBLANES) * SUBLANES, -(-columns // LANES) * LANES
+        return rows * columns * jnp.dtype(dtype).itemsize
 
     K, S, M = queries[0].shape[1], sizes.runs * RUN, sizes.M
     stored = config.slots * sum(K * nbytes(S, pool.shape[-1], pool.dtype) for pool in pools)
     stored += 2 * K * sum(nbytes(M, q.shape[-1], q.dtype) for q in queries)
-    stored += (
-        2 * K * nbytes(M, width, jnp.float32)
-        + 2 * nbytes(2, K * M, jnp.float32)
-        + 2 * K * nbytes(M, LANES, jnp.float32)
-    )
+    stored += 2 * K * (nbytes(M, width, jnp.float32) + nbytes(M, LANES, jnp.float32))
+    stored += 2 * nbytes(2, K * M, jnp.float32)
     values = nbytes(LANES, K * M, jnp.float32) + sizes.heads * (
         3 * nbytes(sizes.rows, S, jnp.float32) + 2 * nbytes(sizes.rows, width, jnp.float32)
     )
@@ -398,7 +390,7 @@ def attend(
     if not interpret:
         # Otherwise a pool that fits VMEM is copied there whole before each call.
         pools = [pltpu.with_memory_space_constraint(pool, pltpu.HBM) for pool in pools]
-    where_it_is = pl.BlockSpec(memory_space=pl.ANY)
+    where_it_is = [pl.BlockSpec(memory_space=pl.ANY)] * (1 + len(pools))
     positions = D * PAGE  # the maximum; the actual number is data
     flops = 2 * B * K * sizes.M * positions * (sum(q.shape[3] for q in queries) + width)
     nbytes = B * K * positions * sum(pool.shape[-1] * pool.dtype.itemsize for pool in pools)
@@ -409,11 +401,7 @@ def attend(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
             grid=(parts, each),
-            in_specs=[
-                *(of_row(*q.shape[1:]) for q in queries),
-                where_it_is,
-                *(where_it_is for _ in pools),
-            ],
+            in_specs=[*(of_row(*q.shape[1:]) for q in queries), *where_it_is],
             out_specs=[of_row(2, K * sizes.M), of_row(K, sizes.M, width)],
             scratch_shapes=[
                 *(pltpu.VMEM((how.slots, K, S, pool.shape[-1]), pool.dtype) for pool in pools),
@@ -425,8 +413,8 @@ def attend(
             ],
         ),
         out_shape=[
-            jax.ShapeDtypeStruct((B, 2, K * sizes.M), jnp.float32),
-            jax.ShapeDtypeStruct((B, K, sizes.M, width), jnp.float32),
+            jax.ShapeDtypeStruct(shape, jnp.float32)
+            for shape in ((B, 2, K * sizes.M), (B, K, sizes.M, width))
         ],
         # With bounds checks a page's two copies are some 90 bundles of a v5p's program, without
         # them 20, while attention to it is 40. Only pages of positions with a token are looked up.

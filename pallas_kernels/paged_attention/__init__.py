@@ -16,7 +16,7 @@ from pallas_kernels.paged_attention import cpu, xla
 from pallas_kernels.partial import Partial
 
 
-def _require(kernel: Any, q: jax.Array, k: jax.Array, v: jax.Array, rows: Rows) -> None:
+def _require(kernel: Any, q: jax.Array, k: jax.Array, v: jax.Array, rows: Rows, **_: Any) -> None:
     kernel.require([q], [k, v], 1, q.shape[3])
 
 
@@ -35,18 +35,11 @@ def attend(
     return kernel.attend([q], [k, v], 1, q.shape[3], rows, scale, how, interpret)
 
 
+KERNELS = ("pallas_tpu", "tpu", pallas_tpu), ("pallas_gpu", "cuda", pallas_gpu)
 ATTEND = (
     *(
-        Implementation(
-            name,
-            platform,
-            functools.partial(attend, kernel),
-            functools.partial(_require, kernel),
-        )
-        for name, platform, kernel in (
-            ("pallas_tpu", "tpu", pallas_tpu),
-            ("pallas_gpu", "cuda", pallas_gpu),
-        )
+        Implementation(name, on, *(functools.partial(f, kernel) for f in (attend, _require)))
+        for name, on, kernel in KERNELS
     ),
     Implementation("cpu", "cpu", cpu.attend, cpu.require),
     Implementation("xla", None, xla.attend, dispatch.anything),

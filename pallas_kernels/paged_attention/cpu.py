@@ -16,7 +16,7 @@ from pallas_kernels.partial import Partial
 LANES = 16  # of the widest vectors; a head is a multiple
 
 
-def require(q: jax.Array, k: jax.Array, v: jax.Array, rows: Rows) -> None:
+def require(q: jax.Array, k: jax.Array, v: jax.Array, rows: Rows, **_: float) -> None:
     """Raises NotImplementedError with the reason if ``attend`` cannot serve these arrays."""
     if any(one.dtype != jnp.float32 for one in (q, k, v)):
         raise NotImplementedError(f"dtypes {q.dtype}, {k.dtype} and {v.dtype}, and not float32")

@@ -18,7 +18,8 @@ from pallas_kernels.grouped_matmul.tiles import tiles
 from pallas_kernels.packed_lora.pallas_gpu import MOST, ranks_of
 from pallas_kernels.packed_lora.pallas_gpu import require_add as require_packed
 from pallas_kernels.packed_lora.runs import whole_runs
-from pallas_kernels.triton import Span, columns, cost, dot, power_of_two, read, write
+from pallas_kernels.products import dot
+from pallas_kernels.triton import Span, columns, cost, power_of_two, read, write
 
 FEW = 512  # rows; with more, tiles are twice as large
 PROGRAMS = 512  # about four per processor of an H100

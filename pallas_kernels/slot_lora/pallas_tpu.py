@@ -35,11 +35,8 @@ def require_shrink(x: jax.Array, a: jax.Array) -> None:
 def require_expand(b: jax.Array, onto: jax.Array) -> None:
     """Raises if ``expand`` cannot serve these, like ``require_add``."""
     tiles.require(onto, [b], [])
-    tiles.require_room(
-        _expand_scratch(b, onto, Config()),
-        [(tiles.tile_rows(onto, Config()), onto.shape[1], onto.dtype)] * 2,
-        onto,
-    )
+    blocks = [(tiles.tile_rows(onto, Config()), onto.shape[1], onto.dtype)] * 2
+    tiles.require_room(_expand_scratch(b, onto, Config()), blocks, onto)
 
 
 def add(
@@ -61,17 +58,8 @@ def add(
         slot: ``[M]`` int32, in any order; -1 is none.
         first: index of slot 0 in the stacks.
     """
-    return packed.add(
-        x,
-        [a],
-        [b],
-        [onto],
-        slot,
-        scale,
-        config,
-        interpret,
-        functools.partial(slots_of, first=first),
-    )[0]
+    grouping = functools.partial(slots_of, first=first)
+    return packed.add(x, [a], [b], [onto], slot, scale, config, interpret, grouping)[0]
 
 
 def _shrink_kernel(meta, local, x, a, out, a_buf, sem, *, C: int, R: int, columns: int) -> None:
@@ -141,23 +129,11 @@ def shrink(
 ) -> jax.Array:
     """Returns ``x a^T`` by each row's slot, ``[M, R]`` float32; zeros for none."""
     (M, D), R, tile = x.shape, a.shape[1], tiles.tile_rows(x, config)
-    out = [jax.ShapeDtypeStruct((M, R), jnp.float32)]
+    out = jax.ShapeDtypeStruct((M, R), jnp.float32)
     kernel = functools.partial(_shrink_kernel, C=tiles.chunk_size(R), R=R, columns=config.columns)
-    anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    specs = [*tiles.row_specs(tile, [D]), anywhere]
-    return _call(
-        kernel,
-        slot,
-        first,
-        (x, a),
-        specs,
-        [R],
-        out,
-        _shrink_scratch(a),
-        {},
-        interpret,
-        "slot_lora_shrink",
-    )
+    specs = [*tiles.row_specs(tile, [D]), pl.BlockSpec(memory_space=pl.ANY)]
+    how = {"name": "slot_lora_shrink", "input_output_aliases": {}, "interpret": interpret}
+    return _call(kernel, slot, first, (x, a), specs, out, _shrink_scratch(a), **how)
 
 
 def expand(
@@ -172,22 +148,11 @@ def expand(
     """Returns ``onto + h b`` by each row's slot, ``[M, F]``; ``h [M, R]`` is rounded first."""
     F, R, tile = onto.shape[1], b.shape[1], tiles.tile_rows(onto, config)
     kernel = functools.partial(_expand_kernel, C=tiles.chunk_size(R), R=R, columns=config.columns)
-    anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    specs = [*tiles.row_specs(tile, [R]), anywhere, *tiles.row_specs(tile, [F])]
-    out, scratch = [jax.ShapeDtypeStruct(onto.shape, onto.dtype)], _expand_scratch(b, onto, config)
-    return _call(
-        kernel,
-        slot,
-        first,
-        (h, b, onto),
-        specs,
-        [F],
-        out,
-        scratch,
-        {4: 0},
-        interpret,
-        "slot_lora_expand",
-    )
+    inner, across = tiles.row_specs(tile, [R, F])
+    specs = [inner, pl.BlockSpec(memory_space=pl.ANY), across]
+    out, scratch = jax.ShapeDtypeStruct(onto.shape, onto.dtype), _expand_scratch(b, onto, config)
+    how = {"name": "slot_lora_expand", "input_output_aliases": {4: 0}, "interpret": interpret}
+    return _call(kernel, slot, first, (h, b, onto), specs, out, scratch, **how)
 
 
 def _call(
@@ -196,34 +161,26 @@ def _call(
     first: jax.Array | int,
     args: Sequence[jax.Array],
     in_specs: Sequence[Any],
-    wide: Sequence[int],
-    out_shape: Sequence[Any],
+    out: jax.ShapeDtypeStruct,
     scratch: Sequence[Any],
-    aliases: dict[int, int],
-    interpret: Any,
-    name: str,
+    **how: Any,
 ) -> jax.Array:
     rows, factors, *onto = args
     tile = in_specs[0].block_shape[0]
     # Numbers beyond the stack mean its last entry.
     runs = slots_of(jnp.minimum(slot, factors.shape[0] - 1), tile, first)
     # At most one factor per row is read, whatever the size of the stack.
-    moved = (
-        rows.nbytes
-        + min(factors.nbytes, rows.shape[0] * factors.nbytes // factors.shape[0])
-        + 2 * sum(y.nbytes for y in onto)
-    )
+    moved = min(factors.nbytes, rows.shape[0] * factors.nbytes // factors.shape[0])
+    moved += rows.nbytes + 2 * sum(y.nbytes for y in onto)
     flops = 2 * rows.shape[0] * factors.shape[1] * factors.shape[2]
     return pl.pallas_call(
         kernel,
         grid=(runs.local.shape[0],),
         in_specs=[*tiles.meta_specs(tile, runs.meta), *in_specs],
-        out_specs=tiles.row_specs(tile, wide),
-        out_shape=out_shape,
+        out_specs=tiles.row_specs(tile, [out.shape[1]]),
+        out_shape=[out],
         scratch_shapes=[*scratch, pltpu.SemaphoreType.DMA((2,))],
-        input_output_aliases=aliases,
         compiler_params=tiles.PARAMS,
         cost_estimate=pl.CostEstimate(flops=flops, bytes_accessed=moved, transcendentals=0),
-        interpret=interpret,
-        name=name,
+        **how,
     )(*runs, *args)[0]

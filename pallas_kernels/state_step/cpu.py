@@ -10,7 +10,7 @@ from pallas_kernels import native
 LANES = 16  # of the widest vectors
 
 
-def require(*args: jax.Array) -> None:
+def require(*args: jax.Array, **_: bool) -> None:
     """Raises NotImplementedError with the reason if ``step`` cannot serve these arrays."""
     if (V := args[2].shape[-1]) % LANES:
         raise NotImplementedError(f"values of {V}, and not a multiple of {LANES}")

@@ -101,6 +101,6 @@ def test_a_reward_that_does_not_return_costs_its_row_only(own, how, capfd):
 
 def test_an_environment_that_workers_cannot_make_is_refused(own, monkeypatch):
     monkeypatch.setitem(env_lib.REGISTRY, "only_here", lambda: None)
-    env = processes.RemoteEnvironment([], [], own.pool, ("only_here", {}))
+    env = processes.remote(env_lib.ListEnvironment([], [], None), own.pool, "only_here", {})
     with pytest.raises(UserError, match="environment is 'only_here'; choose one of"):
         scoring.score("ada", env, "t", env_lib.Example("p", ""))

@@ -14,11 +14,11 @@ from pallas_kernels import (
 
 TABLES = {
     "packed_lora": packed_lora.ADD,
-    "grouped_matmul": grouped_matmul.table(False),
+    "grouped_matmul": grouped_matmul.GROUPED,
     "packed_matmul": packed_matmul.MATMUL,
     "paged_attention": paged_attention.ATTEND,
     "latent_attention": latent_attention.ATTEND,
-    "layer_matmul": layer_matmul.table(False),
+    "layer_matmul": layer_matmul.MATMUL,
     "draw": draw.DRAW,
     "state_step": state_step.STEP,
 }

@@ -2,6 +2,8 @@
 of the numbers in float32.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
-from pallas_kernels.layer_matmul import blocks, unpacking
+from pallas_kernels.layer_matmul import UNPACK, blocks
 
 kinds = pytest.mark.parametrize("kind", list(blocks.KINDS))
 
@@ -38,8 +40,10 @@ def test_unpacked_they_are_ggml_s_numbers_bit_for_bit(rng, kind, transposed):
         rows = random_rows(rng, D, F, kind)
         want = numbers(rows, kind)
         want = want.T if transposed else want
-        for one in unpacking(transposed):
-            made = jax.jit(one.call)(blocks.pack(rows, kind))
+        for one in UNPACK:
+            made = jax.jit(functools.partial(one.call, transposed=transposed))(
+                blocks.pack(rows, kind)
+            )
             np.testing.assert_array_equal(
                 np.array(made).view(np.int32),
                 np.ascontiguousarray(want).view(np.int32),

@@ -12,7 +12,15 @@ import numpy as np
 import pytest
 
 from pallas_kernels import dispatch
-from pallas_kernels.layer_matmul import blocks, cpu, layer_matmul, pallas_gpu, reference, table, xla
+from pallas_kernels.layer_matmul import (
+    MATMUL,
+    blocks,
+    cpu,
+    layer_matmul,
+    pallas_gpu,
+    reference,
+    xla,
+)
 from tests.pallas_kernels.blocks_test import random_rows
 
 DTYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn")
@@ -101,7 +109,7 @@ def test_auto_is_the_kernel_on_one_cpu_and_xla_over_a_mesh(rng):
     assert "mint_layer_matmul" in auto.lower(*args).as_text()
     assert "mint_layer_matmul" not in auto.trace(*args).lower(lowering_platforms=("tpu",)).as_text()
     with jax.set_mesh(jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])):
-        told = dict(dispatch.explain(table(False), *args))
+        told = dict(dispatch.explain(MATMUL, *args))
         assert "divides rows" in told["cpu"]
         assert "mint_layer_matmul" not in jax.jit(layer_matmul).lower(*args).as_text()
 
@@ -111,9 +119,9 @@ def test_without_a_compiler_xla_serves_and_the_reason_is_told(tmp_path):
     code = """
 import jax, jax.numpy as jnp
 from pallas_kernels import dispatch
-from pallas_kernels.layer_matmul import layer_matmul, table
+from pallas_kernels.layer_matmul import MATMUL, layer_matmul
 args = jnp.ones((2, 4)), (jnp.ones((1, 4, 8)),), jnp.int32(0)
-print(dict(dispatch.explain(table(False), *args))["cpu"])
+print(dict(dispatch.explain(MATMUL, *args))["cpu"])
 print(float(layer_matmul(*args)[0][0, 0]), [fall.implementation for fall in dispatch.fallen if fall.platform == "cpu"])
 try:
     layer_matmul(*args, implementation="cpu")
