@@ -28,15 +28,7 @@ from mint_jax.service.fairness import Counters
 from mint_jax.service.futures import Category, Futures, Outcome, TrainingRequest
 from mint_jax.service.server_db import ServerDatabase
 from mint_jax.service.snapshots import Snapshots
-from mint_jax.service.training_calls import (
-    Call,
-    Create,
-    ForwardBackward,
-    Load,
-    Optim,
-    Refused,
-    Save,
-)
+from mint_jax.service.training_calls import Call, Create, ForwardBackward, Load, Optim, Save
 from mint_jax.train import blocks, host_state
 from mint_jax.train.blocks import TrainRequest
 from mint_jax.train.config import OptimizerConfig
@@ -56,22 +48,18 @@ class Unavailable(UserError):
 class _Operation:
     """A request, or a function of ``do``. ``work`` is for the devices' thread, None before the
     request is read; ``waits`` while a thread works for it. ``trained`` is the result of a custom
-    loss, known before its gradient is added.
+    loss, known before its gradient is added. ``payer`` is known once it is in its policy's queue.
     """
 
     policy: str
     request: TrainingRequest | None = None
     tenant: str | None = None
+    payer: Payer = Payer("", "")
     call: Call | None = None
     work: TrainRequest | OptimizerConfig | Callable[[Trainer], Any] | None = None
     waits: bool = False
     trained: codec.Trained | None = None
     future: "Future[Any]" = dataclasses.field(default_factory=Future)
-
-    @property
-    def payer(self) -> Payer:
-        assert self.tenant is not None
-        return Payer(self.tenant, self.policy)
 
 
 class Durable:
@@ -248,16 +236,16 @@ class Durable:
         with self._lock:
             inbox, self._inbox = self._inbox, []
         for one in inbox:
-            if one.tenant is None:
-                one.tenant = self.tenant_of(one.policy)
-            self.counters.begin(one.tenant)
+            tenant = self.tenant_of(one.policy) if one.tenant is None else one.tenant
+            one.payer = Payer(tenant, one.policy)
+            self.counters.begin(tenant)
             self._queues.setdefault(one.policy, collections.deque()).append(one)
 
     def _slice(self, bound_s: float | None) -> bool:
         heads = [head for policy in list(self._queues) if (head := self._head(policy)) is not None]
         if not heads:
             return False
-        order = self.counters.order(head.payer.tenant for head in heads)
+        order = self.order(head.payer.tenant for head in heads)
         heads.sort(key=lambda head: order.index(head.payer.tenant))
         first = heads[0]
         try:
@@ -289,14 +277,14 @@ class Durable:
                 self._pop_ended(policy)
                 continue
             # the programs of passes and updates may not be compiled yet; functions need none
-            trains = isinstance(head.work, TrainRequest | OptimizerConfig)
-            if trains and not self.live.can_move():
-                return None
-            if isinstance(head.work, TrainRequest) and not self.live.can_start(head.work):
-                return None
-            if isinstance(head.work, OptimizerConfig):
-                return head if self.live.can_update(policy, head.work) else None
-            return head
+            match head.work:
+                case TrainRequest() as work:
+                    can_run = self.live.can_move() and self.live.can_start(work)
+                case OptimizerConfig() as numbers:
+                    can_run = self.live.can_move() and self.live.can_update(policy, numbers)
+                case _:
+                    can_run = True
+            return head if can_run else None
         return None
 
     def _read(self, one: _Operation) -> None:
@@ -324,34 +312,34 @@ class Durable:
                     one.work = lambda live: read(live, one.policy).without_gradients()
                 case Create() | Load():
                     self._in_background(one, lambda: self._beginning(one.policy, request.id, call))
-                case Refused(reason):
+                case codec.Refused(reason):
                     raise UserError(reason)
-            trains = isinstance(one.work, TrainRequest | OptimizerConfig)
-            if trains and one.policy not in self.live:
-                message = f"policy {one.policy!r} is not in training: create or load it first"
-                raise UserError(message)
+            if isinstance(call, ForwardBackward | Optim) and one.policy not in self.live:
+                raise UserError(
+                    f"policy {one.policy!r} is not in training: create or load it first"
+                )
         except (UserError, OSError) as error:
             one.future.set_exception(error)
 
     def _step(self, heads: list[_Operation], bound_s: float | None) -> None:
-        works: dict[int, tuple[TrainRequest, _Operation]] = {}
-        for one in itertools.chain.from_iterable(map(self._until_update, heads)):
-            assert isinstance(one.work, TrainRequest)
-            works[id(one.work)] = one.work, one
-        step = self.live.step([work for work, _ in works.values()], bound_s)
+        works = {
+            one.work: one
+            for one in itertools.chain.from_iterable(map(self._until_update, heads))
+            if isinstance(one.work, TrainRequest)
+        }
+        step = self.live.step(list(works), bound_s)
         tokens = collections.Counter[Payer]()
         for block in step.blocks:
-            tokens[works[id(block.work)][1].payer] += blocks.used([block])
+            tokens[works[block.work].payer] += blocks.used([block])
         self._charge("train", step.seconds, tokens)
         self._charge_moves()
-        for work, one in works.values():
-            if not work.left:
-                assert isinstance(one.call, ForwardBackward)
-                if one.call.custom is not None and one.trained is None:
-                    self._differentiate(one, one.call, work.logprobs)
-                    continue
-                result = one.call.result(work.logprobs, work.loss)  # type: ignore[arg-type]
-                one.future.set_result(one.trained or result)
+        for work, one in works.items():
+            if not work.left and isinstance(call := one.call, ForwardBackward):
+                if call.custom is not None and one.trained is None:
+                    self._differentiate(one, call, work.logprobs)
+                else:
+                    result = call.result(work.logprobs, work.loss)  # type: ignore[arg-type]
+                    one.future.set_result(one.trained or result)
 
     def _differentiate(self, one: _Operation, call: ForwardBackward, logprobs: list[Any]) -> None:
         """Computes a custom loss in the background; the work that adds its gradient follows."""
@@ -481,8 +469,8 @@ class Durable:
             state, result = self.store.load(call, self.snapshots.loads / id), {"path": call.path}
 
         def begin(live: Trainer) -> dict[str, Any]:
-            is_loaded = isinstance(call, Load) and policy in live
-            (live.replace if is_loaded else live.join)(policy, state)
+            replaces = isinstance(call, Load) and policy in live
+            (live.replace if replaces else live.join)(policy, state)
             return result
 
         return begin
@@ -502,8 +490,8 @@ class Durable:
         if (error := future.exception()) is None:
             outcome = Outcome(codec.encode_result(future.result()))
         else:
-            is_mistake = isinstance(error, UserError)
-            is_mistake &= not isinstance(error, (DatabaseFailed, StorageFailed))  # UserErrors
+            failed = isinstance(error, DatabaseFailed | StorageFailed)  # UserErrors
+            is_mistake = isinstance(error, UserError) and not failed
             category = Category.USER if is_mistake else Category.SERVER
             outcome = Outcome(str(error).encode(), category)
         self.futures.finish(request, outcome)

@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 import pydantic
 from pydantic import AfterValidator, AwareDatetime, Field
@@ -210,9 +210,21 @@ def _write(folder: Path, keys: list[Key]) -> None:
     # the mask is the process's: other files written at this moment get fewer permissions, not more
     before = os.umask(0o077)
     try:
-        write_file(folder / FILE, _KEYS.dump_json(keys, indent=1).decode() + "\n")
+        write_file(folder / FILE, _KEYS.dump_json(keys, indent=1))
     finally:
         os.umask(before)
+
+
+_ADD = {
+    "--tenant": {"required": True, "help": "owner of all that is made with the key"},
+    "--scopes": {"required": True, "help": f"some of {','.join(SCOPES)}, joined by commas"},
+    "--days": {"type": float, "help": "days until the key expires (default: it does not)"},
+}
+_COMMANDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "add": ("make a key and print it, once", _ADD),
+    "revoke": ("remove a key for good", {"id": {"help": "the key's id, as `list` prints it"}}),
+    "list": ("print id, tenant, scopes, creation and expiry of all keys", {}),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -221,29 +233,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m mint_jax.service.keys", description="Makes, lists and revokes API keys."
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    abouts = {"add": "make a key and print it, once", "revoke": "remove a key for good"}
-    abouts["list"] = "print id, tenant, scopes, creation and expiry of all keys"
-    made = {
-        name: commands.add_parser(name, help=text, description=text)
-        for name, text in abouts.items()
-    }
-    for one in made.values():
-        one.add_argument(
-            "--folder",
-            type=Path,
-            required=True,
-            help="of the keys, as the server's setting api_keys",
-        )
-    made["add"].add_argument(
-        "--tenant", required=True, help="owner of all that is made with the key"
-    )
-    made["add"].add_argument(
-        "--scopes", required=True, help=f"one or more of {','.join(SCOPES)}, joined by commas"
-    )
-    made["add"].add_argument(
-        "--days", type=float, help="days until the key expires (default: it does not)"
-    )
-    made["revoke"].add_argument("id", help="the key's id, as `list` prints it")
+    folder = {"type": Path, "required": True, "help": "of the keys: the server's setting api_keys"}
+    for name, (text, options) in _COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=text)
+        for option, details in ({"--folder": folder} | options).items():
+            command.add_argument(option, **details)
     given = parser.parse_args(arguments)
     try:
         if given.command == "add":
@@ -259,12 +253,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for key in read(given.folder):
                 scopes, expires = ",".join(key.scopes), key.expires or "-"
                 print(key.id, key.tenant, scopes, key.created, expires, sep="\t")
-    except OSError as error:
-        place = error.filename or given.folder
-        print(f"{place} cannot be used ({error.strerror}): check --folder", file=sys.stderr)
-        return 2
-    except UserError as error:
-        print(error, file=sys.stderr)
+    except (OSError, UserError) as error:
+        text = str(error)
+        if isinstance(error, OSError):
+            place = error.filename or given.folder
+            text = f"{place} cannot be used ({error.strerror}): check --folder"
+        print(text, file=sys.stderr)
         return 2
     return 0
 

@@ -6,20 +6,14 @@ client can add a series. Counts that other parts keep are read by collectors whe
 
 import collections
 import contextlib
+import functools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import prometheus_client as prometheus
 import psutil
-from prometheus_client import (
-    CONTENT_TYPE_LATEST,
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    generate_latest,
-)
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.concurrency import run_in_threadpool
@@ -44,18 +38,20 @@ MAX_POLICIES = 200  # shown in ``/debug/state``; the busiest first
 class HttpMetrics:
     """Metrics of requests, which the gate records, by route template; ``other`` without one."""
 
-    def __init__(self, registry: CollectorRegistry):
+    def __init__(self, registry: prometheus.CollectorRegistry):
         def make(kind: Any, name: str, help: str, *labels: str, **more: Any) -> Any:
             return kind(f"mint_http_{name}", help, labels, registry=registry, **more)
 
-        help, buckets = "Request to end of response.", {"buckets": SECONDS}
-        self._seconds = make(Histogram, "seconds", help, "route", "status", **buckets)
+        buckets, on = {"buckets": SECONDS}, ("route", "status")
+        time_of, count = prometheus.Histogram, prometheus.Counter
+        self._seconds = make(time_of, "seconds", "Request to end of response.", *on, **buckets)
         help = "Request to start of response."
-        self._first_byte = make(Histogram, "first_byte_seconds", help, "route", **buckets)
-        self._requests = make(Counter, "requests", "Completed requests.", "route", "status")
-        self._received = make(Counter, "received_bytes", "Bytes of request bodies.", "route")
-        self._sent = make(Counter, "sent_bytes", "Bytes of response bodies.", "route")
-        self.in_flight = make(Gauge, "in_flight", "Requests in flight, long polls left out.")
+        self._first_byte = make(time_of, "first_byte_seconds", help, "route", **buckets)
+        self._requests = make(count, "requests", "Completed requests.", *on)
+        self._received = make(count, "received_bytes", "Bytes of request bodies.", "route")
+        self._sent = make(count, "sent_bytes", "Bytes of response bodies.", "route")
+        help = "Requests in flight, long polls left out."
+        self.in_flight = make(prometheus.Gauge, "in_flight", help)
 
     def record(self, endpoint: Endpoint | None, source: Source, reply: Reply, began: float) -> None:
         """Records a request that has ended; ``began`` is on the clock of ``perf_counter``."""
@@ -76,8 +72,8 @@ class Operators:
         self.server = server
 
     async def metrics(self, _: Request) -> Response:
-        text = await run_in_threadpool(generate_latest, self.server.metrics)
-        return Response(text, media_type=CONTENT_TYPE_LATEST)
+        text = await run_in_threadpool(prometheus.generate_latest, self.server.metrics)
+        return Response(text, media_type=prometheus.CONTENT_TYPE_LATEST)
 
     async def health(self, _: Request) -> Response:
         return JSONResponse({"status": "ok"})
@@ -112,10 +108,10 @@ class PartsCollector(Collector):
             ("training", "Counts of live training.", server.live.counts),
         ):
             for key, value in sorted(dict(counts).items()):  # a copy: its owner goes on counting
-                yield _family(CounterMetricFamily, f"mint_{part}_{key}", help, (), {(): value})
-        help, name = "Seconds that decoding rows waited for training.", "mint_decode_gap_seconds"
-        quantiles = {(q,): seconds for q, seconds in gap_quantiles(server).items()}
-        yield _family(GaugeMetricFamily, name, help, ["quantile"], quantiles)
+                yield _counter(f"mint_{part}_{key}", help, {(): value})
+        gaps = {(q,): seconds for q, seconds in gap_quantiles(server).items()}
+        help = "Seconds that decoding rows waited for training."
+        yield _gauge("mint_decode_gap_seconds", help, gaps, "quantile")
         by_tenant = sorted(server.costs.since_start().items())
         for unit, suffix, kinds, help in (
             ("seconds", "s", KINDS, "Device seconds by tenant and kind of work."),
@@ -126,15 +122,14 @@ class PartsCollector(Collector):
                 for tenant, cost in by_tenant
                 for kind in kinds
             }
-            name, labels = f"mint_device_{unit}", ["tenant", "kind"]
-            yield _family(CounterMetricFamily, name, help, labels, spent)
+            yield _counter(f"mint_device_{unit}", help, spent, "tenant", "kind")
         yield from adapters(server.residency, server.weights.names_of)
         yield from load(server.engine.state())
         skipped = dispatch.passed_over(collections.Counter(), dispatch.platform_here())
-        labels = ["op", "implementation", "reason"]
+        labels = "op", "implementation", "reason"
         times = {tuple(one[label] for label in labels): one["times"] for one in skipped}
-        help, name = "Calls in traced programs served otherwise.", "mint_kernels_passed_over"
-        yield _family(CounterMetricFamily, name, help, labels, times)
+        help = "Calls in traced programs served otherwise."
+        yield _counter("mint_kernels_passed_over", help, times, *labels)
 
 
 def gap_quantiles(server: Server) -> dict[str, float]:
@@ -150,21 +145,20 @@ def adapters(residency: Residency, names_of: Callable[[str], Iterable[str]]) -> 
     state = residency.state()
     resident = state["resident"]
     waiting = sorted(set(residency.loads.digests()) - set(resident))
-    labels = ["running_lora_adapters", "waiting_lora_adapters", "max_lora"]
-    help = "Adapters in slots, adapters being loaded, and slots."
+    labels = "running_lora_adapters", "waiting_lora_adapters", "max_lora"
     named = [
         ",".join(name for digest in digests for name in names_of(digest))
         for digests in (resident, waiting)
     ]
     slots = sum(bucket["slots"] for bucket in state["slots"].values())
-    samples = {(*named, str(slots)): time.time()}
-    yield _family(GaugeMetricFamily, "vllm:lora_requests_info", help, labels, samples)
+    help, samples = "Adapters in slots, adapters being loaded, and slots.", (*named, str(slots))
+    yield _gauge("vllm:lora_requests_info", help, {samples: time.time()}, *labels)
     own = {(name, "gpu", "false"): 1 for digest in resident for name in names_of(digest)}
-    labels, help = ["adapter_name", "level", "pinned"], "Adapters in slots."
-    yield _family(GaugeMetricFamily, "vllm:lora_adapter_loaded", help, labels, own)
+    labels = "adapter_name", "level", "pinned"
+    yield _gauge("vllm:lora_adapter_loaded", "Adapters in slots.", own, *labels)
     for level, count in ("gpu", len(resident)), ("cpu", state["host"]["entries"]):
-        help, name = "Adapters that are loaded.", f"vllm:num_{level}_loaded_lora_adapters"
-        yield _family(GaugeMetricFamily, name, help, (), {(): count})
+        name = f"vllm:num_{level}_loaded_lora_adapters"
+        yield _gauge(name, "Adapters that are loaded.", {(): count})
 
 
 def load(state: Mapping[str, Any]) -> Iterator[Metric]:
@@ -177,19 +171,20 @@ def load(state: Mapping[str, Any]) -> Iterator[Metric]:
         ("num_requests_waiting", "Rows that wait for pages or a place.", waiting),
         ("kv_cache_usage_perc", "Share of pages in use, from 0 to 1.", used),
     ):
-        yield _family(GaugeMetricFamily, f"vllm:{name}", help, (), {(): value})
-    sizes = {(str(PAGE), str(pages["count"])): 1}
-    labels, help = ["block_size", "num_gpu_blocks"], "Tokens of a page, and pages."
-    yield _family(GaugeMetricFamily, "vllm:cache_config_info", help, labels, sizes)
+        yield _gauge(f"vllm:{name}", help, {(): value})
+    sizes, labels = {(str(PAGE), str(pages["count"])): 1}, ("block_size", "num_gpu_blocks")
+    yield _gauge("vllm:cache_config_info", "Tokens of a page, and pages.", sizes, *labels)
 
 
-def _family(
-    kind: Any, name: str, help: str, labels: Sequence[str], samples: Mapping[Any, float]
-) -> Metric:
+def _family(kind: Any, name: str, help: str, samples: Mapping[Any, float], *labels: str) -> Metric:
     family = kind(name, help, labels=labels)
     for values, value in samples.items():
         family.add_metric(values, value)
     return family
+
+
+_counter = functools.partial(_family, CounterMetricFamily)
+_gauge = functools.partial(_family, GaugeMetricFamily)
 
 
 # ``/debug/state``

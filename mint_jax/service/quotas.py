@@ -7,13 +7,14 @@ request that would never fit.
 """
 
 import collections
-import dataclasses
-import json
 import logging
 import threading
 import time
 from collections.abc import Callable, Hashable
 from pathlib import Path
+from typing import Annotated
+
+import pydantic
 
 from mint_jax.errors import UserError
 from mint_jax.service.keys import ReloadedFile
@@ -22,6 +23,7 @@ log = logging.getLogger("mint_jax.service")
 
 FILE = "quotas.json"
 RETRY_S = 1.0
+Limit = Annotated[int, pydantic.Field(ge=0, strict=True)] | None
 
 
 class Busy(UserError):
@@ -34,25 +36,19 @@ class OverQuota(UserError):
     """A quota of owned objects is used up, or a request exceeds a quota by itself."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Quota:
+class Quota(pydantic.BaseModel, frozen=True, extra="forbid"):
     """Limits of one tenant; None is no limit. Tokens are those of prompts, possible completions and
     training data, until they end; bytes those of named checkpoints, each content once, and of
     training states.
     """
 
-    requests: int | None = None
-    tokens: int | None = None
-    policies: int | None = None
-    bytes: int | None = None
+    requests: Limit = None
+    tokens: Limit = None
+    policies: Limit = None
+    bytes: Limit = None
 
-    def __post_init__(self):
-        for name, value in vars(self).items():
-            if value is not None and (type(value) is not int or value < 0):
-                raise UserError(
-                    f"quota {name} is {value!r}; expected a whole number, 0 or more, or null for no"
-                    " limit"
-                )
+
+_QUOTAS = pydantic.TypeAdapter(dict[str, Quota])
 
 
 class Quotas:
@@ -84,9 +80,8 @@ class Quotas:
                 if self._problem != str(error):
                     self._problem = str(error)
                     log.error("quotas: %s; the earlier ones stay", error)
-        own = vars(self._named.get(tenant, self.default))
-        limits = {name: value for name, value in own.items() if value is not None}
-        return dataclasses.replace(self.default, **limits)
+        own = self._named.get(tenant, self.default)
+        return self.default.model_copy(update=own.model_dump(exclude_none=True))
 
     def begin(self, key: Hashable, tenant: str, tokens: int) -> bool:
         """Counts tokens as in flight, once for a key: (model, number) of a training request, else
@@ -141,11 +136,10 @@ def read(folder: Path) -> dict[str, Quota]:
     """
     path = folder / FILE
     try:
-        found = json.loads(path.read_bytes())
-        return {tenant: Quota(**limits) for tenant, limits in found.items()}
+        return _QUOTAS.validate_json(path.read_bytes())
     except FileNotFoundError:
         return {}
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+    except pydantic.ValidationError as error:
         raise UserError(
             f"{path} has no quotas by tenant ({error}): repair it, or restore a copy of it"
         ) from error

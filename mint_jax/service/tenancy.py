@@ -62,35 +62,30 @@ class Tenancy:
         """
         with self._adding:
             if "rank" in details:
-                others = self._trained(tenant, f"{session}:train:{number}")
-                most = self._quotas.of(tenant).policies
-                if most is not None and len(others) >= most:
-                    raise OverQuota(
-                        f"tenant {tenant} has {len(others)} policies in training, of {most}: unload"
-                        " one, or finish a session that is no longer needed; its checkpoints stay"
-                    )
-                self._check_room(tenant, details["nbytes"], others)
+                self._check(tenant, details["nbytes"], f"{session}:train:{number}")
             return self._book.add_model(session, number, tenant, details)
 
     def need_room(self, tenant: str, more: int) -> None:
         """Raises ``OverQuota`` if this many more bytes exceed the tenant's quota."""
         if more > 0:
-            self._check_room(tenant, more, self._trained(tenant))
+            self._check(tenant, more)
 
-    def _trained(self, tenant: str, but: str = "") -> list[Model]:
+    def _check(self, tenant: str, more: int, new: str = "") -> None:
+        """Raises ``OverQuota`` if the bytes, or the ``new`` policy, exceed the tenant's quota."""
         quota = self._quotas.of(tenant)
         if quota.policies is None and quota.bytes is None:
-            return []  # not needed
-        living = self._book.living(tenant)
-        return [model for model in living if "rank" in model.details and model.id != but]
-
-    def _check_room(self, tenant: str, more: int, trained: list[Model]) -> None:
-        if (limit := self._quotas.of(tenant).bytes) is None:
             return
+        living = self._book.living(tenant)
+        trained = [model for model in living if "rank" in model.details and model.id != new]
+        if new and quota.policies is not None and len(trained) >= quota.policies:
+            raise OverQuota(
+                f"tenant {tenant} has {len(trained)} policies in training, of {quota.policies}:"
+                " unload one, or finish a session that is no longer needed; its checkpoints stay"
+            )
         used = self._book.checkpoint_totals(tenant)[1]
         used += sum(model.details["nbytes"] for model in trained)
-        if used + more > limit:
+        if quota.bytes is not None and used + more > quota.bytes:
             raise OverQuota(
                 f"tenant {tenant} has {used} bytes of checkpoints and training states and asks for"
-                f" {more} more, of {limit}: delete checkpoints, or unload policies"
+                f" {more} more, of {quota.bytes}: delete checkpoints, or unload policies"
             )

@@ -3,6 +3,8 @@
 import asyncio
 import shutil
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,3 +36,11 @@ def result_of(durable: Durable, id: str, wait_s: float = 0.0) -> Any:
         kind = UserError if outcome.category == Category.USER else RuntimeError
         raise kind(outcome.data.decode())
     return None if outcome is None else decode_result(outcome.data)
+
+
+def until(done: Callable[[], Any], wait_s: float = 120.0) -> None:
+    """Waits for something that another thread does."""
+    give_up = time.monotonic() + wait_s
+    while not done():
+        assert time.monotonic() < give_up
+        time.sleep(0.01)

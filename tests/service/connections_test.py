@@ -2,17 +2,20 @@
 
 import asyncio
 import contextlib
+import queue
 import socket
 import threading
 import time
+import types
+from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 
+from mint_jax.service.app import Web
 from mint_jax.service.connections import TimedProtocol
 from mint_jax.service.gate import Gate, Limits
 from mint_jax.service.keys import Keys, add
@@ -28,21 +31,16 @@ async def size(request):
 @contextlib.contextmanager
 def serving(app, **limits):
     """The port of a server of the app, in a thread."""
-    options = {"http": type("Protocol", (TimedProtocol,), limits), "ws": "none"}
-    options |= {"lifespan": "off", "log_config": None, "access_log": False}
-    config = uvicorn.Config(app, **options)
-    server = uvicorn.Server(config)
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])))
-        thread.start()
-        while not server.started:
-            time.sleep(0.005)
-        try:
-            yield listener.getsockname()[1]
-        finally:
-            server.should_exit = True
-            thread.join()
+    protocol, up = type("Protocol", (TimedProtocol,), limits), queue.SimpleQueue()
+    polls: Any = types.SimpleNamespace(end_waits=lambda: None)
+    web = Web(polls, app, "127.0.0.1", 0, up.put, http=protocol)
+    thread = threading.Thread(target=web.run)
+    thread.start()
+    try:
+        yield up.get(timeout=30)
+    finally:
+        web.should_exit = True
+        thread.join()
 
 
 @pytest.fixture(scope="module")

@@ -8,14 +8,7 @@ import pytest
 
 from mint_jax.errors import UserError
 from mint_jax.service.keys import FILE, PREFIX, Keys, add, main, read, revoke
-
-
-class Clock:
-    def __init__(self):
-        self.now = 1000.0
-
-    def __call__(self):
-        return self.now
+from tests.residency.clock import Clock
 
 
 def test_a_key_is_found_by_its_last_characters_until_it_expires(tmp_path):

@@ -1,10 +1,8 @@
 """Metrics, health and state of a server."""
 
-import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.applications import Starlette
@@ -14,23 +12,12 @@ from starlette.routing import Route
 from mint_jax.service import endpoints, monitoring
 from mint_jax.service.gate import Gate, Limits
 from mint_jax.service.keys import Keys, add
-
-
-def send(app, *requests):
-    """Returns the responses to (method, path, options of the request)."""
-
-    async def all_of_them():
-        async with httpx.AsyncClient(
-            transport=httpx.ASGITransport(app), base_url="http://localhost"
-        ) as client:
-            return [await client.request(method, path, **more) for method, path, more in requests]
-
-    return asyncio.run(all_of_them())
+from tests.service.gate_test import ask
 
 
 def series(app, **headers):
     """Returns the value of each series of ``/metrics``, which must parse."""
-    [got] = send(app, ("GET", "/metrics", {"headers": headers}))
+    got = ask(app, "GET", "/metrics", headers=headers)
     assert got.headers["content-type"].startswith("text/plain; version=")
     return {
         (s.name, *sorted(s.labels.items())): s.value
@@ -60,13 +47,15 @@ def app_of(keys=None, limits=None):
 def test_requests_are_counted_by_template_and_status(tmp_path, rng):
     _, secret = add(tmp_path, "alice", ["sample", "read", "admin"])
     app = app_of(Keys(tmp_path))
-    key = {"headers": {"x-api-key": secret}}
-    requests = [("POST", "/api/v1/asample", {"content": b"x" * 100, **key})] * 3
-    requests += [("POST", "/api/v1/asample", {"content": b"x" * 7})]
-    requests += [("GET", f"/v1/models/tinker://{i}/sampler_weights/x", key) for i in range(4)]
-    requests += [("GET", "/no", key), ("PATCH", "/api/v1/no", key)]
-    send(app, *requests)
-    found = series(app, **{"x-api-key": secret})
+    key = {"x-api-key": secret}
+    for _ in range(3):
+        ask(app, "POST", "/api/v1/asample", content=b"x" * 100, headers=key)
+    ask(app, "POST", "/api/v1/asample", content=b"x" * 7)
+    for method, path in ("GET", "/no"), ("PATCH", "/api/v1/no"):
+        ask(app, method, path, headers=key)
+    for i in range(4):
+        ask(app, "GET", f"/v1/models/tinker://{i}/sampler_weights/x", headers=key)
+    found = series(app, **key)
     sample, models = ("route", "POST /api/v1/asample"), ("route", "GET /v1/models/{name:path}")
     assert found["mint_http_requests_total", sample, ("status", "200")] == 3
     assert found["mint_http_requests_total", sample, ("status", "401")] == 1
@@ -76,11 +65,10 @@ def test_requests_are_counted_by_template_and_status(tmp_path, rng):
     assert found["mint_http_first_byte_seconds_count", models] == 4
     assert found["mint_http_received_bytes_total", sample] == 307
     assert found["mint_http_sent_bytes_total", models] == 100
-    paths = [f"/{rng.integers(1 << 40)}?x={rng.integers(99)}" for _ in range(20)]
-    send(
-        app, *[("GET", path, {"headers": key["headers"] | {"x-request-id": "a"}}) for path in paths]
-    )
-    more = series(app, **{"x-api-key": secret}).keys() - found.keys()
+    for _ in range(20):
+        path = f"/{rng.integers(1 << 40)}?x={rng.integers(99)}"
+        ask(app, "GET", path, headers=key | {"x-request-id": "a"})
+    more = series(app, **key).keys() - found.keys()
     assert all("GET /metrics" in str(one) for one in more), "no client adds a series"
 
 
@@ -88,7 +76,11 @@ def test_health_responds_under_full_load(tmp_path):
     _, secret = add(tmp_path, "alice", ["admin"])
     app = app_of(Keys(tmp_path), limits=Limits(total=1))
     app.in_flight["bob"] += 1
-    key = {"headers": {"authorization": f"Bearer {secret}"}}
-    paths = ("/health", {}), ("/ready", {}), ("/metrics", {}), ("/metrics", key)
-    got = send(app, *[("GET", *one) for one in paths])
-    assert [one.status_code for one in got] == [200, 200, 401, 429]
+    key = {"authorization": f"Bearer {secret}"}
+    for path, headers, status in (
+        ("/health", {}, 200),
+        ("/ready", {}, 200),
+        ("/metrics", {}, 401),
+        ("/metrics", key, 429),
+    ):
+        assert ask(app, "GET", path, headers=headers).status_code == status

@@ -1,10 +1,8 @@
 """Quotas: load is refused for now, owned objects for good, and what fits is not refused."""
 
-import asyncio
 import json
 import logging
 import threading
-import time
 
 import httpx
 import pytest
@@ -18,6 +16,8 @@ from mint_jax.errors import UserError
 from mint_jax.service.gate import Gate, Limits
 from mint_jax.service.keys import CHECK_S
 from mint_jax.service.quotas import FILE, Busy, Quota, Quotas
+from tests.service.conftest import until
+from tests.service.gate_test import ask
 from tests.service.sites import datum_of
 from tests.service.sites import site as site
 from tests.service.sites import sites as sites
@@ -68,16 +68,11 @@ def test_requests_in_flight_are_a_tenants_own_number():
     async def answer(request):
         return Response("ok")
 
-    async def run():
-        named = Quotas(Quota(requests=0))
-        app = Gate(Starlette(routes=[Route("/x", answer)]), None, Limits(), quotas=named)
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            refused = await client.get("/x")
-            named.default = Quota(requests=1)
-            return refused, await client.get("/x")
-
-    refused, served = asyncio.run(run())
+    named = Quotas(Quota(requests=0))
+    app = Gate(Starlette(routes=[Route("/x", answer)]), None, Limits(), quotas=named)
+    refused = ask(app, "GET", "/x")
+    named.default = Quota(requests=1)
+    served = ask(app, "GET", "/x")
     assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
     assert served.status_code == 200
     assert "tenant default has 0 requests in flight" in refused.json()["detail"]
@@ -182,11 +177,3 @@ def test_tokens_in_flight_make_a_client_wait_and_too_many_fail(rng, site, limite
         one.result()
     # a request ends after its answer
     until(lambda: httpx.get(site.url + "/debug/state").json()["tokens_in_flight"] == {})
-
-
-def until(condition):
-    """Waits for something that another thread does."""
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)

@@ -22,7 +22,7 @@ from mint_jax.service.training_calls import Create, Load, Save
 from tests.disks import FullDatabase
 from tests.residency.clock import Clock
 from tests.service.checkpoints_test import update
-from tests.service.conftest import result_of
+from tests.service.conftest import result_of, until
 from tests.service.tinker_training_test import same_parts
 from tests.train.live_test import SHAPES
 
@@ -166,13 +166,6 @@ def ended(server, id, wait_s=WAIT_S):
         return str(reason)
 
 
-def wait_until(done):
-    give_up = time.monotonic() + WAIT_S
-    while not done():
-        assert time.monotonic() < give_up
-        time.sleep(0.02)
-
-
 @pytest.mark.parametrize("call", ["database", "fsync", "rename"])
 def test_after_a_full_disk_training_continues_with_everything_acknowledged(
     serve, rng, monkeypatch, call
@@ -209,7 +202,7 @@ def test_after_a_full_disk_training_continues_with_everything_acknowledged(
             with contextlib.suppress(UserError):
                 server.book.open_session("default", {"note": notes})
             server.maintain()
-        wait_until(lambda: not server.trouble())
+        until(lambda: not server.trouble())
         reasons += [one for one in (ended(server, id) for id in ids) if isinstance(one, str)]
         assert reasons, "a request was refused, or a checkpoint could not be kept"
         for reason in reasons:
@@ -298,7 +291,7 @@ def test_a_policy_that_is_forgotten_on_a_full_disk_leaves_a_folder_that_opens(
         session, model = model_of(server)
         run(server, model, Create(CONFIG), Save("weights", "x"))
         snapshot = path_of(server.durable.snapshots.states, model)
-        wait_until(snapshot.exists)
+        until(snapshot.exists)
         server.book.end_session(session)
         with full_disk(server, "database"):
             server.durable.forget(model)
@@ -306,7 +299,7 @@ def test_a_policy_that_is_forgotten_on_a_full_disk_leaves_a_folder_that_opens(
                 server.durable.submit("another", 3, Create(CONFIG)).result()
             assert snapshot.exists()
             shutil.copytree(server.folder, tmp_path / "crashed")
-        wait_until(lambda: not snapshot.exists())
+        until(lambda: not snapshot.exists())
     with serve("crashed").running() as server:
         assert model in server.durable.restored
         # behind what the start asked of the policy

@@ -5,7 +5,6 @@ loop compiles nothing.
 import asyncio
 import dataclasses
 import threading
-import time
 
 import httpx
 import jax
@@ -13,12 +12,13 @@ import numpy as np
 import pytest
 from tinker import types
 
-from mint_jax.compiling import EVENT
+from mint_jax.compiling import EVENT, Programs
 from mint_jax.rollout.request import Request
-from mint_jax.service.server import Server
+from mint_jax.service import server as server_lib
 from mint_jax.service.starting import Starting
 from mint_jax.train.blocks import BlockShape
 from mint_jax.train.state import OptimizerConfig
+from tests.service.conftest import until
 from tests.service.sites import SIZES, Site, adam, datum_of
 from tests.train.live_test import random_data
 
@@ -26,21 +26,19 @@ WAIT_S = 120.0
 HOLDS = {"training": threading.Event(), "rest": threading.Event()}
 
 
-class Slow(Server):
+class Held(Programs):
     """Compiles what training needs first, and then the rest, when it is let."""
 
-    def _all_programs(self):
-        def held(program):
-            if program.urgency == 0 and program.key[0] not in ("update", "step"):
-                return program
+    def __init__(self, todo, *options):
+        super().__init__([self._held(program) for program in todo], *options)
 
-            def build():
-                assert HOLDS["rest" if program.urgency else "training"].wait(WAIT_S)
-                program.build()
+    def _held(self, program):
+        def build():
+            assert HOLDS["rest" if program.urgency else "training"].wait(WAIT_S)
+            program.build()
 
-            return program._replace(build=build)
-
-        return [held(program) for program in super()._all_programs()]
+        is_first = program.urgency == 0 and program.key[0] not in ("update", "step")
+        return program if is_first else program._replace(build=build)
 
 
 @pytest.fixture
@@ -57,21 +55,15 @@ def compiled():
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
-def until(found, what):
-    deadline = time.monotonic() + WAIT_S
-    while not what(found()):
-        assert time.monotonic() < deadline, found()
-        time.sleep(0.01)
-
-
 def test_requests_wait_for_their_own_programs_alone_and_the_loop_compiles_nothing(
     rng, tiny_base, tmp_path, compiled, monkeypatch
 ):
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    monkeypatch.setattr(server_lib, "Programs", Held)
     for hold in HOLDS.values():
         hold.clear()
     sizes = dataclasses.replace(SIZES, shapes=[BlockShape(1, 1, 64)], max_rows=16)
-    site = Site(tiny_base(), tmp_path, sizes, kind=Slow, beside=True)
+    site = Site(tiny_base(), tmp_path, sizes, beside=True)
     try:
         ready = lambda: httpx.get(f"{site.url}/ready")  # noqa: E731
         prompt = types.ModelInput.from_ints([5, 6, 7])
@@ -90,11 +82,11 @@ def test_requests_wait_for_their_own_programs_alone_and_the_loop_compiles_nothin
         HOLDS["training"].set()
         assert np.isfinite(forward.result(WAIT_S).metrics["loss:sum"])
         trainer.optim_step(adam(OptimizerConfig(1e-3))).result(WAIT_S)
-        until(lambda: ready().json(), lambda told: told["trains"])
+        until(lambda: ready().json()["trains"])
         assert ready().status_code == 503
 
         scored = trainer.save_weights_and_get_sampling_client().result().compute_logprobs(prompt)
-        until(lambda: site.server.engine.in_flight(), bool)
+        until(site.server.engine.in_flight)
         # the program that scores is the last of all, unless somebody waits for it
         HOLDS["rest"].set()
         assert len(scored.result(WAIT_S)) == 3

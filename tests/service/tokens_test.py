@@ -8,7 +8,7 @@ import pytest
 from mint_jax.errors import UserError
 from mint_jax.service.keys import Keys, add, revoke
 from mint_jax.service.tokens import FILE, LIFE_S, Tokens
-from tests.service.keys_test import Clock
+from tests.residency.clock import Clock
 
 
 def test_a_token_is_its_key_until_it_expires_or_the_key_is_revoked(tmp_path):
