@@ -83,7 +83,7 @@ def results_of(bob: Tenant, number: int) -> list:
     return [
         bob.train("forward_backward", model, forward_backward_input=data),
         bob.train("optim_step", model, adam_params={"learning_rate": 1e-2}),
-        bob.train("forward_backward", model, forward_input=data),
+        bob.train("forward", model, forward_input=data),
         bob.sample(max_tokens=8, temperature=0),
     ]
 
@@ -393,9 +393,15 @@ def test_the_folder_opens_again(site, sites, tiny_base, folder, ann, bob, before
     failed = ann.post("optim_step", bad).json()["request_id"]
     ann.place += 1
     reason = ann.outcome(failed)
+    unnamed = {"sampling_session_id": bob.ids["unnamed"], "prompt": CHUNKS}
+    sampled = bob.done("asample", unnamed | {"seq_id": 1, "sampling_params": {"seed": 1}})
     site.close()
     keys = keys_.Keys(folder / "keys")
     ann.site = bob.site = sites(tiny_base(), folder / "server", keys=keys, limits=LIMITS)
     assert ann.outcome(failed) == reason
     assert reason["category"] == "user"
     assert results_of(bob, 3) == before[0]
+    again = bob.done("asample", unnamed | {"seq_id": 2, "sampling_params": {"seed": 1}})
+    assert again == sampled
+    gone = bob.post("retrieve_future", {"request_id": bob.ids["answer"]})
+    assert gone.status_code == 410, "clients ask again for samples of before"

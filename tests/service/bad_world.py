@@ -50,6 +50,8 @@ class Tenant(RawClient):
         new["model_path"] = self.ids["sampler_weights"]
         made = self.done("create_sampling_session", new)
         self.ids["sampler"] = made["sampling_session_id"]
+        kept = self.step("save_weights_for_sampler", {"sampling_session_seq_id": 1})
+        self.ids["unnamed"] = kept["sampling_session_id"]
         self.sample(max_tokens=3, temperature=0)
         self.ids["answer"] = self.last
         return self
