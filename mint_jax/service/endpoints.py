@@ -188,9 +188,7 @@ class Table:
     def __init__(self, endpoints: Iterable[Endpoint]):
         self.endpoints = tuple(endpoints)
         self._exact = {(one.method, one.path): one for one in self.endpoints if "{" not in one.path}
-        self._patterns = [
-            (one, compile_path(one.path)[0]) for one in self.endpoints if "{" in one.path
-        ]
+        self._patterns = [(e, compile_path(e.path)[0]) for e in self.endpoints if "{" in e.path]
 
     def find(self, method: str, path: str) -> Endpoint | None:
         """Returns the endpoint of a request; None if there is none: it needs any key."""

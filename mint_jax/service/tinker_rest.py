@@ -6,6 +6,7 @@ A project is only a label here: a tenant has access to all projects.
 
 import asyncio
 import datetime
+import functools
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -135,21 +136,19 @@ class Rest:
         found = await asyncio.to_thread(self.server.costs.hourly, tenant, int(first), int(last))
         events, sessions = [], {}
         for hour, policy, counts in found:
-            row = {"bucket_start": iso(hour * HOUR_S), "bucket_end": iso((hour + 1) * HOUR_S)}
-            row["base_model"] = self.server.name
+            row: dict[str, Any] = {"base_model": self.server.name}
+            row |= {"bucket_start": iso(hour * HOUR_S), "bucket_end": iso((hour + 1) * HOUR_S)}
             for kind, count in zip(USAGE, counts, strict=True):
-                if not count:
-                    continue
-                info: dict[str, Any] = {"type": kind, "token_count": count}
-                own = {}
-                if kind == "training":
+                info = {"type": kind, "token_count": count}
+                event = row | {"event_info": info}
+                if kind == "training" and count:
                     session = self.book.session(tenant, policy.rpartition(":train:")[0])
                     notes = session.details
-                    own = {"session_id": session.id, "project_id": notes.get("project_id")}
+                    event |= {"session_id": session.id, "project_id": notes.get("project_id")}
                     sessions[session.id] = {"user_metadata": notes.get("user_metadata")}
                 elif kind == "sampling_prefill":
                     info["cached"] = False
-                events.append(row | own | {"event_info": info})
+                events += [event] if count else []
         return JSONResponse({"data": events, "sessions": sessions})
 
     async def stored(self, request: Request) -> Response:
@@ -192,20 +191,17 @@ class Rest:
         await asyncio.to_thread(self.server.checkpoints.remove, self._row(request))
         return Response(status_code=204)
 
-    def _change(self, request: Request, **values: Any) -> Response:
+    async def _change(self, request: Request, **values: Any) -> Response:
         self.book.change_checkpoint(self._row(request), **values)
         return JSONResponse({})
 
-    async def publish(self, request: Request) -> Response:
-        return self._change(request, public=True)
-
-    async def unpublish(self, request: Request) -> Response:
-        return self._change(request, public=False)
+    publish = functools.partialmethod(_change, public=True)
+    unpublish = functools.partialmethod(_change, public=False)
 
     async def ttl(self, request: Request) -> Response:
         seconds = (await body_of(types.SetTtl, request)).ttl_seconds
         expires = None if seconds is None else self.book.clock() + seconds
-        return self._change(request, expires=expires)
+        return await self._change(request, expires=expires)
 
     async def external_weights_urls(self, request: Request) -> Response:
         row = self._row(request)
@@ -325,9 +321,10 @@ def _status(session: Session) -> dict[str, Any] | None:
     """Returns a session's status; None if it ended without a request of its client."""
     if session.ended is None:
         return {"type": "active"}
-    reason, detail = session.details.get("finished"), session.details.get("detail")
-    finished = {"type": "client_finished", "reason": {"type": reason}, "detail": detail}
-    return None if reason is None else finished
+    if (reason := session.details.get("finished")) is None:
+        return None
+    detail = session.details.get("detail")
+    return {"type": "client_finished", "reason": {"type": reason}, "detail": detail}
 
 
 def _fits(query: types.SearchSessions, session: Session) -> bool:
