@@ -109,12 +109,9 @@ class OpenAI:
             answer = Answer(spec, model, self._texts, self._fingerprint, pin, key)
             streams = self._submit(spec, model, tenant, pin)
             if body.mint_witness:
-
-                def witness(number: int, sample: int, done: Completion) -> dict[str, Any]:
-                    one = streams[number].request
-                    return Witness.of(one, sample, done, base.fingerprint).to_json()
-
-                answer.witness = witness
+                answer.witness = lambda number, sample, done: Witness.of(
+                    streams[number].request, sample, done, base.fingerprint
+                ).to_json()
             return answer, streams
         items = responses.items_of(body, tenant, self._store)
         keep = functools.partial(self._store.put, tenant, items)
@@ -139,13 +136,12 @@ class OpenAI:
         sent = {} if pin is None else pin.sent
         try:
             for number, prompt in enumerate(spec.prompts):
-                seed = request.seed
-                if spec.body.seed is None:
-                    drawn = secrets.randbits(32) if pin is None else pin.seed + number
-                    seed = drawn % (1 << 32)
                 choices = range(number * request.n, (number + 1) * request.n)
                 prefixes = tuple(tuple(sent.get(choice, ())) for choice in choices)
-                own = {"prompt": prompt.tokens, "seed": seed, "prefixes": prefixes}
+                own: dict[str, Any] = {"prompt": prompt.tokens, "prefixes": prefixes}
+                if spec.body.seed is None:
+                    drawn = secrets.randbits(32) if pin is None else pin.seed + number
+                    own["seed"] = drawn % (1 << 32)
                 streams.append(self._server.submit(dataclasses.replace(request, **own)))
         except BaseException as error:
             for stream in streams:

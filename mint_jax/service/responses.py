@@ -285,14 +285,14 @@ class Response(Answer):
 
     def finish(self, results: Sequence[Sequence[Completion]]) -> list[Object]:
         """Returns the event with the complete response, and stores the response."""
-        usage, body = self.usage(results), self._body
-        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        prompt, sampled, total, cached = self.usage(results).values()
+        body = self._body
         body["usage"] = {
-            "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
-            "output_tokens": usage["completion_tokens"],
+            "input_tokens": prompt,
+            "input_tokens_details": cached | {"cache_write_tokens": 0},
+            "output_tokens": sampled,
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": usage["total_tokens"],
+            "total_tokens": total,
         }
         if body["store"]:
             self._keep(body)
