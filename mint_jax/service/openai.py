@@ -21,7 +21,7 @@ from starlette.responses import Response as HttpResponse
 
 import mint_jax
 from mint_jax.models.paged import PAGE
-from mint_jax.rollout.request import BadField, Completion, ContextExceeded
+from mint_jax.rollout.request import BadField, ContextExceeded
 from mint_jax.rollout.stream import Piece, Stream
 from mint_jax.rollout.witness import Witness
 from mint_jax.service import errors, pins, responses
