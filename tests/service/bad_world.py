@@ -1,5 +1,5 @@
-"""Tenants of one server without an SDK, in raw JSON as SDKs before protobuf send it; valid bodies of
-Tinker routes, and wrong values for their fields.
+"""Tenants of one server without an SDK, in raw JSON as SDKs before protobuf send it; valid bodies
+of Tinker routes, and wrong values for their fields.
 """
 
 import copy
