@@ -207,12 +207,9 @@ class Rest:
         row = self._row(request)
         if row.kind != "external_weights":
             raise UserError(f"{row.path} has no files; save_weights_external makes some")
-        try:
-            names = sorted(
-                path.name for path in (self.server.checkpoints.external / row.digest).iterdir()
-            )
-        except FileNotFoundError:  # removed since its row was read
-            raise NotFound(f"there is no checkpoint {row.path}") from None
+        folder = self.server.checkpoints.external / row.digest
+        if not (names := sorted(path.name for path in folder.glob("*"))):
+            raise NotFound(f"there is no checkpoint {row.path}")  # removed since its row was read
         urls = {name: self._url(request, row.digest, name) for name in names}
         return JSONResponse({"urls": urls, "expires": iso(self.book.clock() + tokens.LIFE_S)})
 
@@ -241,8 +238,7 @@ class Rest:
         project.
         """
         body, tenant = await body_of(types.CopyWeights, request), tenant_of(request)
-        source, ttl_s = body.source_path, body.ttl_seconds
-        session, place = body.session_id, body.model_seq_id
+        source, session, place = body.source_path, body.session_id, body.model_seq_id
         if session is None:
             if (project := body.destination_project_id) is None:
                 raise wrong("destination_project_id", None, "a project, or a session_id")
@@ -254,7 +250,8 @@ class Rest:
             session = await asyncio.to_thread(self.book.open_session, *new)
         if place is None:
             raise wrong("model_seq_id", None, "the number of a model of the session")
-        path = await asyncio.to_thread(self.server.copy, tenant, source, session, place, ttl_s)
+        copied = tenant, source, session, place, body.ttl_seconds
+        path = await asyncio.to_thread(self.server.copy, *copied)
         return JSONResponse({"tinker_path": path})
 
 
@@ -286,29 +283,24 @@ def trace_of(server: Server, tenant: str, id: str) -> bytes:
     # name, begin, end, notes, and moments of each row
     rows: list[Any] = [(f"session {id}", session.created, session.ended, session.details, ())]
     for name in book.models_of(tenant, id):
-        model, notes = book.model(tenant, name), ("loss", "grad_norm")
+        model, saves = book.model(tenant, name), book.checkpoints(tenant, name)
         moments = [
-            ("update", point.at, {"number": i} | {note: getattr(point, note) for note in notes})
-            for i, point in server.curves.of(model.id, 10_000)
+            ("update", point.at, {"number": i, "loss": point.loss, "grad_norm": point.grad_norm})
+            for i, point in server.curves.of(name, 10_000)
         ]
-        moments += [
-            (f"{saved.kind}/{saved.name}", saved.created, {"bytes": saved.nbytes})
-            for saved in book.checkpoints(tenant, model.id)
-        ]
+        moments += [(f"{s.kind}/{s.name}", s.created, {"bytes": s.nbytes}) for s in saves]
         rank = {"rank": model.details.get("rank")}
-        rows.append((model.id, model.created, model.ended, rank, moments))
+        rows.append((name, model.created, model.ended, rank, moments))
     for name in book.samplers_of(tenant, id):
         sampler = server.sampler(tenant, name)
-        rows.append((sampler.id, sampler.created, session.ended, {"path": sampler.path}, ()))
+        rows.append((name, sampler.created, session.ended, {"path": sampler.path}, ()))
     for i, (name, begin, end, args, moments) in enumerate(rows):
-        row, seconds = {"pid": 1, "tid": i}, (end or book.clock()) - begin
-        events.append(row | {"ph": "M", "name": "thread_name", "args": {"name": name}})
-        life = {"ph": "X", "name": name, "ts": round(1e6 * begin), "dur": round(1e6 * seconds)}
-        events.append(row | life | {"args": args})
-        events += [
-            row | {"ph": "i", "s": "t", "name": name, "ts": round(1e6 * at), "args": args}
-            for name, at, args in moments
-        ]
+        row, us = {"pid": 1, "tid": i}, round(1e6 * ((end or book.clock()) - begin))
+        life = row | {"ph": "X", "name": name, "ts": round(1e6 * begin), "dur": us, "args": args}
+        events += [row | {"ph": "M", "name": "thread_name", "args": {"name": name}}, life]
+        moment = row | {"ph": "i", "s": "t"}
+        for what, at, args in moments:
+            events.append(moment | {"name": what, "ts": round(1e6 * at), "args": args})
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}).encode()
 
 
