@@ -14,9 +14,8 @@ from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.models import transformer
 from mint_jax.service.interpolation import weighted_sum
-from mint_jax.service.server import Sizes
-from mint_jax.train.blocks import BlockShape
 from tests.service.bad_world import Tenant, batch
+from tests.service.sites import SIZES
 from tests.service.sites import sites as sites
 
 PATH = "mint/checkpoints/interpolate"
@@ -27,15 +26,6 @@ CONFIGS = [
     AdapterConfig(1, 1.0, ("down",)),
 ]
 COEFFICIENTS = [0.7, -1.5, 0.25]
-SIZES = Sizes(
-    slots={4: 2},
-    adapters={4: 2, 8: 2},
-    shapes=(BlockShape(2, 1, 16),),
-    max_rows=4,
-    cache_bytes=32 << 20,
-    gap_s=0.05,
-    idle_gap_s=0.2,
-)
 N = 12  # tokens of a datum
 
 
@@ -98,7 +88,8 @@ def body_of(paths, coefficients, name=None) -> dict:
 
 @pytest.fixture(scope="module")
 def old(sites, tiny_base):
-    return Tenant(sites(tiny_base(), sizes=SIZES))
+    sizes = dataclasses.replace(SIZES, slots={4: 2}, adapters={4: 2, 8: 2})
+    return Tenant(sites(tiny_base(), sizes=sizes))
 
 
 def trained(old, number, rank) -> str:

@@ -134,13 +134,8 @@ def test_stable_reinforce_reads_what_recorded_samples_drew(rng, site):
         sampler = trainer.save_weights_and_get_sampling_client(
             record_stability_info=recorded
         ).result()
-        [drawn] = (
-            sampler.sample(
-                types.ModelInput.from_ints(prompt), 1, types.SamplingParams(max_tokens=6, stop=[])
-            )
-            .result()
-            .sequences
-        )
+        how = types.SamplingParams(max_tokens=6, stop=[])
+        [drawn] = sampler.sample(types.ModelInput.from_ints(prompt), 1, how).result().sequences
         tokens = prompt + drawn.tokens
         sampled = np.arange(1, len(tokens)) >= len(prompt)
         inputs = {"target_tokens": tokens[1:], "advantages": sampled * rng.normal()}
