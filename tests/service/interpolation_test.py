@@ -111,7 +111,7 @@ def saved(old):
 
 def delta(old, path: str) -> dict[str, np.ndarray]:
     adapter, schema = unpack(
-        old.server.catalog.load(old.server.checkpoints.digest("default", path))
+        old.site.server.catalog.load(old.site.server.checkpoints.digest("default", path))
     )
     return deltas(adapter, schema.config)
 
@@ -146,7 +146,7 @@ def test_a_sum_is_a_checkpoint_of_the_first_source_and_is_sampled(old, saved, rn
     same, failed = (old.result(PATH, body) for body in again)
     assert same == made
     assert (failed["category"], "exists already" in failed["error"]) == ("user", True)
-    prompt = rng.integers(0, old.server.base.cfg.vocab_size, N).tolist()
+    prompt = rng.integers(0, old.site.server.base.cfg.vocab_size, N).tolist()
     second_only = old.result(PATH, body_of([first, second], [0.0, 1.0]))["path"]
     # factors of another rank sum in another order
     wanted = scored(old, second, prompt)
@@ -175,7 +175,7 @@ def test_wrong_requests_are_refused_at_once(old, saved, change, status, reason):
 @pytest.mark.long
 def test_the_first_source_must_belong_to_the_tenant(old, saved):
     (_, first), (model, second) = saved
-    book = old.server.book
+    book = old.site.server.book
     row = book.checkpoint("default", model, "sampler_weights", "own")
     book.add_checkpoint(dataclasses.replace(row, tenant="another", public=True))
     try:
