@@ -104,23 +104,25 @@ class OpenAI:
         # an answer may take the cache's capacity for one sample, less a page at each end
         room = min(base.cfg.context, max(1, self._server.engine.calls.most - 2) * PAGE)
         limits = base.need_tokenizer(), room, self.strict
-        if not isinstance(body, ResponseBody):
-            spec = types.spec_of(body, *limits)
-            answer = Answer(spec, model, self._texts, self._fingerprint, pin, key)
-            streams = self._submit(spec, model, tenant, pin)
-            if body.mint_witness:
-                answer.witness = lambda number, sample, done: Witness.of(
-                    streams[number].request, sample, done, base.fingerprint
-                ).to_json()
-            return answer, streams
-        items = responses.items_of(body, tenant, self._store)
-        keep = functools.partial(self._store.put, tenant, items)
+        about = model, self._texts, self._fingerprint, pin, key
         try:
-            spec = types.spec_of(responses.chat_of(body, items), *limits)
-            answer = Response(spec, model, self._texts, body, keep, pin, key)
-            return answer, self._submit(spec, model, tenant, pin)
+            if isinstance(body, ResponseBody):
+                items = responses.items_of(body, tenant, self._store)
+                spec = types.spec_of(responses.chat_of(body, items), *limits)
+                answer = Response(
+                    body, functools.partial(self._store.put, tenant, items), spec, *about
+                )
+            else:
+                spec = types.spec_of(body, *limits)
+                answer = Answer(spec, *about)
+            streams = self._submit(spec, model, tenant, pin)
         except BadRequest as error:
-            raise responses.own_names(error) from None
+            raise (responses.own_names(error) if kind is ResponseBody else error) from None
+        if spec.body.mint_witness:
+            answer.witness = lambda number, sample, done: Witness.of(
+                streams[number].request, sample, done, base.fingerprint
+            ).to_json()
+        return answer, streams
 
     def _model(self, name: str, tenant: str, pin: Pin | None) -> Model:
         """Returns the revision of a name, or the one that is pinned, under this name."""
