@@ -218,7 +218,8 @@ class Tinker:
     async def optim_step(self, request: Request) -> Response:
         def make(body: types.OptimStep, model: Model) -> Call:
             params = body.optimizer_params or body.adam_params or types.AdamParams()
-            numbers = params.config(model.details["rank"])
+            # a model whose creation was refused has none, and its requests fail all the same
+            numbers = params.config(model.details.get("rank", 32))
             if numbers.kind != model.optimizer:
                 raise UserError(
                     f"model {model.id!r} was created with optimizer {model.optimizer}, and the"

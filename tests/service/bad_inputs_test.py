@@ -268,6 +268,7 @@ def test_models_that_cannot_be_made(ann, battery):
         battery.refuse("create_session", {field: value}, field)
     here = {"model_id": f"{ann.ids['session']}:train:800"}
     asked = {"forward_backward": {"forward_backward_input": batch()}, "save_weights": {"path": "x"}}
+    asked["optim_step"] = {}
     for place, (route, body) in enumerate(asked.items(), 1):
         words = "create or load it|is not in training"
         battery.refuse(route, here | {"seq_id": place} | body, words)
