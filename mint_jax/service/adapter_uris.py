@@ -142,9 +142,8 @@ class AdapterUris:
             folder = download(place.removeprefix("hf:"), what, [CONFIG, WEIGHTS])
             inside = folder.parents[1]  # its files are links to the cache's blobs
         else:
-            folder, inside = (
-                Path(os.path.realpath(one.removeprefix("file:"))) for one in (place, root)
-            )
+            paths = (one.removeprefix("file:") for one in (place, root))
+            folder, inside = (Path(os.path.realpath(path)) for path in paths)
         if not folder.is_relative_to(inside) or not is_peft(folder):
             raise UserError(f"{place[:200]!r} is not a PEFT adapter: give a folder with {CONFIG}")
         return _Files(Source(folder, True, inside))

@@ -8,7 +8,7 @@ another tenant's object 404.
 import asyncio
 import functools
 import zlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import pydantic
@@ -45,15 +45,6 @@ NO_REVERSE_KL = (
 T = TypeVar("T", bound=pydantic.BaseModel)
 
 
-def _constant(value: dict[str, Any]) -> Callable[[Any, Request], Awaitable[Response]]:
-    """Returns a handler that always answers the same."""
-
-    async def handler(self: Any, request: Request) -> Response:
-        return JSONResponse(value)
-
-    return handler
-
-
 class Tinker:
     """The handlers of one server."""
 
@@ -62,10 +53,13 @@ class Tinker:
 
     # -- handshake and sessions
 
-    client_config = _constant(CLIENT_CONFIG)
-    dynamic_config = _constant(DYNAMIC_CONFIG)
-    healthz = _constant({"status": "ok"})
-    telemetry = _constant({"status": "accepted"})
+    async def _constant(self, value: dict[str, Any], request: Request) -> Response:
+        return JSONResponse(value)
+
+    client_config = functools.partialmethod(_constant, CLIENT_CONFIG)
+    dynamic_config = functools.partialmethod(_constant, DYNAMIC_CONFIG)
+    healthz = functools.partialmethod(_constant, {"status": "ok"})
+    telemetry = functools.partialmethod(_constant, {"status": "accepted"})
 
     async def get_server_capabilities(self, request: Request) -> Response:
         model = {"model_name": self.server.name, "max_context_length": self.server.base.cfg.context}
