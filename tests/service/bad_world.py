@@ -125,7 +125,7 @@ def batch(tokens: Any = (5, 6, 7)) -> dict[str, Any]:
 SAVES = ("save_weights", "save_weights_for_sampler", "save_weights_external")
 TRAINING = ("load_weights", "forward_backward", "optim_step", *SAVES)
 ROUTES = ("create_session", "session_heartbeat", "create_model", *TRAINING, "get_info")
-ROUTES += ("unload_model", "create_sampling_session", "asample")
+ROUTES += ("unload_model", "create_sampling_session", "asample", "sessions/search")
 ROUTES += ("retrieve_future", "retrieve_futures", "cancel_future", "weights_info", "copy_weights")
 
 
@@ -162,6 +162,10 @@ def body_of(route: str, tenant: Tenant) -> dict[str, Any]:
         "retrieve_futures": {"target": sampler | {"cloned_sampler_id": 0}, "prev_cursor": 0}
         | {"timeout": 0.0, "retrieved_request_ids": []},
         "cancel_future": {"request_ids": [ids["answer"]]},
+        "sessions/search": {"limit": 5, "display_name": "d", "user_metadata": {"a": 1}}
+        | {"statuses": [{"type": "client_finished", "reasons": ["success"]}]}
+        | {"cursor": {"last_created_at": "2026-01-01T00:00:00Z", "last_session_id": "x"}}
+        | {"owner": {"type": "own"}},
         "weights_info": {"tinker_path": ids["weights"]},
         "copy_weights": session | {"source_path": ids["weights"], "model_seq_id": 1000 + new},
     }
