@@ -42,13 +42,14 @@ class _Files:
         return tuple((one.st_ino, one.st_size, one.st_mtime_ns) for one in states)
 
 
-class _Objects:
+class _Objects(_Files):
     """An adapter in a bucket, copied into a folder that goes with it."""
 
     def __init__(self, url: str, scratch: Path):
         scratch.mkdir(parents=True, exist_ok=True)
         self._copy = tempfile.TemporaryDirectory(dir=scratch)
-        self.source = Source(Path(self._copy.name), True, Path(os.path.realpath(self._copy.name)))
+        folder = Path(self._copy.name)
+        super().__init__(Source(folder, True, folder.resolve()))
         self._url, self._bucket = url, bucket_at(url, TIMEOUT_S)
         self._generations: dict[str, bytes] = {}
 
@@ -68,7 +69,7 @@ class _Objects:
 class _Found(NamedTuple):
     """The adapter of a URI: its files, their state when they were read, and their revision."""
 
-    files: _Files | _Objects
+    files: _Files
     stamp: tuple[Any, ...]
     digest: str
 
@@ -99,7 +100,11 @@ class AdapterUris:
             files = self._files(place) if found is None else found.files
             stamp = files.stamp()
             if found is None or found.stamp != stamp:
-                _check_hash(files.source, claim)
+                if claim:
+                    with open(files.source.file(WEIGHTS, MAX_BYTES), "rb") as file:
+                        own = "sha256=" + hashlib.file_digest(file, "sha256").hexdigest()
+                    if claim != own:
+                        raise UserError(f"the URI says {claim[:80]!r}, and {WEIGHTS} has {own}")
                 found = _Found(files, stamp, digest_of(packed(files.source)))
                 if stamp != files.stamp():
                     raise UserError(f"{place!r} changed while it was read: retry")
@@ -118,7 +123,7 @@ class AdapterUris:
             if found.digest == digest:
                 yield found.files.source
 
-    def _files(self, place: str) -> _Files | _Objects:
+    def _files(self, place: str) -> _Files:
         """Returns the files of a URI without its hash. Raises ``UserError``."""
         ours = self._places
         root = next((one for one in ours if place == one or place.startswith(one + "/")), None)
@@ -137,19 +142,8 @@ class AdapterUris:
             folder = download(place.removeprefix("hf:"), what, [CONFIG, WEIGHTS])
             inside = folder.parents[1]  # its files are links to the cache's blobs
         else:
-            folder, inside = (
-                Path(os.path.realpath(one.removeprefix("file:"))) for one in (place, root)
-            )
+            paths = (one.removeprefix("file:") for one in (place, root))
+            folder, inside = (Path(os.path.realpath(path)) for path in paths)
         if not folder.is_relative_to(inside) or not is_peft(folder):
             raise UserError(f"{place[:200]!r} is not a PEFT adapter: give a folder with {CONFIG}")
         return _Files(Source(folder, True, inside))
-
-
-def _check_hash(source: Source, claim: str) -> None:
-    """Raises ``UserError`` for weights of another hash than a URI claims."""
-    if not claim:
-        return
-    with open(source.file(WEIGHTS, MAX_BYTES), "rb") as file:
-        found = "sha256=" + hashlib.file_digest(file, "sha256").hexdigest()
-    if claim != found:
-        raise UserError(f"the URI says {claim[:80]!r}, and {WEIGHTS} has {found}")

@@ -8,6 +8,7 @@ demands is sampled under a JSON schema; others are parsed in the form that the t
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import re
@@ -107,17 +108,13 @@ class Call:
 @dataclasses.dataclass(frozen=True)
 class Tools:
     """The tools of a chat, as the template gets them; ``read`` returns an answer's content and its
-    calls, and ``schema`` is the JSON schema of a demanded call.
+    calls, and ``schema`` is the JSON schema of a demanded call. ``marker`` as in ``TextStream``.
     """
 
     shown: list[dict[str, Any]]
     read: Callable[[str], tuple[str, list[Call]]]
     schema: dict[str, Any] | None = None
-
-    @property
-    def marker(self) -> str:
-        """Text that ends an answer's content: see ``TextStream``."""
-        return MARKER if self.schema is None else ""
+    marker: str = ""
 
 
 def takes_tools(tokenizer: Tokenizer) -> bool:
@@ -144,13 +141,12 @@ def tools_of(
         if form is None:
             raise BadRequest("tools", UNKNOWN_SYNTAX)
         most = 1 if parallel is False else None
-        return Tools(tools, lambda answer: read_calls(answer, form, functions, most))
+        read = functools.partial(read_calls, form=form, schemas=functions, most=most)
+        return Tools(tools, read, marker=MARKER)
     if choice == "required":
         call = {"type": "object", "required": ["name", "arguments"], "additionalProperties": False}
-        properties = [
-            {"name": {"const": n}, "arguments": schema} for n, schema in functions.items()
-        ]
-        return Tools(tools, _demanded, {"anyOf": [{**call, "properties": p} for p in properties]})
+        pairs = ({"name": {"const": name}, "arguments": s} for name, s in functions.items())
+        return Tools(tools, _demanded, {"anyOf": [call | {"properties": pair} for pair in pairs]})
     named = choice.get("function") if isinstance(choice, dict) else None
     name = named.get("name") if isinstance(named, dict) else None
     if not isinstance(name, str) or name not in functions:
@@ -181,9 +177,8 @@ def prompt_of(
         BadRequest: a variable has a field of its own.
         UserError: the template refuses the messages.
     """
-    variables = dict(variables or {})
+    variables, field = dict(variables or {}), "chat_template_kwargs"
     if taken := sorted(OWN & variables.keys()):
-        field = "chat_template_kwargs"
         text = f"{field} has {taken[0]}, which has a field of its own: leave it out"
         raise BadRequest(field, text)
     has_developer = "developer" in tokenizer.templates
@@ -376,14 +371,8 @@ xml, key_value = functools.partial(_pairs, _XML), functools.partial(_pairs, _KEY
 FORMS: dict[str, Form] = {"<parameter=": xml, "<arg_key>": key_value, MARKER: json_object}
 
 _PYTHON = {"True": "true", "False": "false", "None": "null"}  # as templates write them, too
-_TYPES: dict[type, tuple[str, ...]] = {  # JSON schema's names
-    dict: ("object",),
-    list: ("array",),
-    bool: ("boolean",),
-    int: ("integer", "number"),
-    float: ("number",),
-    type(None): ("null",),
-}
+_TYPES: dict[type, tuple[str, ...]] = {dict: ("object",), list: ("array",), bool: ("boolean",)}
+_TYPES |= {int: ("integer", "number"), float: ("number",), type(None): ("null",)}
 
 
 def _typed(text: str, schema: Any) -> Any:
@@ -402,8 +391,7 @@ def _takes(schema: Any, value: Any) -> bool:
     if "type" in schema:
         names = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
         return any(name in _TYPES[type(value)] for name in names)
-    values, parts = schema.get("enum", [schema.get("const", "")]), []
-    for key in ("anyOf", "oneOf"):
-        parts += schema[key] if isinstance(schema.get(key), list) else []
-    same = isinstance(values, list) and any(type(one) is type(value) for one in values)
-    return same or any(_takes(part, value) for part in parts)
+    lists = (schema.get(key) for key in ("enum", "anyOf", "oneOf"))
+    values, *parts = (one if isinstance(one, list) else [] for one in lists)
+    same = any(type(one) is type(value) for one in [*values, schema.get("const", "")])
+    return same or any(_takes(part, value) for part in itertools.chain(*parts))

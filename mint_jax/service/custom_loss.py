@@ -250,12 +250,9 @@ def create(body: CreateCustomLoss) -> str:
     names = [one.name for one in loss.inputs]
     if names[0] != "logprobs" or loss.inputs[0].rank == 0 or len(set(names)) < len(names):
         raise UserError(f"inputs are {names}; expected logprobs of rank 1 or 2, then other names")
-    examples = [
-        jax.ShapeDtypeStruct(
-            (8, 2)[: one.rank], "int32" if one.name == "target_tokens" else "float32"
-        )
-        for one in loss.inputs
-    ]
+    types = ("int32" if name == "target_tokens" else "float32" for name in names)
+    shapes = ((8, 2)[: one.rank] for one in loss.inputs)
+    examples = map(jax.ShapeDtypeStruct, shapes, types)
     jax.eval_shape(functools.partial(_gradient, loss), *examples)
     packed = gzip.compress(loss.model_dump_json().encode(), mtime=0)
     return base64.urlsafe_b64encode(packed).decode()

@@ -91,9 +91,7 @@ def tinker_endpoints() -> Iterator[Endpoint]:
     yield post(f"{session}/finish", (), "Ends a session.", call="finish_session")
     yield post("telemetry", (), "Accepts telemetry and drops it.")
     both = (JSON, PROTOBUF)
-    yield post(
-        "retrieve_future", (), "Waits for a request's result.", tinker.RetrieveFuture, kinds=both
-    )
+    yield post("retrieve_future", (), "Waits for a result.", tinker.RetrieveFuture, kinds=both)
     yield post("retrieve_futures", (), "Waits for samples of a sampler.", tinker.RetrieveFutures)
     yield post("cancel_future", (), "Cancels samples.", tinker.CancelFuture)
 
@@ -108,9 +106,7 @@ def tinker_endpoints() -> Iterator[Endpoint]:
     yield post("save_weights_for_sampler", train, "Saves a revision to sample.", place)
     yield post("save_weights_external", train, "Saves an adapter to download.", place)
     interpolate, reverse_kl = "mint/checkpoints/interpolate", "mint/forward_backward_reverse_kl"
-    yield post(
-        interpolate, train, "Saves a weighted sum of adapters.", tinker.Interpolate, data=True
-    )
+    yield post(interpolate, train, "Saves a sum of adapters.", tinker.Interpolate, data=True)
     unsupported = "Not supported: its future fails."
     yield post(reverse_kl, train, unsupported, tinker.ReverseKl, "reverse_kl", data=True)
     yield post("copy_weights", train, "Copies a checkpoint.", tinker.CopyWeights)
@@ -188,9 +184,7 @@ class Table:
     def __init__(self, endpoints: Iterable[Endpoint]):
         self.endpoints = tuple(endpoints)
         self._exact = {(one.method, one.path): one for one in self.endpoints if "{" not in one.path}
-        self._patterns = [
-            (one, compile_path(one.path)[0]) for one in self.endpoints if "{" in one.path
-        ]
+        self._patterns = [(e, compile_path(e.path)[0]) for e in self.endpoints if "{" in e.path]
 
     def find(self, method: str, path: str) -> Endpoint | None:
         """Returns the endpoint of a request; None if there is none: it needs any key."""

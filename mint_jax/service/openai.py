@@ -21,7 +21,7 @@ from starlette.responses import Response as HttpResponse
 
 import mint_jax
 from mint_jax.models.paged import PAGE
-from mint_jax.rollout.request import BadField, Completion, ContextExceeded
+from mint_jax.rollout.request import BadField, ContextExceeded
 from mint_jax.rollout.stream import Piece, Stream
 from mint_jax.rollout.witness import Witness
 from mint_jax.service import errors, pins, responses
@@ -104,26 +104,25 @@ class OpenAI:
         # an answer may take the cache's capacity for one sample, less a page at each end
         room = min(base.cfg.context, max(1, self._server.engine.calls.most - 2) * PAGE)
         limits = base.need_tokenizer(), room, self.strict
-        if not isinstance(body, ResponseBody):
-            spec = types.spec_of(body, *limits)
-            answer = Answer(spec, model, self._texts, self._fingerprint, pin, key)
-            streams = self._submit(spec, model, tenant, pin)
-            if body.mint_witness:
-
-                def witness(number: int, sample: int, done: Completion) -> dict[str, Any]:
-                    one = streams[number].request
-                    return Witness.of(one, sample, done, base.fingerprint).to_json()
-
-                answer.witness = witness
-            return answer, streams
-        items = responses.items_of(body, tenant, self._store)
-        keep = functools.partial(self._store.put, tenant, items)
+        about = model, self._texts, self._fingerprint, pin, key
         try:
-            spec = types.spec_of(responses.chat_of(body, items), *limits)
-            answer = Response(spec, model, self._texts, body, keep, pin, key)
-            return answer, self._submit(spec, model, tenant, pin)
+            if isinstance(body, ResponseBody):
+                items = responses.items_of(body, tenant, self._store)
+                spec = types.spec_of(responses.chat_of(body, items), *limits)
+                answer = Response(
+                    body, functools.partial(self._store.put, tenant, items), spec, *about
+                )
+            else:
+                spec = types.spec_of(body, *limits)
+                answer = Answer(spec, *about)
+            streams = self._submit(spec, model, tenant, pin)
         except BadRequest as error:
-            raise responses.own_names(error) from None
+            raise (responses.own_names(error) if kind is ResponseBody else error) from None
+        if spec.body.mint_witness:
+            answer.witness = lambda number, sample, done: Witness.of(
+                streams[number].request, sample, done, base.fingerprint
+            ).to_json()
+        return answer, streams
 
     def _model(self, name: str, tenant: str, pin: Pin | None) -> Model:
         """Returns the revision of a name, or the one that is pinned, under this name."""
@@ -139,13 +138,12 @@ class OpenAI:
         sent = {} if pin is None else pin.sent
         try:
             for number, prompt in enumerate(spec.prompts):
-                seed = request.seed
-                if spec.body.seed is None:
-                    drawn = secrets.randbits(32) if pin is None else pin.seed + number
-                    seed = drawn % (1 << 32)
                 choices = range(number * request.n, (number + 1) * request.n)
                 prefixes = tuple(tuple(sent.get(choice, ())) for choice in choices)
-                own = {"prompt": prompt.tokens, "seed": seed, "prefixes": prefixes}
+                own: dict[str, Any] = {"prompt": prompt.tokens, "prefixes": prefixes}
+                if spec.body.seed is None:
+                    drawn = secrets.randbits(32) if pin is None else pin.seed + number
+                    own["seed"] = drawn % (1 << 32)
                 streams.append(self._server.submit(dataclasses.replace(request, **own)))
         except BaseException as error:
             for stream in streams:

@@ -24,10 +24,8 @@ Object = dict[str, Any]  # of JSON
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """The next part of a choice; the last one has the completion and its tool calls.
-
-    ``entries`` are the tokens that ``logprobs`` names, ``starts`` their offsets in the choice's
-    text, in characters.
+    """The next part of a choice; the last one has the completion and its tool calls. ``entries``
+    are the tokens that ``logprobs`` names, ``starts`` their offsets in the text, in characters.
     """
 
     text: str = ""
@@ -115,8 +113,8 @@ class Answer:
             stream = self._streams[index]
             begin, text = stream.count, stream.add(tokens)
             new = slice(begin, stream.count)
-            starts = stream.offsets.starts[new]
-            part = Part(text, stream.tokens[new], self._entries[index][new], starts)
+            entries, starts = self._entries[index][new], stream.offsets.starts[new]
+            part = Part(text, stream.tokens[new], entries, starts)
             if text or (part.tokens and (self.spec.logprobs or self.spec.body.return_token_ids)):
                 out += self._chunks(index, part)
         return out
@@ -167,13 +165,9 @@ class Answer:
         prompt = sum(len(one.tokens) for one in self.spec.prompts)
         sampled = sum(len(done.tokens) for completions in results for done in completions)
         sampled = 0 if self.spec.silent else sampled
-        cached = sum(completions[0].reused for completions in results)
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": sampled,
-            "total_tokens": prompt + sampled,
-            "prompt_tokens_details": {"cached_tokens": cached},
-        }
+        cached = {"cached_tokens": sum(completions[0].reused for completions in results)}
+        usage = {"prompt_tokens": prompt, "completion_tokens": sampled}
+        return usage | {"total_tokens": prompt + sampled, "prompt_tokens_details": cached}
 
     def _rest(self, index: int, done: Completion) -> Part:
         """Returns the part of a completion that its stream has not sent.
@@ -192,15 +186,10 @@ class Answer:
         if done.finish == "stop" and not scores:
             count = offsets.within(len(done.text))
         entries = _entries(done.tokens, done.logprobs, done.top_logprobs)[sent:count]
-        listed = [
-            {
-                "index": i,
-                "id": f"{self._frame['id']}-{index}-{i}",
-                "type": "function",
-                "function": dataclasses.asdict(call),
-            }
-            for i, call in enumerate(calls)
-        ]
+        listed = []
+        for i, call in enumerate(calls):
+            one = {"index": i, "id": f"{self._frame['id']}-{index}-{i}", "type": "function"}
+            listed.append(one | {"function": dataclasses.asdict(call)})
         starts = offsets.starts[sent:count]
         return Part(stream.end(content), done.tokens[sent:], entries, starts, done, listed)
 

@@ -224,25 +224,20 @@ def spec_of(
         text = "stream_options is given, but stream is not true: leave it out, or stream"
         raise BadRequest("stream_options", text)
     if isinstance(body, CompletionBody):
-        return _witnessed(_completion(body, tokenizer))
-    for i, message in enumerate(body.messages if strict else ()):
-        if message["role"] not in ROLES:
-            raise wrong(f"messages[{i}].role", message["role"], f"one of {', '.join(ROLES)}")
-    return _witnessed(_chat(body, tokenizer, context))
-
-
-def _witnessed(spec: Spec) -> Spec:
-    """Returns the spec. Raises ``BadRequest``: its tokens cannot be drawn again from a witness."""
-    if not spec.body.mint_witness:
-        return spec
-    reason = "max_tokens is 0, so no token is drawn" if spec.silent else ""
-    for name in GRAMMARS:
-        if getattr(spec.request, name) is not None:
-            reason = f"{spec.names[name]} allows only some tokens, and a witness does not say which"
-    if reason:
-        raise BadRequest(
-            "mint_witness", f"mint_witness is true, but {reason}: leave one of them out"
-        )
+        spec = _completion(body, tokenizer)
+    else:
+        for i, message in enumerate(body.messages if strict else ()):
+            if message["role"] not in ROLES:
+                raise wrong(f"messages[{i}].role", message["role"], f"one of {', '.join(ROLES)}")
+        spec = _chat(body, tokenizer, context)
+    if body.mint_witness:  # tokens must be drawn again from what it says
+        reason = "max_tokens is 0, so no token is drawn" if spec.silent else ""
+        for name in GRAMMARS:
+            if getattr(spec.request, name) is not None:
+                reason = f"a witness does not say which tokens {spec.names[name]} allows"
+        if reason:
+            text = f"mint_witness is true, but {reason}: leave one of them out"
+            raise BadRequest("mint_witness", text)
     return spec
 
 
@@ -306,19 +301,19 @@ def _request(
 def _grammar(body: ChoicesBody) -> tuple[str, dict[str, Any]]:
     """Returns the field that constrains the answer, and the constraint as ``Request`` names it."""
     form, outputs = body.response_format, body.structured_outputs or StructuredOutputs(json=None)
-    found: dict[str, dict[str, Any]] = {}
+    schema = None
     if form is not None and form.type != "text":
         named = form.json_schema and form.json_schema.schema_
         schema = {"type": "object"} if form.type == "json_object" else named
         if schema is None:
             raise wrong("response_format.json_schema.schema", None, "a JSON schema")
-        found["response_format"] = {"json_schema": json.dumps(schema)}
-    if outputs.json_ is not None:
-        found["structured_outputs.json"] = {"json_schema": json.dumps(outputs.json_)}
-    if outputs.regex is not None:
-        found["structured_outputs.regex"] = {"regex": outputs.regex}
-    if outputs.choice is not None:
-        found["structured_outputs.choice"] = {"choice": tuple(outputs.choice)}
+    rows: tuple[tuple[str, str, Any, Any], ...] = (
+        ("response_format", "json_schema", schema, json.dumps),
+        ("structured_outputs.json", "json_schema", outputs.json_, json.dumps),
+        ("structured_outputs.regex", "regex", outputs.regex, str),
+        ("structured_outputs.choice", "choice", outputs.choice, tuple),
+    )
+    found = {field: {name: made(value)} for field, name, value, made in rows if value is not None}
     if len(found) > 1:
         raise BadRequest(list(found)[1], f"{' and '.join(found)} are given: give one of them")
     return next(iter(found.items()), ("", {}))

@@ -19,22 +19,17 @@ from mint_jax.rollout.stream import Piece
 from mint_jax.service import openai_types as types
 from mint_jax.service.chat import RefusalPart
 from mint_jax.service.openai_answers import Answer, Object, Part
-from mint_jax.service.openai_types import SamplingFields, Spec, refusing
-from mint_jax.service.pins import Pin
-from mint_jax.service.text_stream import TokenTexts
+from mint_jax.service.openai_types import SamplingFields, refusing
 from mint_jax.service.validation import BadRequest, Body, Like, Text, check
-from mint_jax.service.weights import Model
 
 # field -> values that mean "not used"
 UNSUPPORTED: dict[str, tuple[Any, ...]] = dict.fromkeys(("conversation", "prompt"), (None,))
-UNSUPPORTED |= {"background": (None, False), "truncation": (None, "disabled")}
-UNSUPPORTED |= {"mint_witness": (None, False)}
-UNSUPPORTED |= {"reasoning": (None, {}), "context_management": (None, [])}
-NAMES = {  # a chat's name of a field -> the name in responses
-    "max_completion_tokens": "max_output_tokens",
-    "response_format": "text.format",
-    "messages": "input",
-}
+UNSUPPORTED |= dict.fromkeys(("background", "mint_witness"), (None, False))
+UNSUPPORTED |= {"truncation": (None, "disabled"), "reasoning": (None, {})}
+UNSUPPORTED |= {"context_management": (None, [])}
+# a chat's name of a field -> the name in responses
+NAMES = {"max_completion_tokens": "max_output_tokens", "response_format": "text.format"}
+NAMES |= {"messages": "input"}
 LOGPROBS = "message.output_text.logprobs"
 STORE_BYTES = 64 << 20  # of stored responses, as JSON
 
@@ -231,22 +226,13 @@ def own_names(error: BadRequest) -> BadRequest:
 
 class Response(Answer):
     """The response to ``body``: the answer to its chat, as one body or as events; ``keep`` stores
-    the response.
+    the response. Further arguments as of ``Answer``.
     """
 
     end = ""
 
-    def __init__(
-        self,
-        spec: Spec,
-        model: Model,
-        texts: TokenTexts,
-        body: ResponseBody,
-        keep: Callable[[Object], None],
-        pin: Pin | None = None,
-        key: str = "",
-    ):
-        super().__init__(spec, model, texts, pin=pin, key=key)
+    def __init__(self, body: ResponseBody, keep: Callable[[Object], None], *answer: Any):
+        super().__init__(*answer)
         self._keep, self._numbers = keep, itertools.count(self._events)
         self._opened |= {0} if self._events else set()
         given = {name: getattr(body, name) for name in ECHOED}
@@ -257,7 +243,7 @@ class Response(Answer):
             "status": "in_progress",
             "output": [],
             "text": {"format": body.form},
-            "mint_revision": model.digest,
+            "mint_revision": self.model.digest,
             **UNUSED,
             **{name: ECHOED[name] if one is None else one for name, one in given.items()},
         }
@@ -285,14 +271,14 @@ class Response(Answer):
 
     def finish(self, results: Sequence[Sequence[Completion]]) -> list[Object]:
         """Returns the event with the complete response, and stores the response."""
-        usage, body = self.usage(results), self._body
-        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        prompt, sampled, total, cached = self.usage(results).values()
+        body = self._body
         body["usage"] = {
-            "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
-            "output_tokens": usage["completion_tokens"],
+            "input_tokens": prompt,
+            "input_tokens_details": cached | {"cache_write_tokens": 0},
+            "output_tokens": sampled,
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": usage["total_tokens"],
+            "total_tokens": total,
         }
         if body["store"]:
             self._keep(body)

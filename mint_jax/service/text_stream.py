@@ -164,7 +164,5 @@ class TextStream:
     def _undecided(self, known: str) -> int:
         """Returns the number of last characters that may begin a stop string or the marker."""
         longest = max(map(len, self._withheld), default=1) - 1
-        for count in range(min(longest, len(known) - len(self.text)), 0, -1):
-            if any(text.startswith(known[-count:]) for text in self._withheld):
-                return count
-        return 0
+        ends = (known[-n:] for n in range(min(longest, len(known) - len(self.text)), 0, -1))
+        return next((len(e) for e in ends if any(t.startswith(e) for t in self._withheld)), 0)

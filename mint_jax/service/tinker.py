@@ -6,8 +6,9 @@ another tenant's object 404.
 """
 
 import asyncio
+import functools
 import zlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import pydantic
@@ -26,7 +27,6 @@ from mint_jax.service.server import Server
 from mint_jax.service.training_calls import Call, Create, Load, Refused, Save
 from mint_jax.service.validation import body_of, off_loop, parse, tenant_of
 from mint_jax.service.wire import forward_backward as wire
-from mint_jax.train.config import OptimizerConfig
 
 CLIENT_CONFIG = {
     # exchange keys for tokens first, also keys such as sk-... that the SDK would not send otherwise
@@ -35,28 +35,14 @@ CLIENT_CONFIG = {
     "sample_use_retrieve_futures": True,
     "custom_loss_server_side": True,
 }
-DYNAMIC_CONFIG = {
-    "refresh_interval_sec": 300,
-    "sample_cancel_enabled": True,
-    "sample_cancel_max_batch_size": 64,
-}
+DYNAMIC_CONFIG = {"sample_cancel_enabled": True}
 # its loss sums ``p(v) (log p(v) - log q(v))`` over the vocabulary, which no training step computes
 NO_REVERSE_KL = (
-    "forward_backward_reverse_kl needs the whole distribution of policy and reference at every"
-    " token, which this server does not compute; for tokens that the policy sampled send"
-    " forward_backward with importance_sampling: advantages are the reference's log-probabilities"
-    " (compute_logprobs of a sampling client of it) minus the policy's"
+    "forward_backward_reverse_kl needs whole distributions, which this server does not compute; for"
+    " sampled tokens send forward_backward with importance_sampling: advantages are the reference's"
+    " log-probabilities (compute_logprobs of a sampling client of it) minus the policy's"
 )
 T = TypeVar("T", bound=pydantic.BaseModel)
-
-
-def _constant(value: dict[str, Any]) -> Callable[[Any, Request], Awaitable[Response]]:
-    """Returns a handler that always answers the same."""
-
-    async def handler(self: Any, request: Request) -> Response:
-        return JSONResponse(value)
-
-    return handler
 
 
 class Tinker:
@@ -67,14 +53,17 @@ class Tinker:
 
     # -- handshake and sessions
 
-    client_config = _constant(CLIENT_CONFIG)
-    dynamic_config = _constant(DYNAMIC_CONFIG)
-    healthz = _constant({"status": "ok"})
-    telemetry = _constant({"status": "accepted"})
+    async def _constant(self, value: dict[str, Any], request: Request) -> Response:
+        return JSONResponse(value)
+
+    client_config = functools.partialmethod(_constant, CLIENT_CONFIG)
+    dynamic_config = functools.partialmethod(_constant, DYNAMIC_CONFIG)
+    healthz = functools.partialmethod(_constant, {"status": "ok"})
+    telemetry = functools.partialmethod(_constant, {"status": "accepted"})
 
     async def get_server_capabilities(self, request: Request) -> Response:
-        model = {"model_name": self.server.name, "trainable": True, "sampleable": True}
-        model["max_context_length"] = self.server.base.cfg.context
+        model = {"model_name": self.server.name, "max_context_length": self.server.base.cfg.context}
+        model |= {"trainable": True, "sampleable": True}
         return JSONResponse({"supported_models": [model]})
 
     async def create_session(self, request: Request) -> Response:
@@ -90,10 +79,8 @@ class Tinker:
 
     async def finish_session(self, request: Request) -> Response:
         session = self.book.session(tenant_of(request), request.path_params["session"])
-        kind = types.FinishSession
-        body = await body_of(kind, request) if await request.body() else kind()
-        reason = (body.reason or {}).get("type")
-        if reason in types.REASONS:
+        body = parse(types.FinishSession, await request.body() or b"{}")
+        if (reason := (body.reason or {}).get("type")) in types.REASONS:
             notes = {"finished": reason, "detail": (body.detail or "")[:LONGEST_REASON] or None}
             await asyncio.to_thread(self.book.update_session, session, **notes)
         await asyncio.to_thread(self.server.end_session, session.id)
@@ -146,13 +133,11 @@ class Tinker:
         place, call = parse(types.ModelPlace, raw), _call(kind, raw, make)
         self.tenancy.need_open(tenant, place.session_id)
         about: dict[str, Any] = {"metadata": place.user_metadata}
-        if isinstance(call, Create):
-            about |= self.server.about(call.config)
-        elif isinstance(call, Load):
-            row = self._checkpoint(request, call.path)
-            about |= self.server.about(self.server.checkpoints.config(row))
-        if isinstance(call, Create | Load):
-            about["optimizer"] = call.kind
+        if isinstance(call, Load):
+            config = self.server.checkpoints.config(self._checkpoint(request, call.path))
+            about |= self.server.about(config) | {"optimizer": call.kind}
+        elif isinstance(call, Create):
+            about |= self.server.about(call.config) | {"optimizer": call.kind}
         new = place.session_id, place.model_seq_id, tenant, about
         model = await asyncio.to_thread(self.tenancy.add_model, *new)
         if model.ended is not None:
@@ -161,18 +146,17 @@ class Tinker:
 
     async def get_info(self, request: Request) -> Response:
         model, name = await self._model(request), self.server.name
-        data = {"model_name": name, "tokenizer_id": self.server.tokenizer}
         info = {"type": "get_info", "model_id": model.id, "model_name": name, "is_lora": True}
-        info["model_data"] = data | {"arch": self.server.base.cfg.family}
-        info["lora_rank"] = model.details.get("rank")
+        data = {"tokenizer_id": self.server.tokenizer, "arch": self.server.base.cfg.family}
+        info |= {"model_data": data | {"model_name": name}, "lora_rank": model.details.get("rank")}
         return JSONResponse(info | {"optimizer_config": {"type": model.optimizer}})
 
     async def unload_model(self, request: Request) -> Response:
-        model, answers = await self._model(request), self.server.answers
+        model = await self._model(request)
         await asyncio.to_thread(self.server.durable.forget, model.id)
         await asyncio.to_thread(self.book.end_model, model.id)
-        answer, _ = answers.begin(group_of(model.tenant, model.id), None, "")
-        answers.end(answer, {"type": "unload_model", "model_id": model.id})
+        answer, _ = self.server.answers.begin(group_of(model.tenant, model.id), None, "")
+        self.server.answers.end(answer, {"type": "unload_model", "model_id": model.id})
         return JSONResponse({"request_id": answer.id, "model_id": model.id})
 
     async def _model(self, request: Request, id: str | None = None) -> Model:
@@ -227,17 +211,15 @@ class Tinker:
 
     async def optim_step(self, request: Request) -> Response:
         def make(body: types.OptimStep, model: Model) -> Call:
-            sent = "adamw" if body.optimizer_params is None else "dimuon"
-            if sent != model.optimizer:
+            params = body.optimizer_params or body.adam_params or types.AdamParams()
+            # a model whose creation was refused has none, and its requests fail all the same
+            numbers = params.config(model.details.get("rank", 32))
+            if numbers.kind != model.optimizer:
                 raise UserError(
                     f"model {model.id!r} was created with optimizer {model.optimizer}, and the"
-                    f" parameters are of {sent}: send its own"
+                    f" parameters are of {numbers.kind}: send its own"
                 )
-            if body.optimizer_params is not None:
-                return training_calls.Optim(body.optimizer_params.config(model.details["rank"]))
-            # fields of both are in one order
-            numbers = (body.adam_params or types.AdamParams()).model_dump().values()
-            return training_calls.Optim(OptimizerConfig(*numbers))
+            return training_calls.Optim(numbers)
 
         return await self._train(request, types.OptimStep, make)
 
@@ -249,12 +231,11 @@ class Tinker:
             raise UserError(NO_REVERSE_KL)
         return await self._submit(model, body.seq_id, Refused(NO_REVERSE_KL))
 
-    async def save_weights(self, request: Request) -> Response:
-        return await self._train(request, types.SaveWeights, lambda body, _: _save("weights", body))
-
-    async def save_weights_external(self, request: Request) -> Response:
-        kind = "external_weights"
+    async def _save_as(self, kind: str, request: Request) -> Response:
         return await self._train(request, types.SaveWeights, lambda body, _: _save(kind, body))
+
+    save_weights = functools.partialmethod(_save_as, "weights")
+    save_weights_external = functools.partialmethod(_save_as, "external_weights")
 
     async def save_weights_for_sampler(self, request: Request) -> Response:
         def make(body: types.SaveForSampler, model: Model) -> Call:
@@ -278,6 +259,6 @@ def _call(kind: type[T], raw: bytes, make: Callable[[T], Call]) -> Call:
 
 
 def _save(kind: str, body: types.SaveWeights) -> Save:
-    name, recipients = checkpoints.check_name(body.path), body.age_encryption_recipients or ()
-    options = body.ttl_seconds, body.overwrite, body.user_metadata, tuple(recipients)
-    return Save(kind, name, None, *options)
+    options = body.ttl_seconds, body.overwrite, body.user_metadata
+    recipients = tuple(body.age_encryption_recipients or ())
+    return Save(kind, checkpoints.check_name(body.path), None, *options, recipients)

@@ -6,6 +6,7 @@ A project is only a label here: a tenant has access to all projects.
 
 import asyncio
 import datetime
+import functools
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -135,21 +136,19 @@ class Rest:
         found = await asyncio.to_thread(self.server.costs.hourly, tenant, int(first), int(last))
         events, sessions = [], {}
         for hour, policy, counts in found:
-            row = {"bucket_start": iso(hour * HOUR_S), "bucket_end": iso((hour + 1) * HOUR_S)}
-            row["base_model"] = self.server.name
+            row: dict[str, Any] = {"base_model": self.server.name}
+            row |= {"bucket_start": iso(hour * HOUR_S), "bucket_end": iso((hour + 1) * HOUR_S)}
             for kind, count in zip(USAGE, counts, strict=True):
-                if not count:
-                    continue
-                info: dict[str, Any] = {"type": kind, "token_count": count}
-                own = {}
-                if kind == "training":
+                info = {"type": kind, "token_count": count}
+                event = row | {"event_info": info}
+                if kind == "training" and count:
                     session = self.book.session(tenant, policy.rpartition(":train:")[0])
                     notes = session.details
-                    own = {"session_id": session.id, "project_id": notes.get("project_id")}
+                    event |= {"session_id": session.id, "project_id": notes.get("project_id")}
                     sessions[session.id] = {"user_metadata": notes.get("user_metadata")}
                 elif kind == "sampling_prefill":
                     info["cached"] = False
-                events.append(row | own | {"event_info": info})
+                events += [event] if count else []
         return JSONResponse({"data": events, "sessions": sessions})
 
     async def stored(self, request: Request) -> Response:
@@ -192,31 +191,25 @@ class Rest:
         await asyncio.to_thread(self.server.checkpoints.remove, self._row(request))
         return Response(status_code=204)
 
-    def _change(self, request: Request, **values: Any) -> Response:
+    async def _change(self, request: Request, **values: Any) -> Response:
         self.book.change_checkpoint(self._row(request), **values)
         return JSONResponse({})
 
-    async def publish(self, request: Request) -> Response:
-        return self._change(request, public=True)
-
-    async def unpublish(self, request: Request) -> Response:
-        return self._change(request, public=False)
+    publish = functools.partialmethod(_change, public=True)
+    unpublish = functools.partialmethod(_change, public=False)
 
     async def ttl(self, request: Request) -> Response:
         seconds = (await body_of(types.SetTtl, request)).ttl_seconds
         expires = None if seconds is None else self.book.clock() + seconds
-        return self._change(request, expires=expires)
+        return await self._change(request, expires=expires)
 
     async def external_weights_urls(self, request: Request) -> Response:
         row = self._row(request)
         if row.kind != "external_weights":
             raise UserError(f"{row.path} has no files; save_weights_external makes some")
-        try:
-            names = sorted(
-                path.name for path in (self.server.checkpoints.external / row.digest).iterdir()
-            )
-        except FileNotFoundError:  # removed since its row was read
-            raise NotFound(f"there is no checkpoint {row.path}") from None
+        folder = self.server.checkpoints.external / row.digest
+        if not (names := sorted(path.name for path in folder.glob("*"))):
+            raise NotFound(f"there is no checkpoint {row.path}")  # removed since its row was read
         urls = {name: self._url(request, row.digest, name) for name in names}
         return JSONResponse({"urls": urls, "expires": iso(self.book.clock() + tokens.LIFE_S)})
 
@@ -245,8 +238,7 @@ class Rest:
         project.
         """
         body, tenant = await body_of(types.CopyWeights, request), tenant_of(request)
-        source, ttl_s = body.source_path, body.ttl_seconds
-        session, place = body.session_id, body.model_seq_id
+        source, session, place = body.source_path, body.session_id, body.model_seq_id
         if session is None:
             if (project := body.destination_project_id) is None:
                 raise wrong("destination_project_id", None, "a project, or a session_id")
@@ -258,7 +250,8 @@ class Rest:
             session = await asyncio.to_thread(self.book.open_session, *new)
         if place is None:
             raise wrong("model_seq_id", None, "the number of a model of the session")
-        path = await asyncio.to_thread(self.server.copy, tenant, source, session, place, ttl_s)
+        copied = tenant, source, session, place, body.ttl_seconds
+        path = await asyncio.to_thread(self.server.copy, *copied)
         return JSONResponse({"tinker_path": path})
 
 
@@ -290,29 +283,24 @@ def trace_of(server: Server, tenant: str, id: str) -> bytes:
     # name, begin, end, notes, and moments of each row
     rows: list[Any] = [(f"session {id}", session.created, session.ended, session.details, ())]
     for name in book.models_of(tenant, id):
-        model, notes = book.model(tenant, name), ("loss", "grad_norm")
+        model, saves = book.model(tenant, name), book.checkpoints(tenant, name)
         moments = [
-            ("update", point.at, {"number": i} | {note: getattr(point, note) for note in notes})
-            for i, point in server.curves.of(model.id, 10_000)
+            ("update", point.at, {"number": i, "loss": point.loss, "grad_norm": point.grad_norm})
+            for i, point in server.curves.of(name, 10_000)
         ]
-        moments += [
-            (f"{saved.kind}/{saved.name}", saved.created, {"bytes": saved.nbytes})
-            for saved in book.checkpoints(tenant, model.id)
-        ]
+        moments += [(f"{s.kind}/{s.name}", s.created, {"bytes": s.nbytes}) for s in saves]
         rank = {"rank": model.details.get("rank")}
-        rows.append((model.id, model.created, model.ended, rank, moments))
+        rows.append((name, model.created, model.ended, rank, moments))
     for name in book.samplers_of(tenant, id):
         sampler = server.sampler(tenant, name)
-        rows.append((sampler.id, sampler.created, session.ended, {"path": sampler.path}, ()))
+        rows.append((name, sampler.created, session.ended, {"path": sampler.path}, ()))
     for i, (name, begin, end, args, moments) in enumerate(rows):
-        row, seconds = {"pid": 1, "tid": i}, (end or book.clock()) - begin
-        events.append(row | {"ph": "M", "name": "thread_name", "args": {"name": name}})
-        life = {"ph": "X", "name": name, "ts": round(1e6 * begin), "dur": round(1e6 * seconds)}
-        events.append(row | life | {"args": args})
-        events += [
-            row | {"ph": "i", "s": "t", "name": name, "ts": round(1e6 * at), "args": args}
-            for name, at, args in moments
-        ]
+        row, us = {"pid": 1, "tid": i}, round(1e6 * ((end or book.clock()) - begin))
+        life = row | {"ph": "X", "name": name, "ts": round(1e6 * begin), "dur": us, "args": args}
+        events += [row | {"ph": "M", "name": "thread_name", "args": {"name": name}}, life]
+        moment = row | {"ph": "i", "s": "t"}
+        for what, at, args in moments:
+            events.append(moment | {"name": what, "ts": round(1e6 * at), "args": args})
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}).encode()
 
 
@@ -325,9 +313,10 @@ def _status(session: Session) -> dict[str, Any] | None:
     """Returns a session's status; None if it ended without a request of its client."""
     if session.ended is None:
         return {"type": "active"}
-    reason, detail = session.details.get("finished"), session.details.get("detail")
-    finished = {"type": "client_finished", "reason": {"type": reason}, "detail": detail}
-    return None if reason is None else finished
+    if (reason := session.details.get("finished")) is None:
+        return None
+    detail = session.details.get("detail")
+    return {"type": "client_finished", "reason": {"type": reason}, "detail": detail}
 
 
 def _fits(query: types.SearchSessions, session: Session) -> bool:

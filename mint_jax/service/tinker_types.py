@@ -117,6 +117,10 @@ class AdamParams(NullableBody):
     weight_decay: Amount = 0.0
     grad_clip_norm: Amount = 0.0
 
+    def config(self, rank: int) -> OptimizerConfig:
+        """Returns the optimizer; its fields are in the same order."""
+        return OptimizerConfig(*self.model_dump().values())
+
 
 class DimuonParams(NullableBody):
     """Settings of dimuon with Tinker's defaults, those included that SDK 0.38 does not send."""

@@ -33,32 +33,15 @@ class BadRequest(UserError):
 class Body(pydantic.BaseModel):
     """Base of all bodies: types are strict, unknown fields are ignored."""
 
-    model_config = pydantic.ConfigDict(strict=True, json_schema_extra=lambda s: _drop_titles(s))
+    model_config = pydantic.ConfigDict(strict=True)
 
 
-TYPES = {  # pydantic's error types
-    "greater_than_equal": "{ge} or more",
-    "greater_than": "more than {gt}",
-    "less_than_equal": "at most {le}",
-    "less_than": "less than {lt}",
-    "string_type": "a string",
-    "int_type": "a whole number",
-    "int_parsing": "a whole number",
-    "float_type": "a number",
-    "bool_type": "true or false",
-    "list_type": "a list",
-    "dict_type": "an object",
-    "model_type": "an object",
-    "model_attributes_type": "an object",
-}
 T = TypeVar("T", bound=pydantic.BaseModel)
 Text = Annotated[str, Field(min_length=1)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Place = Annotated[int, Field(ge=0, lt=2**31)]  # the number of an object in its session
 SeqId = Annotated[int, Field(ge=1, lt=2**31)]  # the number of a training request
 Number = Annotated[float, Field(ge=-3.4028234663852886e38, le=3.4028234663852886e38)]
-
-
 Natural = Annotated[int, Field(ge=0, lt=10**18)]
 Limit = Annotated[int, Field(ge=1, le=MAX_LISTED)]
 
@@ -223,16 +206,6 @@ def _path(detail: Mapping[str, Any], body: Any) -> tuple[Any, ...]:
 
 def _expected(detail: Mapping[str, Any]) -> str:
     """Returns what pydantic expected: ``'a' or 'b'`` of ``Input should be 'a' or 'b'``."""
-    message = detail["msg"]
-    if detail["type"] in TYPES:
-        return TYPES[detail["type"]].format(**detail.get("ctx", {}))
-    found = re.fullmatch(r"\w+ should (?:be|have) (.*?)( after validation, not \d+)?", message)
+    message, pattern = detail["msg"], r"\w+ should (?:be|have) (.*?)( after validation, not \d+)?"
+    found = re.fullmatch(pattern, message)
     return found[1] if found else message[:1].lower() + message[1:]
-
-
-def _drop_titles(schema: dict[str, Any]) -> None:
-    schema.pop("title", None)
-    for field in schema.get("properties", {}).values():
-        field.pop("title", None)
-        if "default" in field and field["default"] is None:
-            del field["default"]

@@ -82,6 +82,12 @@ class Run:
     def whole(self, name: str, command: Sequence[str]) -> None:
         runner.whole(command, self.folder, Path(f"{self.log(name)}.log"), self.where)
 
+    def ran(self, name: str, module: str, options: str) -> list[dict[str, float]]:
+        """Runs a recipe to its end, with its last checkpoint; returns its metrics of each step."""
+        self.whole(name, self.recipe(name, module, options))
+        ended(self, name)
+        return self.metrics(name)
+
     def lines(self, name: str, file: str) -> list[dict[str, Any]]:
         path = self.log(name) / file
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
@@ -147,43 +153,34 @@ def sl_loop(run: Run) -> str:
 
 def dpo(run: Run) -> str:
     options = f"{RENDERER} batch_size=8 learning_rate=1e-3 max_steps=8 max_length=256"
-    run.whole("dpo", run.recipe("dpo", "preference.dpo.train", options))
-    rows = run.metrics("dpo")
+    rows = run.ran("dpo", "preference.dpo.train", options)
     losses, right = series(rows, "dpo_loss"), series(rows, "accuracy")
     need(abs(losses[0] - math.log(2)) < 1e-2 and losses[-1] < 0.6, f"losses {losses}")
     need(right[-1] == 1.0, f"shares of pairs whose chosen answer wins: {right}")
-    ended(run, "dpo")
     return f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, {100 * right[-1]:.0f} % of pairs right"
 
 
 def distilled(run: Run) -> str:
     options = f"{RENDERER} file_path={data.BOXED} batch_size=16 lora_rank=8 learning_rate=1e-2"
     options += " max_steps=6 eval_every=0 max_length=256"
-    run.whole("distilled", run.recipe("distilled", "prompt_distillation.train", options))
-    losses = series(run.metrics("distilled"), "train_mean_nll")
+    losses = series(run.ran("distilled", "prompt_distillation.train", options), "train_mean_nll")
     need(len(losses) == 6 and losses[-1] < 0.7 * losses[0], f"losses {losses}")
-    ended(run, "distilled")
     return f"loss {losses[0]:.2f} -> {losses[-1]:.2f} in 6 steps"
 
 
 def shorter(run: Run) -> str:
     options = f"{RENDERER} batch_size=2 group_size=4 max_tokens=8 max_steps=2 eval_every=0"
-    run.whole("shorter", run.recipe("shorter", "preference.shorter.train", options))
-    rows = run.metrics("shorter")
+    rows = run.ran("shorter", "preference.shorter.train", options)
     apart = same_policy(rows)
-    ended(run, "shorter")
     return f"{len(rows)} steps, sampler and trainer {apart:.1e} apart"
 
 
 def guess_number(run: Run) -> str:
     options = f"{RENDERER} group_size=2 batch_size=2 max_tokens=8 max_steps=2 eval_every=0"
-    module = "multiplayer_rl.guess_number.train"
-    run.whole("guess_number", run.recipe("guess_number", module, options))
-    rows = run.metrics("guess_number")
+    rows = run.ran("guess_number", "multiplayer_rl.guess_number.train", options)
     turns = series(rows, "env/all/turns_per_episode")
     need(len(turns) == 2 and min(turns) > 1, f"turns of an episode {turns}")
     apart = same_policy(rows)
-    ended(run, "guess_number")
     return f"{turns[-1]:.1f} turns an episode, sampler and trainer {apart:.1e} apart"
 
 
@@ -222,12 +219,10 @@ def rl_loop(run: Run) -> str:
     run.log("rl_loop").mkdir()
     (run.log("rl_loop") / "checkpoints.jsonl").write_text(json.dumps(begun) + "\n")
     options = "batch_size=2 group_size=8 learning_rate=4e-4 max_steps=4 save_every=2 max_tokens=8"
-    run.whole("rl_loop", run.recipe("rl_loop", "rl_loop", options))
-    rows = run.metrics("rl_loop")
+    rows = run.ran("rl_loop", "rl_loop", options)
     rewards, steps = series(rows, "reward/total"), series(rows, "grad_norm")
     need(len(rewards) == 4 and 0 < statistics.mean(rewards) < 1, f"rewards {rewards}")
     need(bool(steps) and all(0 < norm < math.inf for norm in steps), f"norms of gradients {steps}")
-    ended(run, "rl_loop")
     return (
         f"rewards {', '.join(f'{reward:.2f}' for reward in rewards)}; {len(steps)} training steps"
     )
@@ -235,15 +230,12 @@ def rl_loop(run: Run) -> str:
 
 def arithmetic(run: Run) -> str:
     options = f"{RENDERER} env=arithmetic group_size=8 groups_per_batch=4 max_steps={STEPS}"
-    options += " lora_rank=8 learning_rate=4e-4"
-    options += " eval_every=0 save_every=0"
-    run.whole("arithmetic", run.recipe("arithmetic", "math_rl.train", options))
-    rows = run.metrics("arithmetic")
+    options += " lora_rank=8 learning_rate=4e-4 eval_every=0 save_every=0"
+    rows = run.ran("arithmetic", "math_rl.train", options)
     rewards = series(rows, "env/all/reward/total")
     before, after = rewards[0], statistics.mean(rewards[-4:])
     need(len(rewards) == STEPS and after > before + 0.03, f"rewards {rewards}")
     apart = same_policy(rows)
-    ended(run, "arithmetic")
     return (
         f"reward {before:.3f} -> {after:.3f} in {len(rewards)} steps, sampler and trainer"
         f" {apart:.1e} apart"

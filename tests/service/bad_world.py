@@ -1,33 +1,80 @@
-"""Tenants of one server, a valid body of each Tinker route, and wrong values for its fields."""
+"""Tenants of one server without an SDK, in raw JSON as SDKs before protobuf send it; valid bodies
+of Tinker routes, and wrong values for their fields.
+"""
 
 import copy
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 
-from tests.service.old_wire import RawClient
-from tests.service.sites import Site
+from tests.service.sites import KEY, Site
 
 LONGEST_ANSWER = 4096  # bytes of an error
 NOBODY = "0" * 32
 CHUNKS = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}
 
 
-class Tenant(RawClient):
-    """A tenant with one of everything.
+class Tenant:
+    """A tenant with a session; after ``settle`` with one of everything.
 
     Attributes:
-        ids: of its session, model, sampler, future, answer, and paths of checkpoints by kind.
+        ids: of its session, model, samplers, future, answer, and paths of checkpoints by kind.
+        numbers: count of the requests of each model that ``train`` sent.
+        place: number of the next request of the model in ``ids``.
+        last: id of the last future whose result was read.
     """
 
-    def __init__(self, site: Site, key: str):
-        super().__init__(site, key)
-        self.samples, self.place = 0, 1  # the latter is the number of the model's next request
-        self.ids: dict[str, str] = {}
+    def __init__(self, site: Site, key: str = KEY):
+        self.site, self.key, self.web = site, key, httpx.Client(timeout=60)
+        self.samples, self.place, self.last = 0, 1, ""
+        self.numbers: dict[str, int] = {}
+        told = {"tags": [], "user_metadata": None, "sdk_version": "0.6.0", "type": "create_session"}
+        self.ids = {"session": self.done("create_session", told)["session_id"]}
+
+    def send(self, method: str, path: str, content: Any = b"", **headers: str) -> httpx.Response:
+        """Sends one request; anything but bytes as JSON."""
+        body = content if isinstance(content, bytes) else json.dumps(content).encode()
+        headers = {"x-api-key": self.key, "content-type": "application/json"} | headers
+        url = f"{self.site.url}/api/v1/{path}"
+        return self.web.request(method, url, content=body, headers=headers)
+
+    def post(self, path: str, content: Any) -> httpx.Response:
+        return self.send("POST", path, content)
+
+    def outcome(self, id: str) -> dict[str, Any]:
+        """Returns the result of a future; one that takes two long polls does not come."""
+        answer = self.post("retrieve_future", {"request_id": id})
+        if answer.status_code == 408:
+            assert answer.json()["queue_state"] == "active"
+            answer = self.post("retrieve_future", {"request_id": id})
+        assert answer.status_code == 200, f"{answer.status_code} {answer.text[:300]}"
+        assert answer.headers["content-type"].startswith("application/json")
+        return answer.json()
+
+    def result(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Returns the answer of an accepted request; the result or error of its future."""
+        answer = self.post(path, body)
+        assert answer.status_code == 200, f"{path}: {answer.status_code} {answer.text[:300]}"
+        if "request_id" not in answer.json():
+            return answer.json()
+        self.last = answer.json()["request_id"]
+        return self.outcome(self.last)
+
+    def done(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Returns the result of a valid request."""
+        result = self.result(path, body)
+        assert "error" not in result, f"{path}: {result}"
+        return result
+
+    def train(self, route: str, model: str, **body: Any) -> dict[str, Any]:
+        """Returns the result of a model's next request."""
+        self.numbers[model] = self.numbers.get(model, 0) + 1
+        return self.result(route, {"model_id": model, "seq_id": self.numbers[model]} | body)
 
     def step(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Returns the result of the model's next request."""
+        """Returns the result of the next request of the model in ``ids``."""
         self.place += 1
         return self.done(path, body | {"model_id": self.ids["model"], "seq_id": self.place - 1})
 
@@ -38,7 +85,6 @@ class Tenant(RawClient):
 
     def settle(self) -> "Tenant":
         """Makes one of everything."""
-        self.ids["session"] = self.open()
         self.ids["model"] = self.done("create_model", self.new_model(0))["model_id"]
         self.step("forward_backward", {"forward_backward_input": batch()})
         self.ids["future"] = self.last
@@ -50,6 +96,8 @@ class Tenant(RawClient):
         new["model_path"] = self.ids["sampler_weights"]
         made = self.done("create_sampling_session", new)
         self.ids["sampler"] = made["sampling_session_id"]
+        kept = self.step("save_weights_for_sampler", {"sampling_session_seq_id": 1})
+        self.ids["unnamed"] = kept["sampling_session_id"]
         self.sample(max_tokens=3, temperature=0)
         self.ids["answer"] = self.last
         return self
@@ -77,7 +125,7 @@ def batch(tokens: Any = (5, 6, 7)) -> dict[str, Any]:
 SAVES = ("save_weights", "save_weights_for_sampler", "save_weights_external")
 TRAINING = ("load_weights", "forward_backward", "optim_step", *SAVES)
 ROUTES = ("create_session", "session_heartbeat", "create_model", *TRAINING, "get_info")
-ROUTES += ("unload_model", "create_sampling_session", "asample")
+ROUTES += ("unload_model", "create_sampling_session", "asample", "sessions/search")
 ROUTES += ("retrieve_future", "retrieve_futures", "cancel_future", "weights_info", "copy_weights")
 
 
@@ -114,6 +162,10 @@ def body_of(route: str, tenant: Tenant) -> dict[str, Any]:
         "retrieve_futures": {"target": sampler | {"cloned_sampler_id": 0}, "prev_cursor": 0}
         | {"timeout": 0.0, "retrieved_request_ids": []},
         "cancel_future": {"request_ids": [ids["answer"]]},
+        "sessions/search": {"limit": 5, "display_name": "d", "user_metadata": {"a": 1}}
+        | {"statuses": [{"type": "client_finished", "reasons": ["success"]}]}
+        | {"cursor": {"last_created_at": "2026-01-01T00:00:00Z", "last_session_id": "x"}}
+        | {"owner": {"type": "own"}},
         "weights_info": {"tinker_path": ids["weights"]},
         "copy_weights": session | {"source_path": ids["weights"], "model_seq_id": 1000 + new},
     }

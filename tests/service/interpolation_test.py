@@ -14,8 +14,8 @@ from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.models import transformer
 from mint_jax.service.interpolation import weighted_sum
-from tests.service.old_wire import N, adam, batch, trained
-from tests.service.old_wire import old as old
+from tests.service.bad_world import Tenant, batch
+from tests.service.sites import SIZES
 from tests.service.sites import sites as sites
 
 PATH = "mint/checkpoints/interpolate"
@@ -26,6 +26,7 @@ CONFIGS = [
     AdapterConfig(1, 1.0, ("down",)),
 ]
 COEFFICIENTS = [0.7, -1.5, 0.25]
+N = 12  # tokens of a datum
 
 
 def deltas(adapter, config: AdapterConfig) -> dict[str, np.ndarray]:
@@ -86,16 +87,31 @@ def body_of(paths, coefficients, name=None) -> dict:
 
 
 @pytest.fixture(scope="module")
+def old(sites, tiny_base):
+    sizes = dataclasses.replace(SIZES, slots={4: 2}, adapters={4: 2, 8: 2})
+    return Tenant(sites(tiny_base(), sizes=sizes))
+
+
+def trained(old, number, rank) -> str:
+    """A model after an update."""
+    lora = {"rank": rank, "seed": number}
+    model = old.done("create_model", old.new_model(number, lora_config=lora))["model_id"]
+    data = batch(np.random.default_rng(number).integers(0, 97, N).tolist())
+    old.train("forward_backward", model, forward_backward_input=data)
+    old.train("optim_step", model, adam_params={"learning_rate": 0.05})
+    return model
+
+
+@pytest.fixture(scope="module")
 def saved(old):
     """Two models and the paths of their weights."""
-    rng = np.random.default_rng(5)
-    models = [trained(rng, old, rank) for rank in (4, 3)]
+    models = [trained(old, i, rank) for i, rank in enumerate((4, 3))]
     return [(m, old.train("save_weights_for_sampler", m, path="own")["path"]) for m in models]
 
 
 def delta(old, path: str) -> dict[str, np.ndarray]:
     adapter, schema = unpack(
-        old.server.catalog.load(old.server.checkpoints.digest("default", path))
+        old.site.server.catalog.load(old.site.server.checkpoints.digest("default", path))
     )
     return deltas(adapter, schema.config)
 
@@ -130,7 +146,7 @@ def test_a_sum_is_a_checkpoint_of_the_first_source_and_is_sampled(old, saved, rn
     same, failed = (old.result(PATH, body) for body in again)
     assert same == made
     assert (failed["category"], "exists already" in failed["error"]) == ("user", True)
-    prompt = rng.integers(0, old.server.base.cfg.vocab_size, N).tolist()
+    prompt = rng.integers(0, old.site.server.base.cfg.vocab_size, N).tolist()
     second_only = old.result(PATH, body_of([first, second], [0.0, 1.0]))["path"]
     # factors of another rank sum in another order
     wanted = scored(old, second, prompt)
@@ -159,7 +175,7 @@ def test_wrong_requests_are_refused_at_once(old, saved, change, status, reason):
 @pytest.mark.long
 def test_the_first_source_must_belong_to_the_tenant(old, saved):
     (_, first), (model, second) = saved
-    book = old.server.book
+    book = old.site.server.book
     row = book.checkpoint("default", model, "sampler_weights", "own")
     book.add_checkpoint(dataclasses.replace(row, tenant="another", public=True))
     try:
@@ -170,13 +186,13 @@ def test_the_first_source_must_belong_to_the_tenant(old, saved):
 
 
 @pytest.mark.long
-def test_the_reverse_kl_fails_and_uses_up_its_number(old, rng):
+def test_the_reverse_kl_fails_and_uses_up_its_number(old):
     assert old.post(REVERSE_KL, {"model_id": "none", "seq_id": 1}).status_code == 404
-    model = old.create()
+    model = trained(old, 2, 4)
     told = {"reference_model_path": "tinker://a:train:0/sampler_weights/b"}
     unnumbered = old.post(REVERSE_KL, told | {"model_id": model, "data": [], "seq_id": None})
     assert (unnumbered.status_code, "importance_sampling" in unnumbered.text) == (400, True)
     failed = old.train(REVERSE_KL, model, data=[], **told)
     assert (failed["category"], "importance_sampling" in failed["error"]) == ("user", True)
-    old.train("forward_backward", model, forward_backward_input=batch(rng, old))
-    assert "metrics" in old.train("optim_step", model, **adam(0.1))
+    old.train("forward_backward", model, forward_backward_input=batch())
+    assert "metrics" in old.train("optim_step", model, adam_params={})

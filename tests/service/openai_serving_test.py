@@ -15,13 +15,10 @@ from mint_jax import __version__
 from mint_jax.catalog.packed import Schema
 from mint_jax.envs.judge import Judge
 from mint_jax.errors import UserError
-from mint_jax.lora.peft import write_peft
-from mint_jax.lora.tree import AdapterConfig
-from mint_jax.models.outline import peft_tables
 from mint_jax.residency.loads import QueueFull
 from mint_jax.rollout.score import Scorer
 from mint_jax.service.openai_answers import Answer
-from tests.service.openai_world import CONFIG, export, joined, random_adapter, wrong_fields
+from tests.service.openai_world import CONFIG, export, joined, wrong_fields
 from tests.service.openai_world import client as client
 from tests.service.openai_world import world as world
 
@@ -357,21 +354,6 @@ def test_a_wrong_field_is_a_400_that_names_it(world, client):
         with pytest.raises(openai.BadRequestError) as error:
             call(model="chat", **prompt)
         assert error.value.code == "context_length_exceeded"
-
-
-def test_a_request_names_its_adapter_by_uri(world, client, rng):
-    folder = world.weights._folder
-    own = AdapterConfig(4, 8.0, ("q", "v"))  # the slots have room for rank 2
-    for name, config in {"one": CONFIG, "large": own}.items():
-        adapter = random_adapter(rng, world.base, config)
-        write_peft(folder / name, adapter, config, peft_tables(world.base.cfg)[0])
-    name = f"tiny-random|file:{folder}/one"
-    answer = client.completions.create(model=name, prompt=TEXT, max_tokens=3)
-    assert (answer.model, answer.mint_revision) == (name, world.weights.resolve(name, "").digest)
-    assert client.models.retrieve(name).parent == "tiny-random"
-    for place, words in {"large": "rank 4", "../catalog": "not a PEFT adapter"}.items():
-        with pytest.raises(openai.BadRequestError, match=words):
-            client.completions.create(model=f"tiny-random|file:{folder}/{place}", prompt="a")
 
 
 def test_an_empty_prompt_starts_a_document_and_nulls_are_absent(world, client):

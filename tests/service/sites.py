@@ -79,11 +79,8 @@ class Site:
         self, rank: int = 8, client: tinker.ServiceClient | None = None, **options
     ) -> tinker.TrainingClient:
         """A new policy of a session of its own, or of ``client``'s."""
-        return (
-            (client or self.client())
-            .create_lora_training_client(self.server.name, rank, **options)
-            .result()
-        )
+        client = client or self.client()
+        return client.create_lora_training_client(self.server.name, rank, **options).result()
 
     def post(self, path: str, told: dict | bytes, key: str = KEY, **headers: str) -> httpx.Response:
         """One raw request, JSON or bytes."""

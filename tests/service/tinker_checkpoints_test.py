@@ -105,7 +105,7 @@ def test_a_checkpoint_ends_with_its_time(site, monkeypatch):
     trainer, rest = site.trainer(), site.client().create_rest_client()
     path = trainer.save_state("short", ttl_seconds=3600).result().path
     other = trainer.save_state("long").result().path
-    user_error(trainer.save_state("x", ttl_seconds=60), "ttl_seconds is 60; expected 3600")
+    user_error(trainer.save_state("x", ttl_seconds=60), "ttl_seconds is 60; expected .* 3600")
 
     def paths():
         return {
@@ -216,13 +216,9 @@ def test_other_engines_take_an_adapter(encrypted, rng, site, hf_dirs, tmp_path):
     trainer = site.trainer()
     train(trainer, [batch(rng) for _ in range(2)], [random_optimizer(rng) for _ in range(2)])
     key = pyrage.x25519.Identity.generate()
-    path = (
-        trainer.save_weights_external(
-            "out", age_encryption_recipients=[str(key.to_public())] if encrypted else None
-        )
-        .result()
-        .path
-    )
+    recipients = [str(key.to_public())] if encrypted else None
+    saved = trainer.save_weights_external("out", age_encryption_recipients=recipients)
+    path = saved.result().path
     assert path == f"tinker://{trainer.model_id}/external_weights/out"
     told = site.client().create_rest_client().get_external_weights_urls(path).result()
     assert 3000 < told.expires.timestamp() - time.time() <= 3600
@@ -240,14 +236,10 @@ def test_other_engines_take_an_adapter(encrypted, rng, site, hf_dirs, tmp_path):
 
     def logprobs(model):
         logits = torch.tensor(oracles.torch_logits(model, tokens[None, :-1])[0])
-        return (
-            torch.log_softmax(logits, -1).gather(-1, torch.tensor(tokens[1:, None]))[:, 0].numpy()
-        )
+        return torch.log_softmax(logits, -1).numpy()[range(8), tokens[1:]]
 
-    datum = types.Datum(
-        types.ModelInput.from_ints(tokens[:-1].tolist()),
-        {"target_tokens": tokens[1:], "weights": np.ones(8, np.float32)},
-    )
+    inputs = {"target_tokens": tokens[1:], "weights": np.ones(8, np.float32)}
+    datum = types.Datum(types.ModelInput.from_ints(tokens[:-1].tolist()), inputs)
     got = logprobs_of(trainer.forward([datum], "cross_entropy").result())[0]
     np.testing.assert_allclose(got, logprobs(model), atol=5e-5)
     assert np.abs(got - logprobs(model.unload())).max() > 1e-3, "else the adapter does nothing"

@@ -12,10 +12,10 @@ import torch
 from tinker import types
 
 from tests import oracles
-from tests.service.sites import datum_of, logprobs_of
+from tests.service.sites import logprobs_of
 from tests.service.sites import site as site
 from tests.service.sites import sites as sites
-from tests.train.live_test import random_data, random_state
+from tests.train.live_test import random_state
 
 pytestmark = pytest.mark.long
 
@@ -124,29 +124,6 @@ def test_the_sampler_s_log_probabilities_are_the_trainer_s(site, rng):
     (told,) = logprobs_of(trainer.forward([datum], "cross_entropy").result())
     np.testing.assert_allclose(sampler.compute_logprobs(ints(whole)).result()[1:], told, atol=CLOSE)
     np.testing.assert_allclose(sequence.logprobs, told[len(prompt) - 1 :], atol=CLOSE)
-
-
-def test_a_snapshot_stays_what_it_was_while_its_policy_trains_on(site, rng):
-    """Bit for bit, and between requests of training that are under way."""
-    trainer = site.trainer()
-    site.put(trainer, random_state(rng, site.server.base, site.held(trainer).config))
-    prompt = ints(rng.integers(3, 97, 6))
-
-    def sampled(sampler):
-        sequences = sampler.sample(prompt, 2, params()).result().sequences
-        return [(one.tokens, one.logprobs) for one in sequences]
-
-    old = trainer.save_weights_and_get_sampling_client()
-    before, updates = sampled(old), []
-    for _ in range(4):
-        data = [datum_of(datum) for datum in random_data(rng, "cross_entropy", 12)]
-        trainer.forward_backward(data, "cross_entropy")
-        updates.append(trainer.optim_step(types.AdamParams(learning_rate=1e-2)))
-        assert sampled(old) == before
-    for update in updates:
-        update.result()
-    assert sampled(trainer.save_weights_and_get_sampling_client()) != before
-    assert sampled(old) == before
 
 
 def test_inflight_samplers_of_a_policy_move_to_its_newest_save(site, rng):

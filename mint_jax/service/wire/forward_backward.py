@@ -107,9 +107,9 @@ class Message(NamedTuple):
         vocabulary.
         """
         batch, config, backward = _content(self.body)
-        custom, cells = _custom(config) if batch.loss_fn == "custom" else None, 0
+        custom = _custom(config) if batch.loss_fn == "custom" else None
         loss = NO_LOSS if custom else loss_of(batch.loss_fn, config)
-        rows, columns, sources, extra = [], [], [], []
+        cells, rows, columns, sources, extra = 0, [], [], [], []
         for i, sent in enumerate(batch.data):
             what = f"datum {i}"
             tokens = tensors.tokens_of(sent.model_input, f"{what}: model_input")
@@ -123,7 +123,7 @@ class Message(NamedTuple):
                 found = f"the sparse target_tokens of data 0 to {i} have {cells} cells"
                 raise UserError(f"{found}; expected {MAX_CELLS} at most: send fewer")
             if custom:
-                own = {name: _values(one) for name, one in inputs.items()}
+                own = {name: one.numbers() for name, one in inputs.items()}
                 targets = own.pop("logprobs")
                 datum, column = Datum(tokens, targets, np.ones(targets.shape, np.float32)), None
                 extra.append(own)
@@ -247,11 +247,8 @@ def _inputs(what: str, loss: str, length: int, sent: Mapping[str, Any]) -> dict[
         raise UserError(f"{found} {shown(unknown[0])}; {loss} takes only {', '.join(takes)}")
     if missing := [name for name in needs if name not in sent]:
         raise UserError(f"{found} no {missing[0]}; {loss} needs {', '.join(needs)}")
-    inputs = {
-        name: tensors.tensor_of(sent[name], f"{what}: {name}")
-        for name in takes
-        if name in (*needs, *OPTIONAL.get(loss, ("weights",))) and name in sent
-    }
+    read = (name for name in takes if name in (*needs, *OPTIONAL.get(loss, ("weights",))))
+    inputs = {n: tensors.tensor_of(sent[n], f"{what}: {n}") for n in read if n in sent}
     targets = inputs["target_tokens"]
     soft = loss == "cross_entropy" and len(targets.shape) == 2
     shape = (length, *targets.shape[1:]) if soft else (length,)
@@ -288,22 +285,14 @@ def _custom_inputs(
     return inputs
 
 
-def _values(tensor: Tensor) -> np.ndarray:
-    is_whole = tensor.values.dtype.kind == "i"
-    return tensor.dense(tensor.integers() if is_whole else tensor.floats())
-
-
 def _datum(
     loss: str, tokens: np.ndarray, inputs: Mapping[str, Tensor]
 ) -> tuple[Datum, np.ndarray | None]:
     """Returns the datum of ``_inputs``' tensors, and its columns if they were packed."""
     targets = inputs["target_tokens"]
     ids = targets.dense(targets.integers())
-    floats = {
-        name: tensor.dense(tensor.floats())
-        for name, tensor in inputs.items()
-        if tensor is not targets
-    }
+    others = (name for name in inputs if name != "target_tokens")
+    floats = {name: inputs[name].dense(inputs[name].floats()) for name in others}
     weights, in_ratio = floats.get("weights", np.ones(ids.shape, np.float32)), None
     if loss == "cross_entropy":
         columns = None

@@ -78,6 +78,7 @@ def spec_of(raw: bytes, context: int, end_ids: Sequence[int], seed: int) -> Samp
     params, target = body.sampling_params or SampleParams(), body.target_prompt_logprobs
     prompt = tensors.tokens_of(body.prompt, "prompt")
     named = None if target is None else tensors.tensor_of(target, "target_prompt_logprobs")
+    room = max(1, context - prompt.size)
     stops = [params.stop] if isinstance(params.stop, str) else params.stop or []
     ids = tuple(end_ids) if params.stop is None else tuple(x for x in stops if isinstance(x, int))
     if body.prompt_alt_tokens_k and params.temperature != 1:
@@ -86,9 +87,7 @@ def spec_of(raw: bytes, context: int, end_ids: Sequence[int], seed: int) -> Samp
     request = Request(
         tuple(prompt.tolist()),
         n=body.num_samples or 1,
-        max_tokens=max(1, context - prompt.size)
-        if params.max_tokens is None
-        else params.max_tokens,
+        max_tokens=room if params.max_tokens is None else params.max_tokens,
         temperature=params.temperature,
         top_k=0 if params.top_k == -1 else params.top_k,
         top_p=params.top_p,

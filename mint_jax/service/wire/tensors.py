@@ -130,6 +130,10 @@ class Tensor:
             raise UserError(f"{found}; expected finite numbers of float32")
         return out
 
+    def numbers(self) -> np.ndarray:
+        """Returns the tensor itself, int32 or float32. Raises ``UserError``."""
+        return self.dense(self.integers() if self.values.dtype.kind == "i" else self.floats())
+
     def dense(self, values: np.ndarray) -> np.ndarray:
         """Returns numbers for ``values`` in the tensor's shape."""
         if self.csr is None:
