@@ -26,8 +26,7 @@ from mint_jax.lora.config import BIAS
 ALPHA = 0.05  # of the score's interval
 # an evaluation of both is of the same prompts and seeds if these are equal
 _SAME = ("base", "renderer", "scorer", "dataset", "seed")
-_PAIRED = ("score", "change", "tokens")
-UNRECORDED = ("effective sample size", "sampler-trainer gap", "out-of-route rate", "cost")
+_PAIRED = ("score", "change")
 _MOST = 10_000  # records that are read
 
 
@@ -67,7 +66,7 @@ class RevisionCard:
     parent: Revision | None
     score: PairedScore | None
     change: ChangeNorm | None
-    tokens: int | None  # of the rollouts that it was trained on since
+    training: dict[str, float] | None  # see ``Revision``
     absent: dict[str, str]
 
 
@@ -77,12 +76,14 @@ def card(
     """Returns the card of a revision of a policy. Raises ``UserError``: unknown names, or damaged
     bytes. ``parent``: by default the newest live revision with a smaller number.
     """
-    own, score, change, tokens = lookup.revision(catalog, policy, revision), None, None, None
+    own, score = lookup.revision(catalog, policy, revision), None
     other = _before(catalog, own) if parent is None else lookup.revision(catalog, policy, parent)
-    absent: dict[str, str] = dict.fromkeys(UNRECORDED, "the catalog does not record it")
+    absent: dict[str, str] = {}
+    if own.training is None:
+        absent["training"] = "the export came without metrics of training"
     if other is None:
         absent |= dict.fromkeys(_PAIRED, "it has no parent in the catalog")
-        return RevisionCard(own, None, None, None, None, absent)
+        return RevisionCard(own, None, None, None, own.training, absent)
     try:
         score = _score(
             training_records.list_evaluations(catalog, own.digest, _MOST),
@@ -90,14 +91,7 @@ def card(
         )
     except UserError as error:
         absent["score"] = str(error)
-    change, steps = _change(catalog, own, other), own.step - other.step
-    found = training_records.list_rollouts(catalog, policy, _MOST)
-    found = {one.step: one.tokens for one in found if other.step <= one.step < own.step}
-    if found and len(found) == steps:
-        tokens = sum(found.values())
-    else:
-        absent["tokens"] = f"rollouts of {len(found)} of {steps} steps between the two are stored"
-    return RevisionCard(own, other, score, change, tokens, absent)
+    return RevisionCard(own, other, score, _change(catalog, own, other), own.training, absent)
 
 
 def _before(catalog: Handle, own: Revision) -> Revision | None:

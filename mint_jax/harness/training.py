@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -36,6 +37,8 @@ from mint_jax.lora.tree import spelled_out
 from mint_jax.train.state import TrainStack
 from mint_jax.train.trainer import Trainer
 
+# metrics that revisions record
+COUNTED = ("tokens", "effective", "gap", "sampler_kl", "out_of_route")
 ADAPTERS = "adapters"  # item of a checkpoint that restores without the rest
 
 
@@ -264,6 +267,8 @@ class TrainingRun:
             self._trackers.write(step, name, row)
             if row.get("skipped"):
                 say(f"policy {name}: step {step + 1} was skipped, its gradient was not finite")
+            else:
+                self._count(name, row)
         self._remember_shapes(rows)
         self._progress.update(sum(self.step.values()), detail)
         due = min(self.step.values()) >= self._due
@@ -284,6 +289,28 @@ class TrainingRun:
         if due:
             self.save()
             self._due = min(self.step.values()) + self.config.checkpoint.every
+
+    def _count(self, name: str, row: Mapping[str, Any]) -> None:
+        """Adds an update to the sums that its policy's next revision records; see ``Revision``."""
+        sums = self.notes.setdefault("since_export", {}).setdefault(name, {})
+        if sums.get("exported"):
+            sums.clear()
+        for key in COUNTED:
+            if math.isfinite(row.get(key, math.nan)):
+                sums[key] = sums.get(key, 0.0) + float(row[key])
+        sums["updates"] = sums.get("updates", 0) + 1
+
+    def _trained(self, name: str) -> dict[str, float] | None:
+        """Returns the means of a policy's updates since its last export, and what they add up to;
+        None before the first one.
+        """
+        sums = self.notes.get("since_export", {}).get(name, {})
+        if not sums:
+            return None
+        sums["exported"] = True
+        totals = {key: sums[key] for key in ("updates", "tokens") if key in sums}
+        means = {key: sums[key] / sums["updates"] for key in COUNTED if key in sums}
+        return means | totals
 
     # --- the catalog ---
 
@@ -323,6 +350,7 @@ class TrainingRun:
     def _export(self, names: Iterable[str], step: int, final: bool = False) -> None:
         """Starts the copies to the host; packing and writing overlap the next step."""
         snapshots = {name: self.snapshot(name) for name in names}
+        training = {name: self._trained(name) for name in snapshots}
 
         def write(writer: CatalogWriter) -> None:
             exports = []
@@ -331,8 +359,8 @@ class TrainingRun:
                 at = step + self._first_step[full]
                 if final or (full, at, snapshot.digest) not in self._recorded:
                     about = at, writer.sessions[full], f"{self.config.job} in {self.workdir}"
-                    drawn = self._sampling.get(name)
-                    exports.append(Export(full, snapshot.data, *about, sampling=drawn))
+                    facts = {"sampling": self._sampling.get(name), "training": training[name]}
+                    exports.append(Export(full, snapshot.data, *about, **facts))
             for export, revision in zip(exports, writer.catalog.export_many(exports)):
                 full = export.policy
                 self._numbers[full] = max(self._numbers[full], revision.number)

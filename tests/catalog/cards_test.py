@@ -5,14 +5,16 @@ import json
 import numpy as np
 import pytest
 
-from mint_jax.catalog.cards import UNRECORDED, squared_norm
+from mint_jax.catalog.cards import squared_norm
 from mint_jax.catalog.cli.main import main
 from mint_jax.catalog.evidence import interval
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import Schema, pack
+from mint_jax.catalog.records.exports import Export
 from mint_jax.lora.tree import AdapterConfig
 
 SCHEMA = Schema("ab" * 32, AdapterConfig(2, 4.0, ("q",)))
+TRAINING = {"updates": 2, "tokens": 96, "effective": 0.9, "gap": 1e-4}
 ABOUT = {"renderer": "r", "scorer": "digit_sum", "dataset": "ef" * 32, "seed": 3}
 
 
@@ -35,12 +37,13 @@ def test_norms_are_those_of_dense_deltas(rng, experts, shared):
 
 @pytest.fixture
 def folder(tmp_path, rng):
-    """A catalog whose policy ``p`` has two revisions, with evaluations and the rollouts between."""
+    """A catalog whose policy ``p`` has two revisions, the second with metrics of its training."""
     with Catalog.open(tmp_path) as catalog:
         for step in (0, 2):
             a, b = (rng.normal(size=(1, 2, n)).astype(np.float32) for n in (8, 6))
             data = pack({"dense": {"attn": {"q": {"a": a, "b": b}}}}, SCHEMA)
-            catalog.export("p", data, step, create=True)
+            training = TRAINING if step else None
+            catalog.export_many([Export("p", data, step, training=training)], create=True)
     return tmp_path
 
 
@@ -55,16 +58,13 @@ def test_a_card_compares_a_revision_with_its_parent(folder):
         evaluate(catalog, "p@1", [[0.0, 0.5], [1.0, None], [0.25, 0.25], [None, None]])
         evaluate(catalog, "p@2", [[9.0, 9.0]], seed=4)  # of other seeds
         evaluate(catalog, "p@2", [[1.0, 1.0], [0.0, 1.0], [0.75, 0.25], [1.0, 1.0]])
-        for step in range(2):
-            catalog.rollout("p", step, f"{step}".encode(), tokens=7, mean_reward=0.0)
         card = catalog.card("p", 2)
         differences = np.array([1.0 - 0.25, 0.5 - 1.0, 0.5 - 0.25])
         assert (card.score.prompts, card.score.scorer) == (3, "digit_sum")
         np.testing.assert_allclose(card.score.difference, differences.mean())
         low, high = interval((differences + 1) / 2)
         np.testing.assert_allclose((card.score.low, card.score.high), (2 * low - 1, 2 * high - 1))
-        assert (card.tokens, card.parent.number) == (14, 1)
-        assert set(card.absent) == set(UNRECORDED)
+        assert (card.training, card.parent.number, card.absent) == (TRAINING, 1, {})
         assert card.change.largest == "dense/attn/q"
         same = catalog.card("p", 2, parent=2).change
         assert same.norm < 1e-12 * card.change.norm
@@ -80,10 +80,11 @@ def test_what_is_not_known_is_named(folder, capsys):
         assert first.parent is None
         assert first.absent["score"] == "it has no parent in the catalog"
         assert second.absent["score"] == "rewards are from 0.5 to 2, not from 0 to 1"
-        assert second.absent["tokens"] == "rollouts of 0 of 2 steps between the two are stored"
+        assert first.absent["training"] == "the export came without metrics of training"
     assert main([f"--catalog={folder}", "card", "p", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
-    assert (shown["revision"]["number"], shown["score"], shown["tokens"]) == (2, None, None)
+    assert (shown["revision"]["number"], shown["score"]) == (2, None)
+    assert shown["training"] == TRAINING
     assert main([f"--catalog={folder}", "card", "p@2", "--parent=1"]) == 0
     assert "dense/attn/q" in capsys.readouterr().out
     assert main([f"--catalog={folder}", "show", "p@1", "--json"]) == 0

@@ -107,6 +107,17 @@ def exported(workdir) -> dict[tuple[str, int], str]:
     return out
 
 
+def trained(workdir) -> dict[tuple[str, int], dict[str, float]]:
+    """(policy, step) -> what the revision records of its training: one update each."""
+    with Catalog.open(workdir / "catalog") as catalog:
+        found = [one for policy in catalog.policies() for one in catalog.revisions(policy.name)]
+    out = {(one.policy, one.step): one.training or {} for one in found}
+    rows = {(row["name"], row["step"] + 1): row for row in measured(workdir)}
+    assert out == {at: {k: rows[at].get(k, 1) for k in facts} for at, facts in out.items()}
+    assert all(facts.keys() >= {"updates", "tokens", "effective"} for facts in out.values())
+    return out
+
+
 def kept(workdir) -> dict[tuple[str, int], str]:
     """(policy, step) -> digest of the rollouts that the catalog keeps."""
     with Catalog.open(workdir / "catalog") as catalog:
@@ -136,6 +147,7 @@ def measured(workdir) -> list[dict]:
 def assert_same_run(one: Path, other: Path) -> None:
     assert exported(one) == exported(other)
     assert kept(one) == kept(other)
+    assert trained(one) == trained(other)
     assert measured(one) == measured(other)
 
 

@@ -143,7 +143,11 @@ def test_the_best_revision_on_held_out_data_is_kept_under_an_alias(tmp_path, mon
     held_out = [row.get("held_out_loss") for row in rows(tmp_path)]
     assert held_out == [None, 3.0, None, 1.0, None, 2.0, None, 1.0]
     with Catalog.open(tmp_path / "catalog") as catalog:
-        assert [revision.step for revision in catalog.revisions("adder")] == [2, 4, 8]
+        revisions = catalog.revisions("adder")
+        assert [revision.step for revision in revisions] == [2, 4, 8]
+        assert [revision.training["updates"] for revision in revisions] == [2, 2, 4]
+        tokens = [sum(row["tokens"] for row in rows(tmp_path)[a:b]) for a, b in ((0, 2), (4, 8))]
+        assert [revisions[i].training["tokens"] for i in (0, 2)] == tokens
         assert catalog.revision("adder", "best").step == 4
         assert catalog.revision("adder", "latest").step == 8
         assert [move.after for move in catalog.audit("adder", alias="best")] == [1, 2]

@@ -44,6 +44,7 @@ class Export:
     origin: str = ""  # source of the adapter, in words
     force: bool = False  # accept NaN and infinite weights, for debugging
     sampling: Mapping[str, Any] | None = None  # parameters of training rollouts, for evaluations
+    training: Mapping[str, float] | None = None  # see ``Revision``
 
 
 class Prepared(NamedTuple):
@@ -109,10 +110,11 @@ def prepare(item: Export) -> Prepared:
             f"policy {full!r}: {wrong[0]} of the exported adapter has NaN or infinite values: the"
             " run has diverged, export an earlier step, or this one with force"
         )
-    sampling = None
-    if item.sampling is not None:
-        sampling = json.dumps(dict(item.sampling), sort_keys=True, allow_nan=False)
-    columns = {"step": step, "origin": note("origin", item.origin), "sampling": sampling}
+    columns: dict[str, Any] = {"step": step, "origin": note("origin", item.origin)}
+    for name in ("sampling", "training"):
+        facts = getattr(item, name)
+        text = None if facts is None else json.dumps(dict(facts), sort_keys=True, allow_nan=False)
+        columns[name] = text
     return Prepared(key, item, digest, schema.to_json(), not wrong, columns)
 
 

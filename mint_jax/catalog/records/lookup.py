@@ -45,6 +45,8 @@ class Revision:
     state: str  # ``live`` or ``retired``
     created_at: float
     sampling: dict[str, Any] | None = None  # of training rollouts, by the fields of ``Request``
+    # since the export before: ``updates``, target ``tokens``, and means of the updates' metrics
+    training: dict[str, float] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,8 +131,9 @@ def as_revision(row: Any, policy: Any = None) -> Revision:
     """
     owner = row if policy is None else policy
     full = full_name(owner.tenant, owner.name)
-    sampling = None if row.sampling is None else json.loads(row.sampling)
-    return as_record(Revision, row, policy=full, bytes=row.length, sampling=sampling)
+    texts = {"sampling": row.sampling, "training": row.training}
+    read = {name: None if text is None else json.loads(text) for name, text in texts.items()}
+    return as_record(Revision, row, policy=full, bytes=row.length, **read)
 
 
 def resolve(catalog: Handle, name: str, tenant: str | None = None) -> Resolved:

@@ -114,6 +114,7 @@ revisions = _table(
     _column("state", sa.String),  # live | retired
     _column("created_at", _Time),
     sa.Column("sampling", sa.Text),  # JSON, of training rollouts; null: none, or unknown
+    sa.Column("training", sa.Text),  # JSON, of the updates since the export before; null: unknown
     sa.UniqueConstraint("policy_id", "number"),
     sa.Index("revisions_digest", "digest", "policy_id"),
 )
