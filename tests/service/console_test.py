@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from starlette.applications import Starlette
 
+from mint_jax.catalog.evidence import ArmReward
 from mint_jax.models import base as base_lib
 from mint_jax.service import keys as keys_lib
 from mint_jax.service.console import visit
@@ -211,6 +212,19 @@ def test_a_policys_page_shows_its_scores_and_log(people, guarded):
     for number in (1, 2, 3):
         score = catalog.evaluations(f"ann/chat@{number}")[0].isolated
         assert f"{score:,.4g}" in shown.text
+
+
+def test_a_policys_page_shows_its_canaries(people, guarded):
+    catalog = guarded.server.catalog
+    assert "Canaries" not in page(people["ann"], "policies/ann/chat").text
+    catalog.promote("ann/chat", 1, "trial")
+    opened = catalog.open_canary("ann/chat", 2, "trial", share=0.25, guard="reward>=parent-0.1")
+    catalog.observe(opened.id, "here", [(1, ArmReward(True, 0.25, 0.625))])
+    shown = page(people["ann"], "policies/ann/chat").text
+    for text in ("Canaries", "trial", "open", "1 → 2", "0.625 of 1", "none", "20"):
+        assert text in shown
+    catalog.end_canary("ann/chat", "trial")
+    assert "ended" in page(people["ann"], "policies/ann/chat").text
 
 
 def test_curves_are_losses_of_a_target_and_gradient_norms(people, guarded, model, rng):

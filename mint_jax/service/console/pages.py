@@ -32,6 +32,7 @@ from mint_jax.service.validation import Body, Natural, PageQuery
 
 LISTED = 50  # policies of a page, likewise models, costs, and revisions on the device
 REVISIONS = 20  # of a policy's page, likewise its audit log
+CANARIES = 10  # of a policy's page, newest first
 ROLLOUTS = 1000  # points of the curve of rewards
 FREQUENT = ("rollout", "checkpoint")  # log entries that a job makes at every step
 NO_SUCH_KEY = "This key is unknown, revoked or expired. Ask the server's operator for another."
@@ -135,6 +136,7 @@ def policy(visit: Visit) -> Response:
             "older": revisions[-1].number if revisions and revisions[-1].number > 1 else 0,
             "aliases": catalog.aliases(name),
             "scores": catalog.evaluations(name),
+            "canaries": catalog.canaries(name, None, CANARIES),
             "log_of": "all" if query.log == "all" else "",
             "log": log[:REVISIONS],
             "log_before": log[REVISIONS - 1].id if len(log) > REVISIONS else 0,
