@@ -177,7 +177,7 @@ class EnvSettings(Open):
     """An environment; further settings are its own options."""
 
     name: str = setting(ENVIRONMENTS)
-    chat_template_kwargs: Open = setting("variables of the chat template: enable_thinking", Open())
+    chat_template_kwargs: Open = setting("of the chat template, such as enable_thinking", Open())
 
     def make(self) -> env_lib.Environment:
         return env_lib.make(self.name, **self.extra)
