@@ -67,11 +67,8 @@ def test_computes_as_its_dequantised_weights(rng, hf_dirs, mesh, family, kind):
 def test_experts_on_a_mesh_are_those_of_one_device(rng, hf_dirs, mesh, kind, kernel):
     """Their scales are split as they are."""
     split = make_mesh({"data": 2, "fsdp": 2, "expert": 2})
-    kernels = (
-        Kernels("xla", "xla", packed_attention="xla", packed_matmul=kernel)
-        if kernel != "auto"
-        else Kernels()
-    )
+    named = {"packed_attention": "xla", "packed_matmul": kernel}
+    kernels = Kernels() if kernel == "auto" else Kernels("xla", "xla", **named)
     tokens = rng.integers(3, 97, (2, 12)).astype(np.int32)
     bases = [
         base_lib.load(str(hf_dirs("qwen3_moe_wide")), where, quantise=kind)
