@@ -136,19 +136,21 @@ class Rest:
         found = await asyncio.to_thread(self.server.costs.hourly, tenant, int(first), int(last))
         events, sessions = [], {}
         for hour, policy, counts in found:
-            row: dict[str, Any] = {"base_model": self.server.name}
-            row |= {"bucket_start": iso(hour * HOUR_S), "bucket_end": iso((hour + 1) * HOUR_S)}
+            row = {"bucket_start": iso(hour * HOUR_S), "bucket_end": iso((hour + 1) * HOUR_S)}
+            row["base_model"] = self.server.name
             for kind, count in zip(USAGE, counts, strict=True):
-                info = {"type": kind, "token_count": count}
-                event = row | {"event_info": info}
-                if kind == "training" and count:
+                if not count:
+                    continue
+                info: dict[str, Any] = {"type": kind, "token_count": count}
+                own = {}
+                if kind == "training":
                     session = self.book.session(tenant, policy.rpartition(":train:")[0])
                     notes = session.details
-                    event |= {"session_id": session.id, "project_id": notes.get("project_id")}
+                    own = {"session_id": session.id, "project_id": notes.get("project_id")}
                     sessions[session.id] = {"user_metadata": notes.get("user_metadata")}
                 elif kind == "sampling_prefill":
                     info["cached"] = False
-                events += [event] if count else []
+                events.append(row | own | {"event_info": info})
         return JSONResponse({"data": events, "sessions": sessions})
 
     async def stored(self, request: Request) -> Response:
