@@ -4,6 +4,7 @@ doors and OpenAPI share.
 
 import asyncio
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
@@ -36,6 +37,12 @@ class Body(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(strict=True)
 
 
+WORDS = (  # pydantic's -> ours
+    ("greater than or equal to", "at least"),
+    ("less than or equal to", "at most"),
+    ("greater than", "more than"),
+    ("a valid ", "a "),
+)
 T = TypeVar("T", bound=pydantic.BaseModel)
 Text = Annotated[str, Field(min_length=1)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -208,4 +215,5 @@ def _expected(detail: Mapping[str, Any]) -> str:
     """Returns what pydantic expected: ``'a' or 'b'`` of ``Input should be 'a' or 'b'``."""
     message, pattern = detail["msg"], r"\w+ should (?:be|have) (.*?)( after validation, not \d+)?"
     found = re.fullmatch(pattern, message)
-    return found[1] if found else message[:1].lower() + message[1:]
+    text = found[1] if found else message[:1].lower() + message[1:]
+    return functools.reduce(lambda text, words: text.replace(*words), WORDS, text)

@@ -104,7 +104,7 @@ def test_wrong_feedback_is_refused_in_openais_form(world, client, canary):
         error = found.json()["error"]
         return found.status_code, error["param"], error["message"]
 
-    words_of = {1.01: "less than or equal to 1", -0.1: "or equal to 0", "1": "a valid number"}
+    words_of = {1.01: "at most 1", -0.1: "at least 0", "1": "a number"}
     for reward, words in (words_of | {None: ""}).items():
         status, param, message = refused({"id": id, "reward": reward})
         assert (status, param, words in message) == (400, "reward", True)
@@ -116,7 +116,7 @@ def test_wrong_feedback_is_refused_in_openais_form(world, client, canary):
     status, param, message = refused({"id": id, "reward": 0.5})
     assert (status, param) == (400, "id")
     assert "has the reward 0.5: an answer has one" in message
-    with pytest.raises(openai.BadRequestError, match="or equal to 1"):
+    with pytest.raises(openai.BadRequestError, match="expected at most 1"):
         client.post("/feedback", body={"id": id, "reward": 2}, cast_to=object)
 
 
