@@ -316,14 +316,18 @@ def stack_adapters(
     base_specs: Any, adapters: Mapping[str, tuple[AdapterConfig, Any]]
 ) -> tuple[Stacks, dict[str, Slot]]:
     """Builds stacks with one slot for each adapter; returns them and the slot of each name."""
+    buckets: dict[int, list[str]] = {}
+    for name, (config, _) in adapters.items():
+        buckets.setdefault(config.bucket, []).append(name)
     stacks, slots = {}, {}
-    for bucket in sorted({config.bucket for config, _ in adapters.values()}):
-        own = {name: one for name, one in adapters.items() if one[0].bucket == bucket}
-        targets = dict.fromkeys(t for config, _ in own.values() for t in config.names)
-        stacks[bucket] = empty_stack(base_specs, targets, bucket, len(own))
-        for index, (name, (config, adapter)) in enumerate(own.items()):
-            stacks[bucket] = write_slot(stacks[bucket], index, adapter, config.scale)
+    for bucket, names in sorted(buckets.items()):
+        targets = dict.fromkeys(t for name in names for t in adapters[name][0].names)
+        stack = empty_stack(base_specs, targets, bucket, len(names))
+        for index, name in enumerate(names):
+            config, adapter = adapters[name]
+            stack = write_slot(stack, index, adapter, config.scale)
             slots[name] = Slot(bucket, index)
+        stacks[bucket] = stack
     return stacks, {name: slots[name] for name in adapters}
 
 

@@ -85,8 +85,9 @@ def run(config: EvaluateSettings, folder: Path) -> dict[str, Any]:
             rows.append(row | {"sampling": samplings[text], "samples": n})
             if catalog is not None and text in source.revisions:
                 revision, score = str(source.revisions[text]), float(np.nanmean(rewards))
-                given = scored[text][1]
-                listed = [[None if r != r else float(r) for r in group] for group in given]
+                listed = [
+                    [None if r != r else float(r) for r in group] for group in scored[text][1]
+                ]
                 _record(catalog, revision, score, about, rows[-1] | {"rewards": listed})
     if multihost.is_main():
         columns = ("name", "reward", "standard_error")
@@ -126,11 +127,13 @@ def _samplings(
 ) -> dict[str, dict[str, Any]]:
     """Returns how each adapter and the base are sampled."""
 
-    def recorded() -> dict[str, Any]:
+    def recorded() -> dict[str, dict[str, Any] | None]:
         if catalog is None:
             return {}
-        find = catalog.main.revision
-        return {text: find(one.policy, one.number).sampling for text, one in revisions.items()}
+        return {
+            text: catalog.main.revision(named.policy, named.number).sampling
+            for text, named in revisions.items()
+        }
 
     found = multihost.agree("how revisions were sampled", recorded)
     trained = {text: values for text, values in found.items() if values is not None}
@@ -187,10 +190,14 @@ class AdapterSampler:
         for k, group in enumerate(groups, 1):
             here = [row for row in rows if row[0] in group or (k == 1 and row[0] == BASE)]
             with self.pool.hold([*group, BASE]) as resident:
-                requests, ends = [], self.base.need_tokenizer().eos_ids
+                requests = []
                 for text, prompt, n, seed in here:
-                    how: Any = {"n": n, "seed": seed, "stop_ids": ends, **self.drawing[text]}
-                    how["revision"] = self.pool.digests.get(text)
+                    how: Any = {
+                        "n": n,
+                        "seed": seed,
+                        "stop_ids": self.base.need_tokenizer().eos_ids,
+                    }
+                    how |= {"revision": self.pool.digests.get(text), **self.drawing[text]}
                     requests.append(Request(tuple(prompt), resident.slot(text), **how))
                 for (text, *_), some in zip(here, self.engine.generate(requests, resident.stacks)):
                     out[text].append(some)

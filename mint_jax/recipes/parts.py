@@ -1,14 +1,12 @@
-"""Unfinished completions: conversations between two turns, and partial rollouts, which are drawn in
-parts with updates in between. The next part of all of a policy's partial rollouts is drawn in one
-engine call with the next step's prompts.
+"""Partial rollouts: completions that are drawn in parts, with updates in between. The next part of
+all of a policy's unfinished completions is drawn in one engine call with the next step's prompts.
 """
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from mint_jax.recipes import dialogues
-from mint_jax.recipes.dialogues import Continued, Dialogue, joined, turn_seed
+from mint_jax.recipes.dialogues import Continued, joined, turn_seed
 from mint_jax.rollout.detokenize import Stops, context_of, text_behind
 from mint_jax.rollout.request import Completion
 
@@ -31,16 +29,14 @@ def open_ones(completions: Sequence[Sequence[Completion]]) -> list[tuple[int, in
 
 def rows_of(name: str, member: Any, rollout: Any) -> list[tuple[Any, ...]]:
     """Returns what ``PolicySampler.sample`` draws next of a policy's unfinished completions."""
-    rows = []
-    for q, g, c in open_ones(rollout.completions):
-        if isinstance(c, Dialogue):
-            read, turns, limit = c.reply or (), len(c.texts), ()
-        else:
-            most = min(member.part, member.sampling.max_tokens - len(c.tokens))
-            read, turns, limit = (), c.turns[-1], (most,)
-        prompt = [*rollout.prompts[q], *c.tokens, *read]
-        rows.append((name, prompt, 1, turn_seed(rollout.seeds[q], g, turns), *limit))
-    return rows
+    return [
+        (
+            *(name, [*rollout.prompts[q], *c.tokens], 1),
+            turn_seed(rollout.seeds[q], g, c.turns[-1]),
+            min(member.part, member.sampling.max_tokens - len(c.tokens)),
+        )
+        for q, g, c in open_ones(rollout.completions)
+    ]
 
 
 def grown(member: Any, rollout: Any, drawn: Iterator[list[Completion]], decode: Decode) -> Any:
@@ -49,10 +45,7 @@ def grown(member: Any, rollout: Any, drawn: Iterator[list[Completion]], decode: 
     how = member.sampling.max_tokens, member.sampling.stop, decode
     for q, g, c in open_ones(groups):
         [part] = next(drawn)
-        if isinstance(c, Dialogue):
-            groups[q][g] = dialogues.continued(c, rollout.prompts[q], c.reply or (), part)
-        else:
-            groups[q][g] = continued(c, rollout.prompts[q], part, *how)
+        groups[q][g] = continued(c, rollout.prompts[q], part, *how)
     return dataclasses.replace(rollout, completions=groups)
 
 

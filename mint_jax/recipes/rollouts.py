@@ -466,10 +466,13 @@ def as_record(rollout: Rollout, rewards_QG: np.ndarray) -> catalog_rollouts.Roll
     """Returns scored rollouts as the catalog keeps them."""
     tokens = [[c.tokens for c in group] for group in rollout.completions]
     logprobs = [[c.logprobs for c in group] for group in rollout.completions]
-    drawn_by = []
-    for drawers, group in zip(rollout.drawn_by, rollout.completions):
-        by = ["", *(d if isinstance(d, str) else d.digest for d in drawers)]
-        drawn_by.append([[by[turn] for turn in dialogues.turns_of(c)] for c in group])
+    digests = [
+        ["", *(d if isinstance(d, str) else d.digest for d in by)] for by in rollout.drawn_by
+    ]
+    drawn_by = [
+        [[by[turn] for turn in dialogues.turns_of(c)] for c in group]
+        for by, group in zip(digests, rollout.completions)
+    ]
     made = tokens, logprobs, drawn_by, rewards_QG
     return catalog_rollouts.Rollouts("", 0, rollout.prompts, *made)
 

@@ -4,21 +4,33 @@ between.
 """
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
 from mint_jax import multihost
 from mint_jax.envs import scoring
 from mint_jax.envs.env import Example
-from mint_jax.recipes import dialogues, parts
+from mint_jax.models.base import Base
+from mint_jax.recipes import dialogues
 from mint_jax.recipes.dialogues import Dialogue
-from mint_jax.recipes.rollouts import Rollout
+from mint_jax.recipes.rollouts import Player, Rollout
+from mint_jax.rollout.request import Completion
 
-# a ``PolicySampler`` or an ``evaluate.AdapterSampler``: the policies that play, as ``members``, and
-# how they are sampled, ``sample``, ``fixed``, ``base`` and ``tokens``
-TurnSampler = Any
+
+class TurnSampler(Protocol):
+    """Policies that play, and how they are sampled; see ``rollouts.PolicySampler``."""
+
+    base: Base
+    tokens: int
+    fixed: dict[str, Any]
+
+    @property
+    def members(self) -> Mapping[str, Player]: ...
+    def sample(
+        self, rows: Sequence[tuple[str, list[int], int, int]], is_fixed: bool
+    ) -> dict[str, list[list[Completion]]]: ...
 
 
 def reward(sampler: TurnSampler, name: str, rollout: Rollout) -> tuple[Rollout, np.ndarray]:
@@ -123,11 +135,26 @@ def next_turns(
 
 def _drawn(sampler: TurnSampler, rollouts: dict[str, Rollout]) -> dict[str, Rollout]:
     """Samples the next turn of open conversations, as ``rollout`` does the first."""
-    out, decode = dict(rollouts), sampler.base.need_tokenizer().decode
+    groups = {name: [[*group] for group in r.completions] for name, r in rollouts.items()}
     for is_fixed in (False, True):
-        names = [name for name in rollouts if (name in sampler.fixed) == is_fixed]
-        rows = [row for n in names for row in parts.rows_of(n, sampler.members[n], rollouts[n])]
-        for name, turns in (sampler.sample(rows, is_fixed) if rows else {}).items():
-            sampler.tokens += sum(len(turn.tokens) for [turn] in turns)
-            out[name] = parts.grown(sampler.members[name], out[name], iter(turns), decode)
-    return out
+        places = [
+            (name, q, g, d)
+            for name, rollout in rollouts.items()
+            if (name in sampler.fixed) == is_fixed
+            for q, group in enumerate(rollout.conversations)
+            for g, d in enumerate(group)
+            if d.is_open
+        ]
+        rows = []
+        for name, q, g, d in places:
+            prompt = [*rollouts[name].prompts[q], *d.tokens, *(d.reply or ())]
+            seed = dialogues.turn_seed(rollouts[name].seeds[q], g, len(d.texts))
+            rows.append((name, prompt, 1, seed))
+        drawn = sampler.sample(rows, is_fixed) if rows else {}
+        turns = {name: iter(found) for name, found in drawn.items()}
+        for name, q, g, d in places:
+            [turn] = next(turns[name])
+            sampler.tokens += len(turn.tokens)
+            read = rollouts[name].prompts[q], d.reply or ()
+            groups[name][q][g] = dialogues.continued(d, *read, turn)
+    return {name: dataclasses.replace(r, completions=groups[name]) for name, r in rollouts.items()}
