@@ -231,14 +231,6 @@ class Book:
     def samplers_of(self, tenant: str, session: str) -> list[str]:
         return self._ids("samplers", tenant, session)
 
-    def remove_snapshots(self, seconds: float, limit: int = 256) -> int:
-        """Removes samplers of unnamed weights ``seconds`` after their session; returns how many."""
-        query = """DELETE FROM samplers WHERE id IN (
-            SELECT samplers.id FROM samplers JOIN sessions ON session = sessions.id
-            WHERE ended < ? AND (path IS NULL OR path GLOB 'inflight:*') AND digest IS NOT NULL
-            LIMIT ?) RETURNING 1"""
-        return len(self._write(query, self.clock() - seconds, limit))
-
     # checkpoints
 
     def need_free(self, model: str, kind: str, name: str, request: str) -> None:
@@ -307,10 +299,17 @@ class Book:
         if not self._write(query, *checkpoint.key, checkpoint.tenant):
             raise _no_checkpoint(checkpoint.path)
 
-    def remove_expired(self) -> int:
-        """Removes the checkpoints whose time to live is over; returns how many."""
-        query = "DELETE FROM checkpoints WHERE expires <= ? RETURNING 1"
-        return len(self._write(query, self.clock()))
+    def remove_expired(self, snapshots_s: float) -> int:
+        """Removes checkpoints whose time to live is over, and samplers of unnamed weights
+        ``snapshots_s`` after their session; returns how many.
+        """
+        now = self.clock()
+        checkpoints = self._write("DELETE FROM checkpoints WHERE expires <= ? RETURNING 1", now)
+        query = """DELETE FROM samplers WHERE id IN (
+            SELECT samplers.id FROM samplers JOIN sessions ON session = sessions.id
+            WHERE ended < ? AND (path IS NULL OR path GLOB 'inflight:*') AND digest IS NOT NULL
+            LIMIT 256) RETURNING 1"""
+        return len(checkpoints) + len(self._write(query, now - snapshots_s))
 
     def unused(self, digest: str) -> bool:
         """Returns whether no checkpoint and no sampler names these bytes."""

@@ -10,7 +10,6 @@ import hashlib
 import logging
 import threading
 from collections.abc import Callable
-from typing import Any
 
 from mint_jax.catalog.evidence import ArmReward
 from mint_jax.catalog.lifecycle import Catalog
@@ -75,7 +74,6 @@ class Canaries:
         Raises:
             BadRequest: the answer is unknown, or has a reward already.
         """
-
         key = id.removeprefix("chat").removeprefix("cmpl-").removeprefix("resp_")
         select = "SELECT canary, reward FROM draws LEFT JOIN rewards USING (tenant, id)"
         select += " WHERE tenant = ? AND id = ?"
@@ -102,7 +100,8 @@ class Canaries:
             self._judge(canary)
         before = self._clock() - KEEP_S
         if self._database.read("SELECT 1 FROM draws WHERE created < ? LIMIT 1", before):
-            self._database.write(lambda c: _forget(c, before)).result()
+            query = "DELETE FROM draws WHERE created < ?"
+            self._database.write(lambda c: c.execute(query, (before,)).rowcount).result()
 
     def _judge(self, canary: int) -> Canary | None:
         with self._judging:  # those who wait here are judged with the rewards of the next one
@@ -119,7 +118,3 @@ class Canaries:
             if new:
                 self._counted[canary] = new[-1][0]
             return found
-
-
-def _forget(connection: Connection, before: float) -> Any:
-    return connection.execute("DELETE FROM draws WHERE created < ?", (before,)).rowcount

@@ -316,7 +316,7 @@ class Checkpoints:
         """Removes rows whose time is over, and unnamed weights of samplers ``SNAPSHOTS_S`` after
         their session: no call deletes these, and reinforcement learning makes one at each step.
         """
-        count = self.book.remove_expired() + self.book.remove_snapshots(SNAPSHOTS_S)
+        count = self.book.remove_expired(SNAPSHOTS_S)
         self.reclaim()
         return count
 

@@ -43,8 +43,8 @@ class Curves:
             self._sums[model] = loss + result.loss, weight
         elif isinstance(call, Optim):
             loss, weight = self._sums.pop(model, (0.0, 0.0))
-            mean = loss / weight if weight else math.nan
-            row = model, self._clock(), _finite(mean), _finite(result["grad_norm"])
+            values = loss / weight if weight else math.nan, result["grad_norm"]
+            row = model, self._clock(), *(float(x) if math.isfinite(x) else None for x in values)
             with contextlib.suppress(DatabaseFailed):  # closed: no chart is worth a failed update
                 self._newest = self._database.write(
                     lambda c: c.execute(_INSERT, row).rowcount, keep=True, lazy=True
@@ -59,7 +59,3 @@ class Curves:
         query += " AND (number % ? = 0 OR number = ?) ORDER BY number"
         rows = self._database.read(query, model, max(1, -(-(last or 0) // most)), last)
         return [(number, Point(*point)) for number, *point in rows]
-
-
-def _finite(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mint_jax.digest import blake3_of
 from mint_jax.errors import UserError
@@ -22,7 +22,6 @@ from mint_jax.service.handover import Waker
 from mint_jax.service.server_db import Connection, DatabaseDamaged, ServerDatabase
 
 KEEP_S = 300.0
-SHORT = 64 << 10  # bytes of a body up to which it stays in memory: reading one costs 50 us
 DELIVERED, RELEASED, SETTLED = 1, 2, 3  # values of ``requests.kept``
 _STORED = """SELECT requests.*, body.data AS body, body.seal AS body_seal,
     result.data AS result, result.seal AS result_seal
@@ -62,7 +61,7 @@ def unknown(id: str) -> Gone:
 @dataclasses.dataclass(eq=False, slots=True)
 class TrainingRequest:
     """A request in the database that has to run; ``is_again``: it has ended before a restart.
-    ``place`` is that of its body, ``ended`` that of its result; ``data`` is a short body.
+    ``place`` is that of its body, ``ended`` that of its result.
     """
 
     id: str
@@ -72,7 +71,6 @@ class TrainingRequest:
     queue: "_Model"
     place: int
     ended: int | None = None
-    data: bytes | None = None
 
     @property
     def is_again(self) -> bool:
@@ -186,11 +184,10 @@ class Futures:
                 return
             id, place = change.result()
             if place:
-                data = body if len(body) <= SHORT else None
                 with self._lock:
                     queue = self._models[model]
-                    about = (id, model, seq_id, call, queue, place)
-                    queue.accepted[seq_id] = TrainingRequest(*about, data=data)
+                    request = TrainingRequest(id, model, seq_id, call, queue, place)
+                    queue.accepted[seq_id] = request
                     queue.advance(self._on_ready)
             accepted.set_result(id)
 
@@ -253,10 +250,7 @@ class Futures:
         """Returns the body of a request that is ready; None if its model was forgotten."""
         if request not in self:
             return None
-        if request.data is not None:
-            return request.data
-        query = "SELECT data FROM payloads WHERE place = ?"
-        rows = self._database.read(query, request.place)
+        rows = self._database.read("SELECT data FROM payloads WHERE place = ?", request.place)
         return rows[0]["data"] if rows else None
 
     def finish(self, request: TrainingRequest, outcome: Outcome) -> None:
@@ -370,22 +364,25 @@ class Futures:
                 )
             self._models[model] = _Model(first)
         for row in connection.execute(_STORED):
-            id, model, seq_id, call = (row[name] for name in ("id", "model", "seq_id", "call"))
-            ended, category, queue = row["ended"], row["category"], self._models[model]
+            place, id, model, seq_id, call, ended, category, kept, *payloads = row
+            queue = self._models[model]
             queue.place, queue.accepted[seq_id] = places.get(model, 0), None
-            if row["kept"] == SETTLED:
+            if kept == SETTLED:
                 continue
-            owners: dict[str, tuple[Any, ...]] = {"body": (id, model, seq_id, call)}
-            if ended is not None:
-                owners["result"] = id, category
-            for name, owner in owners.items():
-                if row[name] is None or _seal(row[name], *owner) != row[f"{name}_seal"]:
+            body, body_seal, result, result_seal = payloads
+            for name, data, seal, *owner in (
+                ("body", body, body_seal, id, model, seq_id, call),
+                ("result", result, result_seal, id, category),
+            ):
+                if name == "result" and ended is None:
+                    break
+                if data is None or _seal(data, *owner) != seal:
                     reason = f"the {name} of request {id} is not what was written"
                     raise DatabaseDamaged(self._database.path, reason)
             if ended is None or (category is None and ended > queue.place):
-                about = (id, model, seq_id, call, queue, row["place"], ended)
-                queue.accepted[seq_id] = TrainingRequest(*about)
-            if row["kept"] == DELIVERED:
+                request = TrainingRequest(id, model, seq_id, call, queue, place, ended)
+                queue.accepted[seq_id] = request
+            if kept == DELIVERED:
                 self._delivered[id] = self._clock()
 
 

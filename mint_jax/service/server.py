@@ -211,15 +211,11 @@ class Server:
         self._ending = threading.Event()
 
     def _residency(self, targets: Sequence[str]) -> Residency:
-        base, sizes = self.base, self.sizes
+        base, sizes, charge = self.base, self.sizes, self.costs.charge
         slots = DeviceSlots(
             self.specs, dict(sizes.adapters), targets, mesh=base.mesh, piece_bytes=PIECE_BYTES
         )
         slot_targets = {bucket: slots.targets(bucket) for bucket in slots.stacks}
-
-        def wrote(digest: str, tenant: str, seconds: float) -> None:
-            self.costs.charge("load", seconds, {Payer(tenant, digest): 1})
-
         return Residency(
             self.weights.fetch,
             unpack,
@@ -228,7 +224,7 @@ class Server:
             sizes.host_bytes,
             workers=os.cpu_count() or 1,
             metrics=Metrics(self.metrics),
-            wrote=wrote,
+            wrote=lambda digest, tenant, s: charge("load", s, {Payer(tenant, digest): 1}),
         )
 
     # -- its life

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 import types
+from typing import Any
 
 import httpx
 import pytest
@@ -31,7 +32,7 @@ async def size(request):
 def serving(app, **limits):
     """The port of a server of the app, in a thread."""
     protocol, up = type("Protocol", (TimedProtocol,), limits), queue.SimpleQueue()
-    polls = types.SimpleNamespace(end_waits=lambda: None)
+    polls: Any = types.SimpleNamespace(end_waits=lambda: None)
     web = Web(polls, app, "127.0.0.1", 0, up.put, http=protocol)
     thread = threading.Thread(target=web.run)
     thread.start()
