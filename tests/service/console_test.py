@@ -280,7 +280,7 @@ def test_names_and_reasons_that_are_scripts_are_only_text(people, guarded):
         shown = page(people["ann"], path)
         assert not shown.all("img"), path
         assert EVIL in shown.text.replace("run=", ""), path
-        sources = {have.get("src", "")[:16] for have in shown.all("script")}
+        sources = {(have.get("src") or "")[:16] for have in shown.all("script")}
         assert sources == {"/console/static/"}, "nothing inline"
         names = {name for _, have in shown.elements for name in have}
         assert not [name for name in names if name == "style" or name.startswith("on")], path
