@@ -86,10 +86,10 @@ class EngineActor:
             url = event["url"].replace("//0.0.0.0:", f"//{ray.util.get_node_ip_address()}:")
             self._url, self._ready = url, event.get("ready", False)
 
-        held = {"on_web": functools.partial(setattr, self, "_web")}
-        held |= {"on_server": functools.partial(setattr, self, "_server")}
+        hooks = {"on_web": functools.partial(setattr, self, "_web")}
+        hooks |= {"on_server": functools.partial(setattr, self, "_server")}
         try:
-            serve(config, folder, engine=name, say=hear, **held)
+            serve(config, folder, engine=name, say=hear, **hooks)
         except UserError as error:
             self._failed = str(error)
         except BaseException as error:
