@@ -34,13 +34,13 @@ pytestmark = pytest.mark.bits
 # Latent attention is compiled as for users: without LLVM's optimisations a delta of one slot's rows
 # and one of several slots' differ in the last bit now and then.
 MARKS = {
-    (): "llama",
+    "llama": (),
     # states as in qwen3_5, keys as in gemma4_shared, routes as in qwen3_moe
-    (pytest.mark.slow,): "qwen3_next gemma4_moe",
-    (pytest.mark.long,): "qwen3_5 qwen3_moe gpt_oss nemotron_h gemma4_shared kimi_linear",
-    (pytest.mark.long, pytest.mark.users): "deepseek_v3 deepseek_v32 glm",
+    "qwen3_next gemma4_moe": (pytest.mark.slow,),
+    "qwen3_5 qwen3_moe gpt_oss nemotron_h gemma4_shared kimi_linear": (pytest.mark.long,),
+    "deepseek_v3 deepseek_v32 glm": (pytest.mark.long, pytest.mark.users),
 }
-FAMILIES = [pytest.param(f, marks=marks) for marks, names in MARKS.items() for f in names.split()]
+FAMILIES = [pytest.param(f, marks=marks) for names, marks in MARKS.items() for f in names.split()]
 VOCAB = 96  # of the smallest base
 # of a prompt, the rest of it shared
 LAST = {"prompt_logprobs": True, "prompt_alternatives": 2, "prompt_logprobs_last_n": 12}
