@@ -6,7 +6,6 @@ Axes: T rows of a tile.
 """
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -137,28 +136,7 @@ def write(ref: Any, value: jax.Array, *index: Any) -> None:
     triton.store(ref.at[at], value.astype(ref.dtype), mask=mask)
 
 
-def launch(
-    kernel: Any,
-    programs: int,
-    out: Any,
-    how: Any,
-    interpret: Any,
-    cost: tuple[int, Sequence[jax.Array | jax.ShapeDtypeStruct]],
-    aliases: dict[int, int] | None = None,
-    **static: Any,
-) -> Any:
-    """Returns a call of ``kernel`` with sizes ``how``, that have ``warps`` and ``stages``.
-
-    Args:
-        cost: operations, and the arrays that are moved once, see ``aot/flops.py``.
-    """
-    nbytes = sum(x.size * x.dtype.itemsize for x in cost[1])
-    return pl.pallas_call(
-        functools.partial(kernel, how=how, **static),
-        grid=(programs,),
-        out_shape=out,
-        input_output_aliases=aliases or {},
-        compiler_params=triton.CompilerParams(num_warps=how.warps, num_stages=how.stages),
-        cost_estimate=pl.CostEstimate(flops=cost[0], bytes_accessed=nbytes, transcendentals=0),
-        interpret=interpret,
-    )
+def cost(flops: int, *arrays: jax.Array | jax.ShapeDtypeStruct) -> pl.CostEstimate:
+    """Returns the cost estimate of a kernel that moves these arrays once, see ``aot/flops.py``."""
+    nbytes = sum(x.size * x.dtype.itemsize for x in arrays)
+    return pl.CostEstimate(flops=flops, bytes_accessed=nbytes, transcendentals=0)

@@ -7,16 +7,18 @@ last group have tiles too, which are written as zeros.
 Axes: M rows, T rows of a tile, G groups, W matrices, K in, N out, V tiles.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
 
 from pallas_kernels import tuning
 from pallas_kernels.grouped_matmul.tiles import tiles
 from pallas_kernels.products import dot
-from pallas_kernels.triton import Span, columns, launch, power_of_two, read, require_float8, write
+from pallas_kernels.triton import Span, columns, cost, power_of_two, read, require_float8, write
 
 
 class Config(NamedTuple):
@@ -125,8 +127,16 @@ def grouped_matmul(
             w, index = jax.lax.dynamic_slice_in_dim(w, index, sizes.shape[0]), None
         else:
             index = index + jnp.arange(sizes.shape[0], dtype=jnp.int32)
-    of_tiles, out = _tiles(M, sizes, index, how.rows), jax.ShapeDtypeStruct((M, N), x.dtype)
-    used = jax.ShapeDtypeStruct((min(M, sizes.shape[0], w.shape[0]), *w.shape[1:]), w.dtype)
-    programs, cost = of_tiles[0].shape[0] * pl.cdiv(N, how.columns), (2 * x.size * N, [x, used])
-    call = launch(_grouped_matmul, programs, out, how, interpret, cost, transposed=transposed)
-    return call(*of_tiles, x, w)
+    of_tiles = _tiles(M, sizes, index, how.rows)
+    return pl.pallas_call(
+        functools.partial(_grouped_matmul, transposed=transposed, how=how),
+        grid=(of_tiles[0].shape[0] * pl.cdiv(N, how.columns),),
+        out_shape=jax.ShapeDtypeStruct((M, N), x.dtype),
+        compiler_params=triton.CompilerParams(num_warps=how.warps, num_stages=how.stages),
+        cost_estimate=cost(
+            2 * x.size * N,
+            x,
+            jax.ShapeDtypeStruct((min(M, sizes.shape[0], w.shape[0]), *w.shape[1:]), w.dtype),
+        ),
+        interpret=interpret,
+    )(*of_tiles, x, w)

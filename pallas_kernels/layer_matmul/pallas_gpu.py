@@ -4,23 +4,17 @@ Matrices of the same rows are one launch.
 Axes: M rows, L layers, D in, F out, S parts of D.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
 
 from pallas_kernels import native, tuning
 from pallas_kernels.products import dot
-from pallas_kernels.triton import (
-    columns,
-    launch,
-    power_of_two,
-    read,
-    require_float8,
-    unravel,
-    write,
-)
+from pallas_kernels.triton import columns, cost, power_of_two, read, require_float8, unravel, write
 
 MOST = 256  # rows; with more, a matmul takes longer than a copy of its matrix
 PROGRAMS = 512  # about four per processor of an H100
@@ -137,11 +131,18 @@ def matmul(
     sizes = config(x_MD, stacks, transposed) if how is None else how
     (M, D), widths = x_MD.shape, [w.shape[1 if transposed else 2] for w in stacks]
     tiles = pl.cdiv(M, sizes.rows)
-    programs = sum(tiles * pl.cdiv(F, sizes.columns) * sizes.parts for F in widths)
     results = [jax.ShapeDtypeStruct((sizes.parts, M, F), jnp.float32) for F in widths]
-    moved = [jax.ShapeDtypeStruct((D, F), w.dtype) for w, F in zip(stacks, widths)]
-    moved += [x_MD, *(jax.ShapeDtypeStruct((M, F), jnp.float32) for F in widths)]
-    static, cost = {"transposed": transposed}, (2 * M * D * sum(widths), moved)
-    call = launch(_layer_matmul, programs, results, sizes, interpret, cost, **static)
-    parts = call(*scalars, x_MD, *stacks)
+    parts = pl.pallas_call(
+        functools.partial(_layer_matmul, transposed=transposed, how=sizes),
+        grid=(sum(tiles * pl.cdiv(F, sizes.columns) * sizes.parts for F in widths),),
+        out_shape=results,
+        compiler_params=triton.CompilerParams(num_warps=sizes.warps, num_stages=sizes.stages),
+        cost_estimate=cost(
+            2 * M * D * sum(widths),
+            x_MD,
+            *(jax.ShapeDtypeStruct((D, F), w.dtype) for w, F in zip(stacks, widths)),
+            *(jax.ShapeDtypeStruct((M, F), jnp.float32) for F in widths),
+        ),
+        interpret=interpret,
+    )(*scalars, x_MD, *stacks)
     return tuple(jnp.sum(part, axis=0).reshape(*x.shape[:-1], -1) for part in parts)

@@ -18,7 +18,7 @@ from pallas_kernels import tuning
 from pallas_kernels.grouped_matmul.tiles import tiles
 from pallas_kernels.packed_lora.runs import whole_runs
 from pallas_kernels.products import dot
-from pallas_kernels.triton import LEAST, Span, columns, launch, power_of_two, read, write
+from pallas_kernels.triton import LEAST, Span, columns, cost, power_of_two, read, write
 
 MOST = 256  # largest rank
 
@@ -177,12 +177,18 @@ def add(
     K, how = len(a), config("packed_lora", x, a) if how is None else how
     of_tiles, _ = _tiles_of(factor, a[0].shape[0], how)
     scales = [] if scale is None else [scale.astype(jnp.float32)]
-    like, aliases = [_like(y) for y in onto], {4 + len(scales) + 2 * K + k: k for k in range(K)}
-    flops = 2 * x.shape[0] * sum(w.size // w.shape[0] for w in (*a, *b))
-    programs, cost = of_tiles[0].shape[0], (flops, [x, *a, *b, *onto, *onto])
-    static = {"K": K, "scaled": scale is not None}
-    call = launch(_packed_lora, programs, like, how, interpret, cost, aliases, **static)
-    return tuple(call(*of_tiles, x, *scales, *a, *b, *onto))
+    out = pl.pallas_call(
+        functools.partial(_packed_lora, K=K, how=how, scaled=scale is not None),
+        grid=of_tiles[0].shape,
+        out_shape=[_like(y) for y in onto],
+        input_output_aliases={4 + len(scales) + 2 * K + k: k for k in range(K)},
+        compiler_params=triton.CompilerParams(num_warps=how.warps, num_stages=how.stages),
+        cost_estimate=cost(
+            2 * x.shape[0] * sum(w.size // w.shape[0] for w in (*a, *b)), x, *a, *b, *onto, *onto
+        ),
+        interpret=interpret,
+    )(*of_tiles, x, *scales, *a, *b, *onto)
+    return tuple(out)
 
 
 def _packed_lora_rows(*refs: Any, K: int, how: Config) -> None:
@@ -235,12 +241,16 @@ def _outer(
     interpret: Any,
 ) -> Any:
     """Returns each run's sum of outer products, at its factor in zeros like ``[W, R, N]``."""
-    K, out = len(left), [_like(w) for w in like]
-    programs = of_runs[0].shape[0] * pl.cdiv(right.shape[1], how.sums)
-    cost = 2 * right.size * K * left[0].shape[1], [right, *left, *like]
-    aliases = {4 + K + k: k for k in range(K)}
-    call = launch(_packed_lora_factors, programs, out, how, interpret, cost, aliases, K=K)
-    return call(*of_runs, right, *left, *(jnp.zeros(w.shape, w.dtype) for w in like))
+    K = len(left)
+    return pl.pallas_call(
+        functools.partial(_packed_lora_factors, K=K, how=how),
+        grid=(of_runs[0].shape[0] * pl.cdiv(right.shape[1], how.sums),),
+        out_shape=[_like(w) for w in like],
+        input_output_aliases={4 + K + k: k for k in range(K)},
+        compiler_params=triton.CompilerParams(num_warps=how.warps, num_stages=how.stages),
+        cost_estimate=cost(2 * right.size * K * left[0].shape[1], right, *left, *like),
+        interpret=interpret,
+    )(*of_runs, right, *left, *(jnp.zeros(w.shape, w.dtype) for w in like))
 
 
 # One kernel does as the forward pass with A and B exchanged, and stores ``x A^T`` and ``g B^T``;
@@ -261,11 +271,17 @@ def backward(
     how = how or config("packed_lora backward", x, a)
     of_tiles, of_runs = _tiles_of(factor, W, how)
     narrow = jax.ShapeDtypeStruct((x.shape[0], R), x.dtype)
-    flops = 2 * x.shape[0] * sum(w.size // W for w in (*a, *a, *b))
-    out, cost = [_like(dx_onto), *[narrow] * (2 * K)], (flops, [x, *g, *a, *b, dx_onto, dx_onto])
-    programs = of_tiles[0].shape[0]
-    call = launch(_packed_lora_rows, programs, out, how, interpret, cost, {4: 0}, K=K)
-    dx, *inner = call(*of_tiles, x, dx_onto, *g, *a, *b)
+    dx, *inner = pl.pallas_call(
+        functools.partial(_packed_lora_rows, K=K, how=how),
+        grid=of_tiles[0].shape,
+        out_shape=[_like(dx_onto), *[narrow] * (2 * K)],
+        input_output_aliases={4: 0},
+        compiler_params=triton.CompilerParams(num_warps=how.warps, num_stages=how.stages),
+        cost_estimate=cost(
+            2 * x.shape[0] * sum(w.size // W for w in (*a, *a, *b)), x, *g, *a, *b, dx_onto, dx_onto
+        ),
+        interpret=interpret,
+    )(*of_tiles, x, dx_onto, *g, *a, *b)
     da = _outer(of_runs, inner[K:], x, a, how, interpret)
     db = [_outer(of_runs, [h], g_k, [b_k], how, interpret)[0] for h, g_k, b_k in zip(inner, g, b)]
     return dx, tuple(da), tuple(db)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
 
 from pallas_kernels import tuning
 from pallas_kernels.grouped_matmul.tiles import tiles
@@ -18,7 +19,7 @@ from pallas_kernels.packed_lora.pallas_gpu import MOST, ranks_of
 from pallas_kernels.packed_lora.pallas_gpu import require_add as require_packed
 from pallas_kernels.packed_lora.runs import whole_runs
 from pallas_kernels.products import dot
-from pallas_kernels.triton import Span, columns, launch, power_of_two, read, write
+from pallas_kernels.triton import Span, columns, cost, power_of_two, read, write
 
 FEW = 512  # rows; with more, tiles are twice as large
 PROGRAMS = 512  # about four per processor of an H100
@@ -199,11 +200,15 @@ def _parts(
     interpret: Any,
 ) -> list[jax.Array]:
     """Returns each projection's inner products of rows and factors in parts, ``[S, M, R]``."""
-    M, programs = x.shape[0], order.slot.shape[0] * how.parts * len(a)
-    out = [jax.ShapeDtypeStruct((how.parts, M, w.shape[1]), jnp.float32) for w in a]
-    cost = sum(2 * M * w.size // w.shape[0] for w in a), [x, *a]
-    call = launch(_slot_lora_shrink, programs, out, how, interpret, cost, tile=order.tile)
-    return call(order.rows, order.slot, order.first, order.stop, _one(first), x, *a)
+    M = x.shape[0]
+    return pl.pallas_call(
+        functools.partial(_slot_lora_shrink, tile=order.tile, how=how),
+        grid=(order.slot.shape[0] * how.parts * len(a),),
+        out_shape=[jax.ShapeDtypeStruct((how.parts, M, w.shape[1]), jnp.float32) for w in a],
+        compiler_params=triton.CompilerParams(num_warps=how.warps, num_stages=how.stages),
+        cost_estimate=cost(sum(2 * M * w.size // w.shape[0] for w in a), x, *a),
+        interpret=interpret,
+    )(order.rows, order.slot, order.first, order.stop, _one(first), x, *a)
 
 
 def _onto(
@@ -218,12 +223,15 @@ def _onto(
 ) -> list[jax.Array]:
     """Returns ``onto + scale h b`` from inner products in parts, in the memory of ``onto``."""
     n, M = len(h), scale.shape[0]
-    programs = order.slot.shape[0] * sum(pl.cdiv(y.shape[1], how.columns) for y in onto)
-    out = [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in onto]
-    cost = sum(2 * M * w.size // w.shape[0] for w in b), [*b, *onto, *onto]
-    static = {"aliases": {6 + 2 * n + k: k for k in range(n)}, "tile": order.tile}
-    call = launch(_slot_lora_expand, programs, out, how, interpret, cost, **static)
-    return call(order.rows, order.slot, order.first, order.stop, _one(first), scale, *h, *b, *onto)
+    return pl.pallas_call(
+        functools.partial(_slot_lora_expand, tile=order.tile, how=how),
+        grid=(order.slot.shape[0] * sum(pl.cdiv(y.shape[1], how.columns) for y in onto),),
+        out_shape=[jax.ShapeDtypeStruct(y.shape, y.dtype) for y in onto],
+        input_output_aliases={6 + 2 * n + k: k for k in range(n)},
+        compiler_params=triton.CompilerParams(num_warps=how.warps, num_stages=how.stages),
+        cost_estimate=cost(sum(2 * M * w.size // w.shape[0] for w in b), *b, *onto, *onto),
+        interpret=interpret,
+    )(order.rows, order.slot, order.first, order.stop, _one(first), scale, *h, *b, *onto)
 
 
 def _one(first: jax.Array | int) -> jax.Array:
