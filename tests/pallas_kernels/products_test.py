@@ -23,5 +23,6 @@ def test_values_and_gradients_are_rounded_once(fn, dtype, chosen, rng):
     for made, want in ((y, x64 @ w64), (dx, g64 @ w64.T), (dw, x64.T @ g64)):
         # half a step each, and float32 sums of 700 terms
         exact = 0 if made.dtype == jnp.float32 else STEP / 2
-        near = {"rtol": exact, "atol": 2e-5 * np.abs(want).max()}
-        np.testing.assert_allclose(np.asarray(made, np.float64), want, **near)
+        np.testing.assert_allclose(
+            np.asarray(made, np.float64), want, rtol=exact, atol=2e-5 * np.abs(want).max()
+        )

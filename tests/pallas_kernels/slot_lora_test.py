@@ -18,7 +18,7 @@ from pallas_kernels.packed_lora.pallas_tpu import Config
 from pallas_kernels.slot_lora import reference
 from tests.marks import first
 from tests.pallas_kernels import gpu
-from tests.pallas_kernels.packed_lora_test import check_isolation, close
+from tests.pallas_kernels.packed_lora_test import close
 
 
 def arguments(rng, M, D, F, R, W, dtype):
@@ -78,14 +78,22 @@ def test_values_are_those_of_float64(rng, form, case):
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_what_is_not_finite_stays_with_its_slot(rng, form):
-    x, a, b, y, _, scale = arguments(rng, 64, 256, 256, 16, 12, "float32")
+    x, a, b, onto, _, scale = arguments(rng, 64, 256, 256, 16, 12, "float32")
     # in two tiles, side by side in two chunks
     slot = jnp.array(rng.permutation(np.repeat(np.arange(12), 6))[:64], jnp.int32)
-
-    def run(x, a, b, onto, slot, g):
-        return form(x, *a, *b, y, slot, scale)
-
-    check_isolation(rng, run, x, [a], [b], [], slot)
+    clean = np.array(form(x, a, b, onto, slot, scale))
+    bad = int(slot[rng.integers(64)])
+    mine = np.array(slot) == bad
+    row = int(np.flatnonzero(mine)[0])
+    for value in (np.nan, np.inf, -np.inf):
+        for where in ("a", "b", "x"):
+            args = {"x": x, "a": a, "b": b}
+            at = (row,) if where == "x" else (bad, int(rng.integers(16)))
+            args[where] = args[where].at[(*at, int(rng.integers(256)))].set(value)
+            made = np.array(form(args["x"], args["a"], args["b"], onto, slot, scale))
+            others = np.arange(64) != row if where == "x" else ~mine
+            assert made[others].tobytes() == clean[others].tobytes(), (where, value)
+            assert not np.isfinite(made[~others]).all(), "and it is told"
 
 
 L, S = 2, 6

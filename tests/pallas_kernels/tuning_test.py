@@ -27,10 +27,8 @@ def empty_cache(monkeypatch, tmp_path):
     return tmp_path / "cache"
 
 
-def write(cache, choice, sizes):
-    """Adds the sizes of a call to this machine's table."""
-    entries = {choice.key: {"config": tuning.as_dict(sizes)}}
-    tuning.write("packed_lora", DEVICE, entries, cache / "tuned" / "packed_lora")
+def entry(sizes):
+    return {"config": tuning.as_dict(sizes)}
 
 
 def grids(text: str) -> set[str]:
@@ -44,15 +42,18 @@ def test_a_table_comes_before_the_rule_on_its_device_alone(rng, empty_cache):
     [choice] = notes
     assert choice == ("packed_lora", "cuda", choice.key, rule)
     other = rule._replace(rows=2 * rule.rows, stages=rule.stages + 1)
-    write(empty_cache, choice, other)
+    tuning.write(
+        "packed_lora", DEVICE, {choice.key: entry(other)}, empty_cache / "tuned" / "packed_lora"
+    )
     assert pallas_gpu.config("packed_lora", x, a) == rule, "this is a CPU"
     with tuning.on("NVIDIA B200"):
         assert pallas_gpu.config("packed_lora", x, a) == rule
     with tuning.on(DEVICE):
         assert pallas_gpu.config("packed_lora", x, a) == other
         assert pallas_gpu.config("packed_lora backward", x, a) == rule, "its own table"
-        narrow = x[:, :64], [w[:, :, :64] for w in a]
-        assert pallas_gpu.config("packed_lora", *narrow) == rule, "another key"
+        assert pallas_gpu.config("packed_lora", x[:, :64], [w[:, :, :64] for w in a]) == rule, (
+            "another key"
+        )
         with tuning.trying("packed_lora", rule):
             assert pallas_gpu.config("packed_lora", x, a) == rule
     assert pallas_gpu.config("packed_lora", x, a) == rule
@@ -65,7 +66,12 @@ def test_a_program_has_the_sizes_of_what_it_is_for_whatever_was_compiled_before(
     with tuning.noted() as notes:
         before = gpu.text(call, *args)
     choice = next(one for one in notes if isinstance(one.sizes, pallas_gpu.Config))
-    write(empty_cache, choice, choice.sizes._replace(rows=64))
+    tuning.write(
+        "packed_lora",
+        DEVICE,
+        {choice.key: entry(choice.sizes._replace(rows=64))},
+        empty_cache / "tuned" / "packed_lora",
+    )
     assert choice.sizes.rows != 64
     with tuning.on(DEVICE):
         tuned = gpu.text(call, *args)
@@ -78,8 +84,10 @@ def test_a_program_has_the_sizes_of_what_it_is_for_whatever_was_compiled_before(
 def interpreted(rng) -> tuple[Call, tuple]:
     args = arguments(rng, 70, 128, (128,), 16, 9, "float32")
     call = lambda x, a, b, onto, factor: pallas_gpu.add(x, a, b, onto, factor, interpret=True)  # noqa: E731
-    shape = Shape(70, 128, (128,), 16, 9, "float32")
-    return Call("packed_lora", shape, call, (), (), lambda rng: ()), args
+    return (
+        Call("packed_lora", Shape(70, 128, (128,), 16, 9, "float32"), call, (), (), lambda rng: ()),
+        args,
+    )
 
 
 def test_the_search_ends_at_the_fastest_sizes_and_programs_take_them(rng, monkeypatch, tmp_path):
@@ -103,8 +111,9 @@ def test_the_search_ends_at_the_fastest_sizes_and_programs_take_them(rng, monkey
         tune_kernels.keep(found, call.op, DEVICE, tmp_path / "work", to_cache)
         with tuning.on(DEVICE):
             assert (pallas_gpu.config("packed_lora", args[0], args[1]) == found.best) == to_cache
-    kept = tmp_path / "work" / "tuned" / "packed_lora" / "nvidia_h200.json"
-    assert json.loads(kept.read_text())["packed_lora"][found.key]["ratio"]
+    assert json.loads(
+        (tmp_path / "work" / "tuned" / "packed_lora" / "nvidia_h200.json").read_text()
+    )["packed_lora"][found.key]["ratio"]
     with tuning.on(DEVICE):
         close(call.fn(*args), reference.packed_lora(*args), "float32")
 
@@ -123,8 +132,9 @@ def test_a_shipped_table_is_of_keys_and_sizes_that_its_kernel_has(path):
             if call.op not in held:
                 continue
             with tuning.noted() as notes:
-                traced = jax.jit(lambda *args, call=call: call.fn(*args)).trace(*call.args)
-                traced.lower(lowering_platforms=("cuda",))
+                jax.jit(lambda *args, call=call: call.fn(*args)).trace(*call.args).lower(
+                    lowering_platforms=("cuda",)
+                )
             for note in notes:
                 if note.key in held.get(note.op, {}):
                     assert tuning.as_dict(note.sizes) == held[note.op][note.key]["config"]
