@@ -23,8 +23,13 @@ def keep_freed_memory() -> bool:
         mallopt = ctypes.CDLL("libc.so.6").mallopt
     except (OSError, AttributeError):
         return False
-    settings = {_M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: 2**31 - 1, _M_TOP_PAD: 64 << 20, _M_ARENA_MAX: 1}
-    return all(mallopt(parameter, value) == 1 for parameter, value in settings.items())
+    settings = (
+        (_M_MMAP_MAX, 0),
+        (_M_TRIM_THRESHOLD, 2**31 - 1),
+        (_M_TOP_PAD, 64 << 20),
+        (_M_ARENA_MAX, 1),
+    )
+    return all(mallopt(parameter, value) == 1 for parameter, value in settings)
 
 
 def give_back_freed_memory() -> bool:

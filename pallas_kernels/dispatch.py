@@ -106,8 +106,8 @@ def run(
         try:
             named[0].require(*args, **static)
         except NotImplementedError as reason:
-            told = explain(table, *args, **static)
-            serving = ", ".join(name for name, status in told if status.startswith("serves"))
+            statuses = explain(table, *args, **static)
+            serving = ", ".join(name for name, status in statuses if status.startswith("serves"))
             raise ValueError(
                 f"{op} by {implementation}: {reason}; choose auto or one of: {serving}"
             ) from None

@@ -2,7 +2,6 @@
 folder. Ray starts the actor again when its process dies; everything acknowledged is in the folder.
 """
 
-import functools
 import os
 import threading
 import traceback
@@ -86,10 +85,18 @@ class EngineActor:
             url = event["url"].replace("//0.0.0.0:", f"//{ray.util.get_node_ip_address()}:")
             self._url, self._ready = url, event.get("ready", False)
 
-        held = {"on_web": functools.partial(setattr, self, "_web")}
-        held |= {"on_server": functools.partial(setattr, self, "_server")}
+        def hold(**parts: Any) -> None:
+            vars(self).update(parts)
+
         try:
-            serve(config, folder, engine=name, say=hear, **held)
+            serve(
+                config,
+                folder,
+                engine=name,
+                say=hear,
+                on_web=lambda web: hold(_web=web),
+                on_server=lambda server: hold(_server=server),
+            )
         except UserError as error:
             self._failed = str(error)
         except BaseException as error:

@@ -41,40 +41,51 @@ class FrontActor:
         limits: Limits,
         engines: Sequence[str],
     ):
-        self._config, self._catalog, self._port = config, catalog, port
-        self._limits, self._engines = limits, engines
         self._started, self._url, self._failed = threading.Event(), "", ""
         self._web: Any = None
         self._view: Any = None
-        self._thread = threading.Thread(target=self._serve)
+        given = config, catalog, port, limits, engines
+        self._thread = threading.Thread(target=self._serve, args=given)
         self._thread.start()
 
-    def _serve(self) -> None:
+    def _serve(self, *given: Any) -> None:
         try:
-            asyncio.run(self._main())
+            asyncio.run(self._main(*given))
         except BaseException as error:
             self._failed = "".join(traceback.format_exception(error))
         finally:
             self._started.set()
 
-    async def _main(self) -> None:
+    async def _main(
+        self,
+        config: FleetSettings,
+        place: str,
+        port: int,
+        limits: Limits,
+        engines: Sequence[str],
+    ) -> None:
         async def ask(actor: Any) -> Any:
             return await actor.report.remote()
 
-        config = self._config
-        actors = {name: ray.get_actor(name) for name in self._engines}  # of this front's namespace
-        members = [
-            FleetEngine(name, functools.partial(ask, actor), actor.prefetch.remote)
-            for name, actor in actors.items()
-        ]
-        self._view = FleetView(members)
+        actors = {name: ray.get_actor(name) for name in engines}  # of this front's namespace
+        self._view = FleetView(
+            [
+                FleetEngine(name, functools.partial(ask, actor), actor.prefetch.remote)
+                for name, actor in actors.items()
+            ]
+        )
         keys = Keys(Path(config.api_keys)) if config.api_keys else None
         how: dict[str, Any] = {"actor": "fleet", "cache_bytes": CACHE_BYTES}
-        with Catalog.open(self._catalog, config.payloads or None, **how) as catalog:
+        with Catalog.open(place, config.payloads or None, **how) as catalog:
             metrics = CollectorRegistry()
             front = Front(self._view, catalog, metrics)
-            gate = {"keys": keys, "limits": self._limits, "metrics": HttpMetrics(metrics)}
-            app = make(front, hosts=config.hosts, **gate)
+            app = make(
+                front,
+                keys=keys,
+                limits=limits,
+                hosts=config.hosts,
+                metrics=HttpMetrics(metrics),
+            )
             tls: dict[str, Any] = {}
             if config.certificate:
                 key = config.private_key or None
@@ -86,7 +97,7 @@ class FrontActor:
                 self._url = f"{kind}://{where}:{port}"
                 self._started.set()
 
-            self._web = Web(front, app, config.host, self._port, started, **tls)
+            self._web = Web(front, app, config.host, port, started, **tls)
             async with self._view.watching():
                 await self._web.serve()
 

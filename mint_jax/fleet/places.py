@@ -36,37 +36,32 @@ def named(path: str, body: bytes, is_json: bool) -> str | None:
 Answers = Sequence[Mapping[str, Any]]  # of all engines, to one request for a list
 
 
-def _paged(field: str, order: str = "") -> Callable[[Answers, int, int], dict[str, Any]]:
-    """Returns the merge of pages, the newest row by ``order`` first."""
+def _merged(
+    field: str, order: str = "", names: Sequence[str] = ()
+) -> Callable[[Answers, int, int], dict[str, Any]]:
+    """Returns the merge of pages, the largest row by ``order`` first; with ``names`` of rows that
+    count, of which those with equal ``names`` are added.
+    """
 
     def merge(answers: Answers, limit: int, offset: int) -> dict[str, Any]:
         rows = [row for answer in answers for row in answer[field]]
+        if names:
+            sums: dict[tuple, dict[str, Any]] = {}
+            for row in rows:
+                one = sums.setdefault(tuple(row.get(name) for name in names), {})
+                for name, value in row.items():
+                    one[name] = value if name in names else one.get(name, 0) + value
+            rows = list(sums.values())
         if order:
             rows.sort(key=lambda row: row[order], reverse=True)
         merged: dict[str, Any] = {field: rows[offset : offset + limit]}
         if "cursor" in answers[0]:
             total = sum(answer["cursor"]["total_count"] for answer in answers)
             merged["cursor"] = {"offset": offset, "limit": limit, "total_count": total}
+        if "has_more" in answers[0]:
+            more = any(answer.get("has_more") for answer in answers)
+            merged["has_more"] = more or len(rows) > offset + limit
         return merged
-
-    return merge
-
-
-def _summed(
-    field: str, names: Sequence[str], order: str
-) -> Callable[[Answers, int, int], dict[str, Any]]:
-    """Returns the merge of rows that count: those with equal ``names`` are added."""
-
-    def merge(answers: Answers, limit: int, offset: int) -> dict[str, Any]:
-        sums: dict[tuple, dict[str, Any]] = {}
-        for row in (row for answer in answers for row in answer[field]):
-            one = sums.setdefault(tuple(row.get(name) for name in names), {})
-            for name, value in row.items():
-                one[name] = value if name in names else one.get(name, 0) + value
-        rows = sorted(sums.values(), key=lambda row: row[order], reverse=True)
-        more = len(rows) > offset + limit or any(answer.get("has_more") for answer in answers)
-        merged: dict[str, Any] = {field: rows[offset : offset + limit]}
-        return merged | ({"has_more": more} if "has_more" in answers[0] else {})
 
     return merge
 
@@ -79,11 +74,11 @@ def _usage(answers: Answers, limit: int, offset: int) -> dict[str, Any]:
 
 # lists of which every engine has a part, by path; an engine is asked for its first rows
 LISTS: dict[str, Callable[[Answers, int, int], dict[str, Any]]] = {
-    "/api/v1/training_runs": _paged("training_runs", "last_request_time"),
-    "/api/v1/checkpoints": _paged("checkpoints", "time"),
-    "/api/v1/sessions": _paged("sessions"),
+    "/api/v1/training_runs": _merged("training_runs", "last_request_time"),
+    "/api/v1/checkpoints": _merged("checkpoints", "time"),
+    "/api/v1/sessions": _merged("sessions"),
     "/api/v1/billing/usage/events": _usage,
-    "/api/v1/billing/usage/checkpoints/current": _summed("data", ["project_id"], "size_bytes"),
-    "/admin/costs": _summed("costs", ["policy", "tenant"], "seconds"),
+    "/api/v1/billing/usage/checkpoints/current": _merged("data", "size_bytes", ["project_id"]),
+    "/admin/costs": _merged("costs", "seconds", ["policy", "tenant"]),
 }
 PAGED = {path for path in LISTS if "billing" not in path}

@@ -158,15 +158,13 @@ class Scheduler:
 
     def _take(self, part: int, count: int, but: CachedPrompt | None = None) -> list[int] | None:
         """Takes pages of a part, also from prompts prefilled ahead except ``but``."""
-        while (pages := self.pages[part].take(count)) is None:
-            if not self._give_up(part, but):
-                return None
+        while (pages := self.pages[part].take(count)) is None and self._give_up(part, but):
+            pass
         return pages
 
     def _take_state(self, part: int, but: CachedPrompt | None = None) -> int | None:
-        while (slot := self.pages[part].take_state()) is None:
-            if not self._give_up(part, but):
-                return None
+        while (slot := self.pages[part].take_state()) is None and self._give_up(part, but):
+            pass
         return slot
 
     def _give_up(self, part: int, but: CachedPrompt | None = None) -> bool:
@@ -226,8 +224,7 @@ class Scheduler:
             return
         part, first = sequence.prompt.part, self._reach(sequence.own)
         near = self.pages[part].near
-        for i in [i for i in sequence.near if i < first]:
-            near.give([sequence.near.pop(i)])
+        near.give([sequence.near.pop(i) for i in [*sequence.near] if i < first])
         for i in range(first, len(sequence.pages)):
             while i not in sequence.near:
                 if (page := near.take()) is not None:

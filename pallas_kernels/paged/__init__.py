@@ -113,8 +113,8 @@ def attend(score: Score, queries: Any, rows: Rows, chosen: jax.Array | None = No
         visible = _mask(seen_in_run(prefix, own, run_B), chosen, run_B)
         return join(total, score(queries, pages, visible))
 
-    pages, seen = jnp.zeros((B, RUN_PAGES), jnp.int32), jnp.zeros((B, RUN), bool)
-    none = nothing(jax.eval_shape(score, queries, pages, seen))
+    pages, visible = jnp.zeros((B, RUN_PAGES), jnp.int32), jnp.zeros((B, RUN), bool)
+    none = nothing(jax.eval_shape(score, queries, pages, visible))
     return jax.lax.fori_loop(0, jnp.max(last_run(prefix, own) - first), step, none)
 
 

@@ -63,10 +63,7 @@ async def reward(completion, example):
     ("changes", "message"),
     [
         ({"train": None}, r"train of .* is None \(NoneType\); expected a list of"),
-        (
-            {"held_out": [("q", "a")]},
-            r"held_out\[0\] of .* \(tuple\); expected an envs.env.Example",
-        ),
+        ({"held_out": [("q", "a")]}, r"held_out\[0\] of .* \(tuple\); expected an envs.env.Ex"),
         ({"reward": 3}, r"reward of .* is 3 \(int\); expected a function of"),
         ({"reward": staticmethod(reward)}, "reward of .* is async; .*use a plain function"),
         ({"step": Plays.step}, "has both reward and step: keep reward for one turn"),

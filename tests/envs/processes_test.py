@@ -61,9 +61,8 @@ def test_values_and_errors_are_those_of_threads(own):
     env, examples = own("make", mark="x")
     assert scoring.score("ada", env, "t", examples["value"]) == 0.25
     assert scoring.score("ada", env, "t", examples["prints"]) == 0.5
-    with pytest.raises(
-        UserError, match=r"raised IndexError: list index .*'ada', completion 't'"
-    ) as e:
+    message = r"raised IndexError: list index .*'ada', completion 't'"
+    with pytest.raises(UserError, match=message) as e:
         scoring.score("ada", env, "t", examples["raises"])
     assert 'own_slow_rewards.py"' in str(e.value)
     assert "mint_jax" not in str(e.value).split("\n", 1)[1]
@@ -85,11 +84,7 @@ def test_a_reward_that_does_not_return_costs_its_row_only(own, how, capfd):
     assert time.monotonic() - began < 30
     assert math.isnan(scores[1])
     assert [scores[0], *scores[2:]] == [0.25] * 3
-    reasons = {
-        "hangs": "took more than 1 s",
-        "sleeps": "took more than 1 s",
-        "gives up": "no score",
-    }
+    reasons = dict.fromkeys(("hangs", "sleeps"), "took more than 1 s") | {"gives up": "no score"}
     reason = reasons.get(how, "its process died")
     said = capfd.readouterr().err
     assert f"{reason}: policy 'ada', completion 'hm' of prompt 'p'; its row trains nothing" in said

@@ -46,9 +46,7 @@ def test_rewards(env, answer, completion, reward):
 
 
 def test_a_second_file_is_held_out(env, tmp_path):
-    (tmp_path / "test.jsonl").write_text(
-        "".join(json.dumps(row) + "\n" for row in rows(2, first=100))
-    )
+    env(rows(2, first=100), name="test.jsonl")
     e = env(rows(3), held_out=str(tmp_path / "test.jsonl"))
     assert [len(e.train), len(e.held_out)] == [3, 2]
     assert e.held_out[0].answer == "101"
@@ -56,19 +54,13 @@ def test_a_second_file_is_held_out(env, tmp_path):
 
 def test_other_columns_and_whole_chats(env):
     chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
-    e = env(
-        [{"prompt": chat, "gold": 5}],
-        held_out=0,
-        question="prompt",
-        answer="gold",
-        instruction="not for chats",
-    )
+    columns = {"question": "prompt", "answer": "gold"}
+    e = env([{"prompt": chat, "gold": 5}], held_out=0, instruction="not for chats", **columns)
     assert e.train == [Example(tuple(chat), "5")]
 
 
 @pytest.mark.parametrize("row", [{"answer": "1"}, {"question": "q"}])
 def test_missing_columns_are_refused(env, row):
-    with pytest.raises(
-        UserError, match=r"has no column '(question|answer)'; it has (question|answer)"
-    ):
+    message = r"has no column '(question|answer)'; it has (question|answer)"
+    with pytest.raises(UserError, match=message):
         env([*rows(2), row])

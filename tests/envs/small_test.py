@@ -7,23 +7,10 @@ import pytest
 from mint_jax.envs import small
 from mint_jax.envs.env import Example
 
-NUMBERS = {
-    "12": 1.0,
-    "12.": 0.2,
-    "It is 12, I think": 0.2,
-    "12 12": 0.1,
-    "112": 0.0,
-    "": 0.0,
-}
+NUMBERS = {"12": 1.0, "12.": 0.2, "It is 12, I think": 0.2, "12 12": 0.1, "112": 0.0, "": 0.0}
 WORDS = {" apple\n": 1.0, "APPLE.": 0.5, "The word is Apple!": 0.1, "cat": 0.0}
-BRACKETS = {
-    " [apple]\n": 1.0,
-    "[ apple ]": 0.3,
-    "[apple": 0.2,
-    "apple": 0.1,
-    "[cat]": 0.2,
-    "cat": 0.0,
-}
+BRACKETS = {" [apple]\n": 1.0, "[ apple ]": 0.3, "[apple": 0.2, "apple": 0.1, "[cat]": 0.2}
+BRACKETS["cat"] = 0.0
 PERSON = '{"name": "Mia", "age": 30, "city": "Rome"}'
 FIELDS = {
     f" {PERSON}\n": 1.0,

@@ -113,12 +113,18 @@ def fleet(sites, tmp_path_factory, mesh):
     one.close()
 
 
-@pytest.fixture
-def policy(fleet, rng, request):
-    """A policy with one revision; its name and digest."""
-    base, name = fleet.sites["e0"].server.base, f"p{rng.integers(1 << 40)}"
+def export(fleet, rng, name: str, step: int) -> str:
+    """The digest of a new revision of a policy."""
+    base = fleet.sites["e0"].server.base
     packed = pack(random_adapter(rng, base, CONFIG), Schema(base.fingerprint, CONFIG))
-    return name, fleet.catalog.export(name, packed, step=1, create=True).digest
+    return fleet.catalog.export(name, packed, step=step, create=True).digest
+
+
+@pytest.fixture
+def policy(fleet, rng):
+    """A policy with one revision; its name and digest."""
+    name = f"p{rng.integers(1 << 40)}"
+    return name, export(fleet, rng, name, 1)
 
 
 @pytest.fixture
@@ -190,28 +196,20 @@ def test_a_stream_whose_engine_dies_goes_on_with_the_same_tokens(fleet, policy, 
         assert [p.finish_reason for p in parts if p.finish_reason] == [choice.finish_reason]
 
 
-def test_the_promoted_revision_is_served_by_every_engine_at_once(fleet, rng):
-    base = fleet.sites["e0"].server.base
-    name = f"p{rng.integers(1 << 40)}"
-    for step in (1, 2):
-        packed = pack(random_adapter(rng, base, CONFIG), Schema(base.fingerprint, CONFIG))
-        fleet.catalog.export(name, packed, step=step, create=True)
+def test_the_promoted_revision_is_served_by_every_engine_at_once(fleet, policy, rng):
+    name, _ = policy
+    export(fleet, rng, name, 2)
     for number in (1, 2, 1, 2):
         fleet.catalog.promote(name, number, "serving")
         expected = fleet.catalog.resolve(f"{name}@{number}").digest
-        found = {
-            fleet.api.completions.create(
-                model=f"{name}@serving", prompt="a", max_tokens=1
-            ).mint_revision
-            for _ in range(4)
-        }
-        assert found == {expected}
+        asked = {"model": f"{name}@serving", "prompt": "a", "max_tokens": 1}
+        answers = [fleet.api.completions.create(**asked) for _ in range(4)]
+        assert {answer.mint_revision for answer in answers} == {expected}
 
 
 def test_the_engine_that_answers_draws_the_arm_and_gets_the_reward(fleet, policy, rng):
-    (name, first), base = policy, fleet.sites["e0"].server.base
-    packed = pack(random_adapter(rng, base, CONFIG), Schema(base.fingerprint, CONFIG))
-    second = fleet.catalog.export(name, packed, step=2).digest
+    name, first = policy
+    second = export(fleet, rng, name, 2)
     fleet.catalog.promote(name, 1)
     canary = fleet.catalog.open_canary(name, 2, share=0.5, guard="reward>=parent-0.1")
     for _ in range(8):

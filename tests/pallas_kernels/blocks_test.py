@@ -33,6 +33,11 @@ def numbers(rows, kind):
     return dequantize(rows, GGMLQuantizationType[kind]).T
 
 
+def assert_same_bits(made, want):
+    pair = (np.ascontiguousarray(x).view(np.int32) for x in (made, want))
+    np.testing.assert_array_equal(*pair)
+
+
 @kinds
 @pytest.mark.parametrize("transposed", [False, True])
 def test_unpacked_they_are_ggml_s_numbers_bit_for_bit(rng, kind, transposed):
@@ -41,14 +46,8 @@ def test_unpacked_they_are_ggml_s_numbers_bit_for_bit(rng, kind, transposed):
         want = numbers(rows, kind)
         want = want.T if transposed else want
         for one in UNPACK:
-            made = jax.jit(functools.partial(one.call, transposed=transposed))(
-                blocks.pack(rows, kind)
-            )
-            np.testing.assert_array_equal(
-                np.array(made).view(np.int32),
-                np.ascontiguousarray(want).view(np.int32),
-                err_msg=one.name,
-            )
+            call = jax.jit(functools.partial(one.call, transposed=transposed))
+            assert_same_bits(call(blocks.pack(rows, kind)), want)
     assert blocks.matrix_shape(jnp.zeros(blocks.blocks_shape(96, 192, kind))) == (96, 192)
 
 
@@ -56,7 +55,4 @@ def test_columns_are_rows_of_the_table(rng):
     rows = random_rows(rng, 96, 256, "Q8_0")
     at = rng.integers(0, 256, (3, 5))
     made = jax.jit(blocks.columns)(jnp.array(blocks.pack(rows, "Q8_0")), at)
-    np.testing.assert_array_equal(
-        np.array(made).view(np.int32),
-        np.ascontiguousarray(numbers(rows, "Q8_0").T[at]).view(np.int32),
-    )
+    assert_same_bits(made, numbers(rows, "Q8_0").T[at])

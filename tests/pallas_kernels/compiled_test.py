@@ -73,9 +73,8 @@ def test_a_program_is_exported_for_one_platform_with_its_kernel_or_for_several_w
     call = next(one for one in ON["cuda"] if one.op == "paged_attention")
 
     def exported(implementation: str, *platforms: str) -> str:
-        fn = functools.partial(
-            paged_attention.paged_attention, scale=0.1, implementation=implementation
-        )
+        how = {"scale": 0.1, "implementation": implementation}
+        fn = functools.partial(paged_attention.paged_attention, **how)
         checks = [export.DisabledSafetyCheck.custom_call(gpu.KERNEL)]
         with gpu.abstract() if "cuda" in platforms else contextlib.nullcontext():
             made = export.export(jax.jit(fn), platforms=platforms, disabled_checks=checks)

@@ -27,9 +27,8 @@ def take(drawn, rows):
 
 
 def equal(one, two):
-    return all(
-        np.array(x).tobytes() == np.array(y).tobytes() for x, y in zip(one, two, strict=True)
-    )
+    pairs = zip(one, two, strict=True)
+    return all(np.array(x).tobytes() == np.array(y).tobytes() for x, y in pairs)
 
 
 @forms
@@ -109,10 +108,8 @@ def test_auto_is_the_kernel_on_one_cpu_and_xla_elsewhere(rng):
     assert equal(auto(*args), kernel(*args))
     assert "mint_draw" in auto.lower(*args).as_text()
     assert "mint_draw" not in auto.trace(*args).lower(lowering_platforms=("tpu",)).as_text()
-    assert (
-        "logits in bfloat16"
-        in dict(dispatch.explain(DRAW, args[0].astype(jnp.bfloat16), *args[1:]))["cpu"]
-    )
+    half = args[0].astype(jnp.bfloat16), *args[1:]
+    assert "logits in bfloat16" in dict(dispatch.explain(DRAW, *half))["cpu"]
     with jax.set_mesh(jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])):
         assert "divides rows" in dict(dispatch.explain(DRAW, *args))["cpu"]
         assert "mint_draw" not in jax.jit(draw).lower(*args).as_text()

@@ -38,10 +38,9 @@ def by_xla(x, w, layer, transposed=False):
     return xla.matmul(x, (w,), layer, transposed=transposed)[0]
 
 
-PLAIN = [*((stored, False) for stored in (*DTYPES, *blocks.KINDS))]
-kinds = pytest.mark.parametrize(
-    ("dtype", "transposed"), [*PLAIN, ("float32", True), ("bfloat16", True)]
-)
+KINDS = [*((stored, False) for stored in (*DTYPES, *blocks.KINDS))]
+KINDS += [("float32", True), ("bfloat16", True)]
+kinds = pytest.mark.parametrize(("dtype", "transposed"), KINDS)
 
 
 def arguments(rng, M, D, F, dtype="float32", L=3, transposed=False):
@@ -52,10 +51,8 @@ def arguments(rng, M, D, F, dtype="float32", L=3, transposed=False):
         rows = [random_rows(rng, D, F, dtype) for _ in range(L)]
         w = jnp.array(np.stack([blocks.pack(one, dtype) for one in rows]))
         return jnp.array(rng.normal(size=(M, D)), jnp.float32), w, layer
-    x, shape = (
-        jnp.array(rng.normal(size=(M, D)), jnp.float32),
-        ((L, F, D) if transposed else (L, D, F)),
-    )
+    x, shape = jnp.array(rng.normal(size=(M, D)), jnp.float32), (L, D, F)
+    shape = (L, F, D) if transposed else shape
     w = rng.integers(-127, 128, shape) if dtype == "int8" else rng.normal(size=shape)
     return x, jnp.array(w, jnp.dtype(dtype)), layer
 
@@ -68,10 +65,8 @@ def test_values_are_those_of_float64(rng, dtype, shape, transposed):
     # A sum of D float32 products in order: each addition is off by at most 6e-8 of the sums of
     # magnitudes so far.
     for form in (kernel, by_xla):
-        assert (
-            np.abs(form(x, w, layer, transposed=transposed) - want)
-            <= 6e-8 * x.shape[1] ** 0.5 * 8 * near
-        ).all()
+        off = np.abs(form(x, w, layer, transposed=transposed) - want)
+        assert (off <= 6e-8 * x.shape[1] ** 0.5 * 8 * near).all()
     if blocks.is_packed(w):
         of_float32 = kernel(x, blocks.unpack(w[layer])[None], jnp.int32(0))
         assert np.array(kernel(x, w, layer)).tobytes() == np.array(of_float32).tobytes()
@@ -83,9 +78,8 @@ def test_a_row_s_bits_do_not_depend_on_how_many_rows_there_are(rng, dtype, trans
     all_ = np.array(kernel(x, w, layer, transposed=transposed))
     for M in (1, 2, 3, 4, 5, 6, 7, 8, 12, 13, 31):
         at = rng.permutation(50)[:M]
-        assert (
-            np.array(kernel(x[at], w, layer, transposed=transposed)).tobytes() == all_[at].tobytes()
-        ), M
+        some = np.array(kernel(x[at], w, layer, transposed=transposed))
+        assert some.tobytes() == all_[at].tobytes(), M
 
 
 @kinds
@@ -128,15 +122,10 @@ try:
 except ValueError as error:
     print(error)
 """  # noqa: E501
-    alone = {
-        "PATH": str(tmp_path),
-        "MINT_JAX_CACHE": str(tmp_path),
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": ".",
-    }
-    told = subprocess.run(
-        [sys.executable, "-c", code], env=alone, capture_output=True, text=True, check=True
-    ).stdout.splitlines()
+    alone = dict.fromkeys(("PATH", "MINT_JAX_CACHE"), str(tmp_path))
+    alone |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": "."}
+    how = {"env": alone, "capture_output": True, "text": True, "check": True}
+    told = subprocess.run([sys.executable, "-c", code], **how).stdout.splitlines()
     assert "install g++ or clang++" in told[0]
     assert told[1] == "4.0 ['cpu']"
     assert "choose auto or one of: xla" in told[2]

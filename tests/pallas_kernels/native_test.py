@@ -19,17 +19,9 @@ FILES = ("blocks", "draw", "layer_matmul", "paged", "slot_lora", "state_step")
 def test_kernels_hold_with_narrower_vectors(without, tmp_path):
     env = os.environ | {"CXX": f"c++ {without}", "MINT_JAX_CACHE": str(tmp_path)}
     files = [f"tests/pallas_kernels/{name}_test.py" for name in FILES]
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-k",
-        "(float64 or ggml or row_s_bits) and not tpu and not gpu and not xla",
-        *files,
-    ]
+    which = "(float64 or ggml or row_s_bits) and not tpu and not gpu and not xla"
+    pytest_ = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command = [*pytest_, "-k", which, *files]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:]
 

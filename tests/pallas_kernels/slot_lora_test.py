@@ -20,13 +20,6 @@ from tests.marks import first
 from tests.pallas_kernels import gpu
 from tests.pallas_kernels.packed_lora_test import close
 
-SMALL = Config(rows=32, columns=128)
-TPU = slot_lora.pallas_tpu
-add, shrink, expand = (
-    jax.jit(functools.partial(f, config=SMALL, interpret=True))
-    for f in (TPU.add, TPU.shrink, TPU.expand)
-)
-
 
 def arguments(rng, M, D, F, R, W, dtype):
     """x, a, b, onto, slot, scale; rows in any order, some of none."""
@@ -34,41 +27,33 @@ def arguments(rng, M, D, F, R, W, dtype):
     def normal(*shape, scale=1.0):
         return jnp.array(scale * rng.normal(size=shape), dtype)
 
-    slot, scale = (
-        jnp.array(rng.integers(-1, W, M), jnp.int32),
-        jnp.array(rng.uniform(0.5, 2, M), jnp.float32),
-    )
-    return (
-        normal(M, D),
-        normal(W, R, D, scale=D**-0.5),
-        normal(W, R, F, scale=R**-0.5),
-        normal(M, F),
-        slot,
-        scale,
-    )
+    slot = jnp.array(rng.integers(-1, W, M), jnp.int32)
+    scale = jnp.array(rng.uniform(0.5, 2, M), jnp.float32)
+    a, b = normal(W, R, D, scale=D**-0.5), normal(W, R, F, scale=R**-0.5)
+    return normal(M, D), a, b, normal(M, F), slot, scale
 
 
 def in_parts(shrink, expand, x, a, b, onto, slot, scale):
     """As two devices would that have half of the inputs each."""
     halves = np.split(np.arange(x.shape[1]), 2)
-    return expand(
-        sum(shrink(x[:, at], a[:, :, at], slot) for at in halves) * scale[:, None], b, onto, slot
+    inner = sum(shrink(x[:, at], a[:, :, at], slot) for at in halves)
+    return expand(inner * scale[:, None], b, onto, slot)
+
+
+def interpreted(kernels, **sizes):
+    """The sum whole, and in parts."""
+    add, *parts = (
+        jax.jit(functools.partial(f, **sizes, interpret=True))
+        for f in (kernels.add, kernels.shrink, kernels.expand)
     )
+    return add, functools.partial(in_parts, *parts)
 
 
 GPU = slot_lora.pallas_gpu
-HOW = GPU.Config(depth=64, parts=3, columns=32, warps=4)
-on_gpu, *parts_on_gpu = (
-    jax.jit(functools.partial(f, how=HOW, interpret=True))
-    for f in (GPU.add, GPU.shrink, GPU.expand)
-)
-FORMS = {
-    "whole": add,
-    "in parts": functools.partial(in_parts, shrink, expand),
-    "gpu": on_gpu,
-    "in parts, gpu": functools.partial(in_parts, *parts_on_gpu),
-    "cpu": jax.jit(slot_lora.cpu.add),
-}
+on_tpu = interpreted(slot_lora.pallas_tpu, config=Config(rows=32, columns=128))
+on_gpu = interpreted(GPU, how=GPU.Config(depth=64, parts=3, columns=32, warps=4))
+FORMS = dict(zip(("whole", "in parts", "gpu", "in parts, gpu"), (*on_tpu, *on_gpu)))
+FORMS["cpu"] = jax.jit(slot_lora.cpu.add)
 CASES = [
     (70, 256, 384, 16, 90, "float32"),  # more slots than rows, several chunks of a tile
     (8, 256, 128, 4, 20, "bfloat16"),
@@ -83,13 +68,8 @@ CASES = [
 @pytest.mark.parametrize("case", first(2, CASES), ids=str)
 def test_values_are_those_of_float64(rng, form, case):
     if form is FORMS["cpu"]:  # of float32 alone, and of any widths
-        case = (
-            *case[:1],
-            case[1] + int(rng.integers(20)),
-            case[2] + int(rng.integers(20)),
-            *case[3:5],
-            "float32",
-        )
+        M, D, F, *of, _ = case
+        case = (M, D + int(rng.integers(20)), F + int(rng.integers(20)), *of, "float32")
     x, a, b, onto, slot, scale = arguments(rng, *case)
     close(form(x, a, b, onto, slot, scale), reference.add(x, a, b, onto, slot, scale), case[-1])
     nobody = jnp.full_like(slot, -1)
@@ -124,12 +104,7 @@ def stack_of(rng, D, F, R):
     return AdapterStack({"q": {"a": a, "b": b}}, rng.uniform(0.5, 3, S).astype(np.float32), R)
 
 
-MESHES = (
-    None,
-    {"data": 2, "fsdp": 2, "tensor": 2},
-    {"fsdp": 4, "expert": 2},
-    {"fsdp": 8},
-)
+MESHES = None, {"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 4, "expert": 2}, {"fsdp": 8}
 
 
 @pytest.mark.parametrize("B", first(1, [8, 3]))
@@ -146,10 +121,7 @@ def test_over_a_mesh_the_kernel_gives_what_xla_gives(rng, sizes, ends, kernel, B
         4: np.array([0, -1, 5, -1, 0, -1, 2, -1], np.int32)[:B],
         16: np.array([-1, 3, -1, 1, -1, -1, -1, 3], np.int32)[:B],
     }
-    x, y = (
-        rng.normal(size=(B, T, D)).astype(np.float32),
-        rng.normal(size=(B, T, F)).astype(np.float32),
-    )
+    x, y = (np.float32(rng.normal(size=(B, T, n))) for n in (D, F))
 
     @functools.partial(jax.jit, static_argnames="kernel")
     def run(stacks, slots, x, y, kernel):
@@ -183,11 +155,7 @@ def test_rows_are_put_in_turn_before_the_layers(rng):
     stacks, slots = {4: stack_of(rng, 128, 128, 4)}, {4: np.int32([2, -1, 0, 2])}
 
     def layer(x, y, stacks, slots, ahead):
-        lora = (
-            attach_rows(stacks, slots, tokens=2)
-            if not ahead
-            else attach_rows(stacks, slots, "auto", 2)
-        )
+        lora = attach_rows(stacks, slots, *["auto"] * ahead, tokens=2)
         assert (lora.buckets[0].turn is None) == (not ahead)
         of = dataclasses.replace(lora, kernel="auto").in_layer(jnp.int32(1)).at("q")
         return add_deltas(x, [y, y], [of, of], [(None, None)] * 2)

@@ -33,27 +33,14 @@ pytestmark = pytest.mark.bits
 
 # Latent attention is compiled as for users: without LLVM's optimisations a delta of one slot's rows
 # and one of several slots' differ in the last bit now and then.
-LATENT = tuple(
-    pytest.param(family, marks=[pytest.mark.long, pytest.mark.users])
-    for family in ("deepseek_v3", "deepseek_v32", "glm")
-)
-FAMILIES = (
-    "llama",
+MARKS = {
+    "llama": (),
     # states as in qwen3_5, keys as in gemma4_shared, routes as in qwen3_moe
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_next", "gemma4_moe")),
-    *(
-        pytest.param(name, marks=pytest.mark.long)
-        for name in (
-            "qwen3_5",
-            "qwen3_moe",
-            "gpt_oss",
-            "nemotron_h",
-            "gemma4_shared",
-            "kimi_linear",
-        )
-    ),
-    *LATENT,
-)
+    "qwen3_next gemma4_moe": (pytest.mark.slow,),
+    "qwen3_5 qwen3_moe gpt_oss nemotron_h gemma4_shared kimi_linear": (pytest.mark.long,),
+    "deepseek_v3 deepseek_v32 glm": (pytest.mark.long, pytest.mark.users),
+}
+FAMILIES = [pytest.param(f, marks=marks) for names, marks in MARKS.items() for f in names.split()]
 VOCAB = 96  # of the smallest base
 # of a prompt, the rest of it shared
 LAST = {"prompt_logprobs": True, "prompt_alternatives": 2, "prompt_logprobs_last_n": 12}
@@ -103,12 +90,8 @@ def seed(rng) -> int:
 
 def engine_of(base, pages: int, **settings) -> Engine:
     """With a cache of so many pages in each part of the mesh."""
-    parts = device.page_parts(base.cfg, base.mesh)
-    return Engine(
-        base,
-        **({"rows": (8,)} | settings),
-        cache_bytes=pages * parts * device.page_bytes(base.cfg, base.dtype, False),
-    )
+    nbytes = device.page_parts(base.cfg, base.mesh) * device.page_bytes(base.cfg, base.dtype, False)
+    return Engine(base, **({"rows": (8,)} | settings), cache_bytes=pages * nbytes)
 
 
 class World:
@@ -137,9 +120,7 @@ class World:
             Request(adapter=self.slots.get(name), seed=seed(rng), **how)
             for name, how in zip(names, fields)
         ]
-        self.alone = [
-            self.engine(LARGE).generate([request], self.stacks)[0] for request in self.asked
-        ]
+        self.alone = [self.engine(LARGE).generate([r], self.stacks)[0] for r in self.asked]
 
     def engine(self, pages: int, **settings) -> Engine:
         return engine_of(self.base, pages, **settings)
@@ -185,26 +166,15 @@ def assert_same(mine, theirs) -> None:
     assert mine.finish == theirs.finish
 
 
-def made(request, family: str) -> World:
-    tiny_base = request.getfixturevalue("tiny_base")
-    return World(
-        tiny_base(family),
-        np.random.default_rng([int(os.environ["MINT_TEST_SEED"]), zlib.crc32(family.encode())]),
-    )
-
-
 @pytest.fixture(scope="module", params=FAMILIES)
-def world(request):
-    return made(request, request.param)
-
-
-@pytest.fixture(scope="module")
-def llama(request):
-    return made(request, "llama")
+def world(request, tiny_base) -> World:
+    family = request.param
+    seeds = int(os.environ["MINT_TEST_SEED"]), zlib.crc32(family.encode())
+    return World(tiny_base(family), np.random.default_rng(seeds))
 
 
 def test_other_rows_their_order_preemption_and_steps_change_no_bit(world):
-    done = Counter()
+    done, poor = Counter(), [world.slots[name] for name in NAN]
     for steps in (1, 5, 16):
         others = [dataclasses.replace(world.asked[0], seed=seed(world.rng)), *world.neighbours(9)]
         requests = [*world.asked, *others]
@@ -212,16 +182,12 @@ def test_other_rows_their_order_preemption_and_steps_change_no_bit(world):
         # one that begins alike stands behind the first, so that they meet
         order.insert(order.index(0) + 1, len(world.asked))
         engine = world.engine(SMALL, steps=steps)
-        found = dict(
-            zip(order, engine.generate([requests[i] for i in order], world.stacks), strict=True)
-        )
+        answers = engine.generate([requests[i] for i in order], world.stacks)
+        found = dict(zip(order, answers, strict=True))
         world.expect([found[i] for i in range(len(world.asked))])
         for i, request in enumerate(others, len(world.asked)):
-            poor = request.adapter in [world.slots[name] for name in NAN]
-            assert all(
-                np.isnan(c.logprobs).all() if poor else np.isfinite(c.logprobs).all()
-                for c in found[i]
-            )
+            is_right = np.isnan if request.adapter in poor else np.isfinite
+            assert all(is_right(c.logprobs).all() for c in found[i])
         done += engine.counts
     assert done["preempted"] > 0
     assert done["reused_tokens"] > 0
@@ -259,9 +225,8 @@ def test_hits_of_the_prompts_cache_change_no_bit(world):
 def test_neighbours_that_are_cancelled_change_no_bit(world):
     engine, rng = world.engine(SMALL, steps=5), world.rng
     with engine.serving(world.stacks):
-        streams = [
-            engine.submit(r) for r in [*world.neighbours(4), *world.asked, *world.neighbours(4)]
-        ]
+        requests = [*world.neighbours(4), *world.asked, *world.neighbours(4)]
+        streams = [engine.submit(request) for request in requests]
         loud = [*streams[:4], *streams[-4:]]
         for stream in loud:
             for piece, _ in zip(pieces(stream), range(int(rng.integers(0, 4)))):
@@ -289,9 +254,8 @@ def test_a_mesh_of_eight_devices_gives_the_same_tokens(family, parts, rng, mesh,
     engine = engine_of(many, SMALL)
     assert engine.parts == parts
     with jax.set_mesh(many.mesh):  # where a server's slots are
-        stacks = jax.jit(
-            lambda stacks: lora_tree.constrain(stacks, transformer.abstract(many.cfg))
-        )(world.stacks)
+        specs = transformer.abstract(many.cfg)
+        stacks = jax.jit(lambda stacks: lora_tree.constrain(stacks, specs))(world.stacks)
     engine.warm(stacks)
     with compilations() as seen:
         answers = engine.generate([*world.asked, *world.neighbours(6)], stacks)

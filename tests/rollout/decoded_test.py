@@ -5,28 +5,26 @@ Decoding leaves a sample's tokens in pages of its own, which begin where its pro
 goes on from there has them as blocks of a prompt, which begin at multiples of a page.
 """
 
+import dataclasses
+
 import numpy as np
 import pytest
 
-from mint_jax.lora import tree as lora_tree
-from mint_jax.models import transformer
 from mint_jax.models.paged import PAGE
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Request
 from tests import oracles
+from tests.marks import first
 from tests.rollout.families_test import CONFIGS
 from tests.rollout.invariants import check_schedule
-from tests.rollout.score_test import merged_models, random_adapters, torch_logprobs
+from tests.rollout.score_test import merged_models, stacked_adapters, torch_logprobs
 
 NEW = 45  # tokens of a first turn: more than a page, whatever the prompt leaves of one
-TOLD = (
-    "the tolerance that the engine states: decoding and prefill round differently, and each differs"
-    " from float64 by as much"
-)
-FAMILIES = [
-    "llama",
-    *(pytest.param(f, marks=pytest.mark.long) for f in ("qwen3_moe", "deepseek_v32", "gemma3")),
-]
+SECOND = {"n": 1, "max_tokens": 6, "temperature": 0}
+# the tolerance that the engine states: decoding and prefill round differently, and each differs
+# from float64 by as much
+ATOL = 2e-5
+FAMILIES = first(1, ["llama", "qwen3_moe", "deepseek_v32", "gemma3"])
 
 
 def some(rng, n: int) -> tuple[int, ...]:
@@ -40,14 +38,7 @@ def whole_pages(tokens: int) -> int:
 def second_turns(rng, asked, results) -> list[Request]:
     """Each sample's conversation goes on with new tokens."""
     return [
-        Request(
-            (*r.prompt, *c.tokens, *some(rng, 3 + i)),
-            r.adapter,
-            max_tokens=6,
-            temperature=0,
-            revision=r.revision,
-            tenant=r.tenant,
-        )
+        dataclasses.replace(r, prompt=(*r.prompt, *c.tokens, *some(rng, 3 + i)), **SECOND)
         for r, completions in zip(asked, results, strict=True)
         for i, c in enumerate(completions)
     ]
@@ -56,70 +47,53 @@ def second_turns(rng, asked, results) -> list[Request]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_second_turn_begins_with_the_first_ones_tokens(rng, tiny_base, hf_dirs, family):
     base = tiny_base(family)
-    adapters = random_adapters(rng, base.cfg, CONFIGS, 0.3)
-    stacks, slots = lora_tree.stack_adapters(transformer.abstract(base.cfg), adapters)
-    lengths = (
-        (None, 1, 1),
-        ("eight", 32, 1),
-        ("one", 33, 1),
-        (None, 34, 2),
-        ("eight", 50, 1),
-        ("other", 65, 1),
-    )
+    adapters, stacks, slots = stacked_adapters(rng, base.cfg, CONFIGS, 0.3)
+    lengths = (None, 1, 1), ("eight", 32, 1), ("one", 33, 1), (None, 34, 2), ("eight", 50, 1)
     asked = [
         Request(some(rng, n), slots.get(name), k, NEW, seed=i, revision=name)
-        for i, (name, n, k) in enumerate(lengths)
+        for i, (name, n, k) in enumerate((*lengths, ("other", 65, 1)))
     ]
     routed = base.cfg.routed
-    plain, reusing = (
-        Engine(base, rows=(8,), steps=7, keep_routes=routed, reuse_decoded=reuse)
-        for reuse in (False, True)
-    )
+    how = {"rows": (8,), "steps": 7, "keep_routes": routed}
+    plain, reusing = Engine(base, **how), Engine(base, **how, reuse_decoded=True)
     reusing.warm(stacks)  # the cache is as large as it gets: one that grows is empty
     results = reusing.generate(asked, stacks)
     check_schedule(reusing.active.schedule)
     further = second_turns(rng, asked, results)
     found, wanted = reusing.generate(further, stacks), plain.generate(further, stacks)
     check_schedule(reusing.active.schedule)
-    first = [(r, c) for r, completions in zip(asked, results, strict=True) for c in completions]
+    before_them = [
+        (r, c) for r, completions in zip(asked, results, strict=True) for c in completions
+    ]
     models = merged_models(hf_dirs(family), base.cfg, adapters)
     for (asked_first, before), request, [mine], [theirs] in zip(
-        first, further, found, wanted, strict=True
+        before_them, further, found, wanted, strict=True
     ):
         # the last token was drawn and not read
         cached = len(asked_first.prompt) + len(before.tokens) - 1
         assert mine.reused == whole_pages(cached), len(asked_first.prompt)
-        assert theirs.reused <= whole_pages(len(asked_first.prompt)), (
-            "another engine has not seen what was drawn"
-        )
+        # another engine has not seen what was drawn
+        assert theirs.reused <= whole_pages(len(asked_first.prompt))
         model, tokens = models[asked_first.revision], [*request.prompt, *mine.tokens]
         n = min(max(oracles.decided(model, tokens) + 1 - len(request.prompt), 0), len(mine.tokens))
-        same = next(
-            (i for i, (x, y) in enumerate(zip(mine.tokens[:n], theirs.tokens)) if x != y), n
-        )
-        np.testing.assert_allclose(
-            mine.logprobs[:same], theirs.logprobs[:same], atol=2e-5, rtol=0, err_msg=TOLD
-        )
-        np.testing.assert_allclose(
-            mine.logprobs[:n],
-            torch_logprobs(model, tokens)[len(request.prompt) - 1 :][:n],
-            atol=1e-4,
-        )
+        pairs = enumerate(zip(mine.tokens[:n], theirs.tokens))
+        same = next((i for i, (x, y) in pairs if x != y), n)
+        both = mine.logprobs[:same], theirs.logprobs[:same]
+        np.testing.assert_allclose(*both, atol=ATOL, rtol=0)
+        torch = torch_logprobs(model, tokens)[len(request.prompt) - 1 :]
+        np.testing.assert_allclose(mine.logprobs[:n], torch[:n], atol=1e-4)
         if routed and oracles.decided(model, request.prompt) >= len(request.prompt) - 1:
             np.testing.assert_array_equal(mine.prompt_routes, theirs.prompt_routes)
 
 
 def test_other_tenants_versions_and_weights_without_a_name_find_nothing(rng, tiny_base):
     base = tiny_base()
-    stacks, slots = lora_tree.stack_adapters(
-        transformer.abstract(base.cfg), random_adapters(rng, base.cfg, CONFIGS, 0.3)
-    )
+    _, stacks, slots = stacked_adapters(rng, base.cfg, CONFIGS, 0.3)
     engine = Engine(base, rows=(4,), reuse_decoded=True)
     engine.warm(stacks)
     prompt = some(rng, 40)
-    [[c]] = engine.generate(
-        [Request(prompt, slots["one"], max_tokens=NEW, revision="r", tenant="a")], stacks
-    )
+    asked = Request(prompt, slots["one"], max_tokens=NEW, revision="r", tenant="a")
+    [[c]] = engine.generate([asked], stacks)
     longer = (*prompt, *c.tokens, 5)
 
     def reused(**how) -> int:
@@ -139,9 +113,8 @@ def test_tokens_behind_a_stop_are_not_found(rng, tiny_base):
     """A stop string that is seen late: what was drawn behind it is no part of the completion, and
     of no conversation.
     """
-    engine = Engine(
-        tiny_base(), lambda ids: "".join(f"<{i}>" for i in ids), rows=(2,), reuse_decoded=True
-    )
+    decode = lambda ids: "".join(f"<{i}>" for i in ids)  # noqa: E731
+    engine = Engine(tiny_base(), decode, rows=(2,), reuse_decoded=True)
     engine.warm()
     prompt = some(rng, 33)
     # Drawn, not greedy: a tiny base repeats itself, and one prompt in three had no new token so

@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 
 from mint_jax.errors import UserError
-from mint_jax.lora import tree as lora_tree
 from mint_jax.models import base as base_lib
-from mint_jax.models import transformer
 from mint_jax.rollout import device
 from mint_jax.rollout.drafts import Draft, Drafts
 from mint_jax.rollout.engine import Engine
@@ -20,7 +18,7 @@ from tests import oracles
 from tests.laws.shardings_equal_test import save_checkpoint
 from tests.rollout.families_test import CONFIGS, FAST, PAGES
 from tests.rollout.invariants import check_schedule
-from tests.rollout.score_test import random_adapters
+from tests.rollout.score_test import stacked_adapters
 
 NEW = 40
 
@@ -53,8 +51,7 @@ def spoiled(rng, completions: list[Completion]) -> tuple[tuple[int, ...], ...]:
 def test_drafts_change_no_bit_of_any_family(rng, tiny_base, family):
     """Mixed adapters, teams, filters, penalties, stops, alternatives, routes, lost pages."""
     base = tiny_base(family)
-    adapters = random_adapters(rng, base.cfg, CONFIGS, 0.3)
-    stacks, slots = lora_tree.stack_adapters(transformer.abstract(base.cfg), adapters)
+    _, stacks, slots = stacked_adapters(rng, base.cfg, CONFIGS, 0.3)
 
     def request(name: str | None, length: int, n: int, **how) -> Request:
         prompt = tuple(rng.integers(3, 96, length).tolist())
@@ -76,14 +73,9 @@ def test_drafts_change_no_bit_of_any_family(rng, tiny_base, family):
 
     wanted = engine().generate(asked, stacks)
     # an engine that guesses nothing verifies what a request says, right or wrong
-    known = [
-        dataclasses.replace(r, prefixes=tuple(tuple(c.tokens[:25]) for c in found))
-        for r, found in zip(asked[:2], wanted)
-    ]
-    known += [
-        dataclasses.replace(r, prefixes=spoiled(rng, found))
-        for r, found in zip(asked[2:], wanted[2:])
-    ]
+    right = [tuple(tuple(c.tokens[:25]) for c in found) for found in wanted[:2]]
+    prefixes = [*right, *(spoiled(rng, found) for found in wanted[2:])]
+    known = [dataclasses.replace(r, prefixes=some) for r, some in zip(asked, prefixes)]
     verifying = engine()
     same(verifying.generate(known, stacks), wanted)
     counts = verifying.counts
@@ -124,15 +116,11 @@ def test_right_drafts_save_dispatches(rng, tiny_base):
     requests = [
         Request(tuple(rng.integers(3, 96, n).tolist()), n=2, max_tokens=NEW, seed=n) for n in (5, 9)
     ]
-    plain, drafting = (
-        Engine(base, rows=(32,), steps=1),
-        Engine(base, rows=(32,), speculative_tokens=7),
-    )
+    plain = Engine(base, rows=(32,), steps=1)
+    drafting = Engine(base, rows=(32,), speculative_tokens=7)
     wanted = plain.generate(requests)
-    given = [
-        dataclasses.replace(r, drafts=tuple(tuple(c.tokens) for c in found))
-        for r, found in zip(requests, wanted)
-    ]
+    drafts = [tuple(tuple(c.tokens) for c in found) for found in wanted]
+    given = [dataclasses.replace(r, drafts=some) for r, some in zip(requests, drafts)]
     same(drafting.generate(given), wanted)
     assert drafting.counts["accepted_given"] > 0
     assert drafting.counts["decodes"] < plain.counts["decodes"] / 3
@@ -162,16 +150,11 @@ def test_drafts_change_no_bit_over_a_mesh(rng, tmp_path, mesh8, family):
     assert drafting.parts > 1
 
 
-def sample_of(prompt: tuple[int, ...], tenant: str = "a", version: str = "v", **how) -> SampleState:
-    request = Request(prompt, tenant=tenant, **how)
-    return SampleState(CachedPrompt(request, (tenant, version)), 0, 0)
-
-
 def test_a_draft_is_what_followed_the_same_tokens():
-    prompt = (1, 2, 3, 4, 5, 6, 7)
-    drafts = Drafts(4)
+    prompt, drafts = (1, 2, 3, 4, 5, 6, 7), Drafts(4)
     mine, sibling, other, stranger = (
-        sample_of(prompt, *who) for who in (("a", "v"), ("a", "v"), ("a", "w"), ("b", "v"))
+        SampleState(CachedPrompt(Request(prompt, tenant=key[0]), key), 0, 0)
+        for key in (("a", "v"), ("a", "v"), ("a", "w"), ("b", "v"))
     )
     for one in (mine, sibling, other, stranger):
         drafts.began(one.prompt)
@@ -191,13 +174,6 @@ def test_a_draft_is_what_followed_the_same_tokens():
     assert drafts.propose(mine, 2) == [Draft(4, "prompt"), Draft(5, "prompt")]
     mine.reach = 1
     assert drafts.propose(mine, 2) == [Draft(4, "prompt")]
-
-
-def test_the_most_frequent_follower_is_drafted():
-    drafts, given = Drafts(2), ((5, 6), (5, 7), (5, 7))
-    sample = sample_of((1, 2), drafts=given)
-    drafts.began(sample.prompt)
-    assert drafts.propose(sample, 2) == [Draft(5, "given"), Draft(7, "given")]
 
 
 @pytest.mark.parametrize(

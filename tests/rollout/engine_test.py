@@ -13,15 +13,13 @@ import torch
 from scipy import special
 
 from mint_jax.errors import UserError
-from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import Slot
-from mint_jax.models import transformer
 from mint_jax.models.paged import PAGE
 from mint_jax.rollout.detokenize import context_of, text_behind
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Request
 from tests import oracles
-from tests.rollout.score_test import random_adapters, torch_logprobs
+from tests.rollout.score_test import stacked_adapters, torch_logprobs
 
 NEW = 12
 
@@ -64,13 +62,9 @@ def test_completion_i_draws_from_a_hash_of_the_seed_and_i(rng, tiny_base):
     )
     assert [c.tokens for c in three] == [c.tokens for c in four[:3]]
     assert len({tuple(c.tokens) for c in (*four, *after)}) == 7
-    others = [Request(p, max_tokens=NEW, seed=1) for p in prompts(rng, [16, 1])]
-    assert (
-        engine.generate([others[0], Request(prompt, max_tokens=NEW, seed=seed), others[1]])[1][
-            0
-        ].tokens
-        == three[0].tokens
-    )
+    before, after = (Request(p, max_tokens=NEW, seed=1) for p in prompts(rng, [16, 1]))
+    mine = Request(prompt, max_tokens=NEW, seed=seed)
+    assert engine.generate([before, mine, after])[1][0].tokens == three[0].tokens
 
 
 def test_stop_ids_end_a_row_and_are_kept(rng, tiny_base):
@@ -123,7 +117,7 @@ def test_stop_strings_end_a_completion_with_the_token_that_completes_them(rng, t
         ({"prompt": ()}, "the prompt is empty"),
         (
             {"prompt": (1,) * 200, "max_tokens": 57},
-            "200 tokens and max_tokens 57 exceed the context of 256",
+            "200 tokens and max_tokens 57 exceed the context",
         ),
         ({"prompt": (3, 97)}, "token id 97; this base has ids 0 to 96"),
         ({"stop": ("x",)}, r"stop strings \('x',\) need a tokenizer"),
@@ -134,39 +128,22 @@ def test_stop_strings_end_a_completion_with_the_token_that_completes_them(rng, t
         ({"seed": 2**32}, "seed is 4294967296; expected 0 to"),
         ({"temperature": 1e31}, r"temperature is 1e\+31; expected 0 <= temperature <= 1e\+30"),
         ({"top_logprobs": 21}, "top_logprobs is 21; expected 0 to 20"),
-        (
-            {"logit_bias": ((97, 1.0),)},
-            (
-                "logit_bias has 1.0 for token 97; expected a finite number, .*for one of the ids 0"
-                " to 96"
-            ),
-        ),
+        ({"logit_bias": ((97, 1.0),)}, "logit_bias has 1.0 for token 97; .*of the ids 0 to 96"),
+        # no stack of rank 4, and two slots in that of rank 8
+        ({"adapter": Slot(4, 0)}, "is not resident"),
+        ({"adapter": Slot(8, 2)}, "is not resident"),
     ],
 )
-def test_bad_requests_are_refused_before_any_runs(tiny_base, bad, message):
+def test_bad_requests_are_refused_before_any_runs(rng, tiny_base, bad, message):
     """With ``top_p`` 0 or ``min_p`` over 1 no token is left to draw from; a negative temperature or
     top_k means nothing.
     """
-    seen = []
+    seen, base = [], tiny_base()
+    _, stacks, _ = stacked_adapters(rng, base.cfg)
+    requests = [Request((1, 2, 3, 4), max_tokens=NEW), Request(**({"prompt": (1,)} | bad))]
     with pytest.raises(UserError, match=message):
-        Engine(tiny_base()).generate(
-            [Request((1, 2, 3, 4), max_tokens=NEW), Request(**({"prompt": (1,)} | bad))],
-            finished=seen.append,
-        )
+        Engine(base).generate(requests, stacks, finished=seen.append)
     assert not seen
-
-
-@pytest.mark.parametrize("slot", [Slot(4, 0), Slot(8, 2)])
-def test_an_adapter_that_is_not_resident_is_refused(rng, tiny_base, slot):
-    """No stack of rank 4, and two slots in that of rank 8: sampling must not go on with whatever an
-    index out of range gives.
-    """
-    base = tiny_base()
-    stacks, _ = lora_tree.stack_adapters(
-        transformer.abstract(base.cfg), random_adapters(rng, base.cfg)
-    )
-    with pytest.raises((UserError, KeyError, IndexError)):
-        Engine(base).generate([Request((1, 2, 3), slot, max_tokens=NEW)], stacks)
 
 
 def test_a_stop_string_that_is_a_special_token_ends_a_completion_by_its_id(rng, tiny_base):
@@ -175,18 +152,15 @@ def test_a_stop_string_that_is_a_special_token_ends_a_completion_by_its_id(rng, 
     request = Request(prompt, max_tokens=NEW, seed=int(rng.integers(2**31)))
     [[free]] = Engine(tiny_base()).generate([request])
     end = free.tokens[5]
-    base = dataclasses.replace(
-        tiny_base(), tokenizer=types.SimpleNamespace(special_ids={"<end>": end})
-    )
+    tokenizer = types.SimpleNamespace(special_ids={"<end>": end})
+    base = dataclasses.replace(tiny_base(), tokenizer=tokenizer)
     engine = Engine(base, lambda ids: "".join(f"{i} " for i in ids if i != end))
     [[found]] = engine.generate([dataclasses.replace(request, stop=("<end>", "no such text"))])
     assert found.tokens == free.tokens[: free.tokens.index(end) + 1]
     assert found.finish == "stop"
     assert "<end>" not in found.text
-    with pytest.raises(
-        UserError,
-        match=r"'<end>!' contains the special token '<end>'.*can never match: use '<end>' alone",
-    ):
+    message = r"'<end>!' contains the special token '<end>'.*can never match: use '<end>' alone"
+    with pytest.raises(UserError, match=message):
         engine.generate([dataclasses.replace(request, stop=("<end>!",))])
 
 
@@ -233,14 +207,11 @@ def test_penalties_and_biases_of_mixed_rows_are_those_of_their_definitions(rng, 
     for request, [c] in zip(asked, results, strict=True):
         wanted = penalised_greedy(model, request, NEW)
         differ = next((i for i, (x, y) in enumerate(zip(c.tokens, wanted)) if x != y), NEW)
-        assert differ > NEW // 2 or c.tokens == wanted, (
-            "float32 may decide a tie, not the first half of a completion"
-        )
+        # float32 may decide a tie, not the first half of a completion
+        assert differ > NEW // 2 or c.tokens == wanted
         changed += c.tokens != torch_greedy(model, request.prompt)
-        # of the model itself
-        np.testing.assert_allclose(
-            c.logprobs, torch_logprobs(model, [*request.prompt, *c.tokens])[-NEW:], atol=3e-5
-        )
+        own = torch_logprobs(model, [*request.prompt, *c.tokens])[-NEW:]  # of the model itself
+        np.testing.assert_allclose(c.logprobs, own, atol=3e-5)
     assert changed >= 4, "they must matter"
     theirs = torch_greedy(model, asked[0].prompt, repetition_penalty=1.7)
     assert theirs == penalised_greedy(model, asked[0], NEW)
@@ -295,26 +266,17 @@ def test_targets_at_a_prompts_places_are_scored_and_the_last_tokens_alone_where_
             tuple(rng.integers(-1, base.cfg.vocab_size, rng.integers(0, 6)).tolist())
             for _ in prompt[1:]
         )
-        request = Request(
-            prompt,
-            max_tokens=2,
-            prompt_logprobs=True,
-            top_prompt_logprobs=2,
-            target_prompt_logprobs=targets,
-            prompt_logprobs_last_n=last,
-        )
-        [[c]] = engine.generate([request])
+        how = {"prompt_logprobs_last_n": last, "target_prompt_logprobs": targets}
+        how |= {"prompt_logprobs": True, "top_prompt_logprobs": 2}
+        [[c]] = engine.generate([Request(prompt, max_tokens=2, **how)])
         first = 0 if last is None else max(0, length - 1 - last)
         assert c.reused == first // PAGE * PAGE, "what is not scored comes from the cache"
         logp_TV = model_logprobs(model, prompt)
         own = logp_TV[np.arange(length - 1), prompt[1:]]
-        # as above
-        np.testing.assert_allclose(
-            c.prompt_logprobs, np.where(np.arange(length - 1) < first, np.nan, own), atol=3e-5
-        )
-        assert [len(top) for top in c.top_prompt_logprobs] == [0] * first + [2] * (
-            length - 1 - first
-        )
+        own[:first] = np.nan
+        np.testing.assert_allclose(c.prompt_logprobs, own, atol=3e-5)  # as above
+        counts = [len(top) for top in c.top_prompt_logprobs]
+        assert counts == [0] * first + [2] * (length - 1 - first)
         for pairs, logp_V in zip(c.top_prompt_logprobs[first:], logp_TV[first:]):
             assert_likeliest(pairs, logp_V)
         for t, (told, ids) in enumerate(zip(c.target_prompt_logprobs, targets, strict=True)):
@@ -331,9 +293,8 @@ def test_alternatives_at_a_prompts_places_are_drawn_from_the_model(rng, tiny_bas
         for seed, k in enumerate((20,) * 9 + (3,))
     ]
     told = [c.prompt_alternatives for [c] in engine.generate(asked)]
-    # [9, T, 20]
-    drawn = np.array([[[i for i, _ in place] for place in places] for places in told[:9]])
-    logprobs = np.array([[[p for _, p in place] for place in places] for places in told[:9]])
+    pairs = np.array(told[:9])  # [9, T, 20, 2]
+    drawn, logprobs = pairs[..., 0].astype(int), pairs[..., 1]
     np.testing.assert_allclose(logprobs, logp_TV[np.arange(44)[None, :, None], drawn], atol=3e-5)
     # The mean surprise of the draws is the entropy: 7,920 of them, so a wrong temperature or shared
     # noise is far outside 5 sigma.
@@ -341,9 +302,8 @@ def test_alternatives_at_a_prompts_places_are_drawn_from_the_model(rng, tiny_bas
     spread = (np.exp(logp_TV) * logp_TV**2).sum(-1) - entropy**2
     off = (-logprobs.mean((0, 2)) - entropy).sum() / np.sqrt((spread / 180).sum())
     assert abs(off) < 5
-    assert len({tuple(x) for x in drawn.reshape(-1, 20).tolist()}) == 9 * 44, (
-        "no two places draw alike"
-    )
+    # no two places draw alike
+    assert len({tuple(x) for x in drawn.reshape(-1, 20).tolist()}) == 9 * 44
     [[alone]] = engine.generate([asked[9]])
     assert alone.prompt_alternatives == told[9]
     assert {len(place) for place in told[9]} == {3}

@@ -11,14 +11,13 @@ import pytest
 
 from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import AdapterConfig
-from mint_jax.models import transformer
 from mint_jax.rollout import device
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Request
 from tests import oracles
 from tests.exchange import looser
 from tests.rollout.engine_test import assert_greedy, torch_greedy
-from tests.rollout.score_test import merged_models, random_adapters, torch_logprobs
+from tests.rollout.score_test import merged_models, stacked_adapters, torch_logprobs
 
 ALL = (lora_tree.ALL_LINEAR,)
 CONFIGS = {
@@ -39,43 +38,26 @@ def test_mixed_adapters_of_every_family_are_transformers(rng, tiny_base, hf_dirs
     configs = CONFIGS
     if base.cfg.routed:  # a neighbour of "eight" in their stack
         configs = CONFIGS | {"other": dataclasses.replace(CONFIGS["other"], experts="shared_outer")}
-    adapters = random_adapters(rng, base.cfg, configs, 0.3)
+    adapters, stacks, slots = stacked_adapters(rng, base.cfg, configs, 0.3)
     models = merged_models(hf_dirs(family), base.cfg, adapters)
-    stacks, slots = lora_tree.stack_adapters(transformer.abstract(base.cfg), adapters)
-    asked = [
-        (
-            name,
-            Request(
-                tuple(rng.integers(3, 96, n).tolist()),
-                slots.get(name),
-                k,
-                NEW,
-                t,
-                seed=i,
-                revision=name,
-            ),
-        )
-        for i, (name, n, k, t) in enumerate(
-            (
-                ("one", 70, 1, 0),
-                ("eight", 5, 3, 1.0),
-                (None, 33, 2, 1.0),
-                ("other", 1, 1, 0),
-                ("eight", 40, 1, 0),
-            )
-        )
-    ]
-    engine = Engine(
-        base, rows=(8,), steps=7, cache_bytes=PAGES * device.page_bytes(base.cfg, base.dtype, False)
-    )
-    results = engine.generate([request for _, request in asked], stacks)
+
+    def request(name, length, n, temperature) -> Request:
+        prompt, how = tuple(rng.integers(3, 96, length).tolist()), {"seed": length}
+        return Request(prompt, slots.get(name), n, NEW, temperature, revision=name, **how)
+
+    asked = [request("one", 70, 1, 0), request("eight", 5, 3, 1.0), request(None, 33, 2, 1.0)]
+    asked += [request("other", 1, 1, 0), request("eight", 40, 1, 0)]
+    nbytes = PAGES * device.page_bytes(base.cfg, base.dtype, False)
+    engine = Engine(base, rows=(8,), steps=7, cache_bytes=nbytes)
+    results = engine.generate(asked, stacks)
     assert engine.counts["preempted"] > 0
-    engine.generate([asked[0][1]], stacks)  # the others may have needed its prompt's pages
-    (again,) = engine.generate([asked[0][1]], stacks)
+    engine.generate(asked[:1], stacks)  # the others may have needed its prompt's pages
+    (again,) = engine.generate(asked[:1], stacks)
     assert again[0].reused == 64, "two whole pages of its prompt were there"
     assert (again[0].tokens, again[0].logprobs) == (results[0][0].tokens, results[0][0].logprobs)
     compared = 0
-    for (name, request), completions in zip(asked, results, strict=True):
+    for request, completions in zip(asked, results, strict=True):
+        name = request.revision
         for c in completions:
             tokens = [*request.prompt, *c.tokens]
             n = min(max(oracles.decided(models[name], tokens) + 1 - len(request.prompt), 0), NEW)

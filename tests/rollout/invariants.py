@@ -54,10 +54,8 @@ def _check_near(schedule, near, running, prompts) -> None:
 
 def reach(schedule, position) -> int:
     """The first page with a position that the token at ``position`` attends to."""
-    return next(
-        (i for i in range(position // PAGE) if (i + 1) * PAGE - 1 > position - schedule.window),
-        position // PAGE,
-    )
+    last, begin = position // PAGE, position - schedule.window
+    return next((i for i in range(last) if (i + 1) * PAGE - 1 > begin), last)
 
 
 def _check_pages(pool, in_use, users) -> None:

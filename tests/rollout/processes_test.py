@@ -93,13 +93,8 @@ def checkpoint(family, folder) -> str:
 def processes(count: int, file, folder, timeout: float = 400):
     """Runs ``GENERATE`` in ``count`` processes over two devices in all."""
     devices = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={2 // count}"
-    return together(
-        [["-c", GENERATE, str(file)]] * count,
-        folder,
-        timeout,
-        XLA_FLAGS=devices,
-        JAX_DISABLE_MOST_OPTIMIZATIONS="1",
-    )
+    fast = {"XLA_FLAGS": devices, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    return together([["-c", GENERATE, str(file)]] * count, folder, timeout, **fast)
 
 
 @pytest.mark.parametrize(

@@ -22,14 +22,8 @@ SAMPLERS = {
     kernel: jax.jit(functools.partial(sample_lib.sample, kernel=kernel))
     for kernel in ("cpu", "xla")
 }
-DTYPES = {
-    "temperature": np.float32,
-    "top_k": np.int32,
-    "top_p": np.float32,
-    "min_p": np.float32,
-    "seed": np.uint32,
-}
-DEFAULTS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0}
+DEFAULTS = {"temperature": np.float32(1), "top_k": np.int32(0), "top_p": np.float32(1)}
+DEFAULTS |= {"min_p": np.float32(0), "seed": np.uint32(0)}
 
 
 @pytest.fixture(params=["cpu", "xla"])
@@ -39,11 +33,9 @@ def draw(request):
 
 
 def params(rows: int, **settings) -> SamplingParams:
-    columns = {
-        name: np.broadcast_to(np.asarray(value, DTYPES[name]), rows)
-        for name, value in (DEFAULTS | settings).items()
-    }
-    return SamplingParams(**columns)
+    columns = ((DEFAULTS | settings)[name] for name in DEFAULTS)
+    dtypes = (value.dtype for value in DEFAULTS.values())
+    return SamplingParams(*(np.broadcast_to(np.asarray(*c), rows) for c in zip(columns, dtypes)))
 
 
 def reference(z_V, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarray:
@@ -68,9 +60,8 @@ def draws(draw, rng, z_V, n=DRAWS, **settings) -> np.ndarray:
     seeds = rng.integers(0, 2**32, n, dtype=np.uint32)
     z_V = np.pad(np.asarray(z_V, np.float32), (0, max(0, 11 - len(z_V))), constant_values=-np.inf)
     z_BV = np.broadcast_to(z_V, (n, len(z_V)))
-    return np.asarray(
-        draw(z_BV, params(n, seed=seeds, **settings), np.int32(rng.integers(10_000)))[0]
-    )
+    place = np.int32(rng.integers(10_000))
+    return np.asarray(draw(z_BV, params(n, seed=seeds, **settings), place)[0])
 
 
 def assert_distributed(tokens, p_V):
@@ -79,10 +70,7 @@ def assert_distributed(tokens, p_V):
     assert not seen[p_V == 0].any(), "a token of probability 0"
     expected = p_V * len(tokens)
     rare = expected < 5  # chi-square needs a few in every bin: rare tokens share one
-    bins = (
-        np.append(seen[~rare], seen[rare].sum()),
-        np.append(expected[~rare], expected[rare].sum()),
-    )
+    bins = tuple(np.append(x[~rare], x[rare].sum()) for x in (seen, expected))
     if bins[1][-1] < 5:
         bins = tuple(np.append(b[:-2], b[-2:].sum()) for b in bins)
     assert len(bins[0]) == 1 or stats.chisquare(*bins).pvalue > P_VALUE
@@ -122,9 +110,7 @@ def test_draws_follow_the_filtered_distribution(draw, rng, vocab, settings):
 )
 def test_ties_at_the_edge_of_a_filter_are_kept(draw, rng, z_V, settings, kept):
     tokens = draws(draw, rng, z_V, **settings)
-    p_V = np.where(
-        np.isin(np.arange(5), list(kept)), special.softmax(np.asarray(z_V, np.float64)), 0.0
-    )
+    p_V = special.softmax(np.asarray(z_V, np.float64)) * np.isin(np.arange(5), list(kept))
     assert set(tokens.tolist()) == kept
     assert_distributed(tokens, p_V / p_V.sum())
 
@@ -146,18 +132,12 @@ def test_a_row_that_is_not_finite_draws_a_token_of_the_vocabulary_and_leaves_oth
 @pytest.fixture
 def mixed(rng):
     """64 rows, each with logits and settings of its own."""
-    settings = {
-        "temperature": rng.choice([0.0, 0.5, 1.0, 2.0], 64),
-        "top_k": rng.choice([0, 0, 1, 5, 50], 64),
-        "top_p": rng.choice([1.0, 0.9, 0.3], 64),
-        "min_p": rng.choice([0.0, 0.0, 0.1], 64),
-        "seed": rng.integers(0, 2**32, 64, dtype=np.uint32),
-    }
-    return (
-        (3 * rng.normal(size=(64, 300))).astype(np.float32),
-        params(64, **settings),
-        rng.integers(0, 1000, 64).astype(np.int32),
-    )
+    choices = {"temperature": [0.0, 0.5, 1.0, 2.0], "top_k": [0, 0, 1, 5, 50]}
+    choices |= {"top_p": [1.0, 0.9, 0.3], "min_p": [0.0, 0.0, 0.1]}
+    settings = {name: rng.choice(values, 64) for name, values in choices.items()}
+    given = params(64, seed=rng.integers(0, 2**32, 64, dtype=np.uint32), **settings)
+    z_BV = np.float32(3 * rng.normal(size=(64, 300)))
+    return z_BV, given, np.int32(rng.integers(0, 1000, 64))
 
 
 EXTREMES = {
@@ -222,10 +202,8 @@ def test_no_settings_give_nan_or_a_token_that_they_exclude(rng, kernel):
                 continue
             # Rounding may move a token across the edge of a filter: a token that was drawn passes
             # looser ones.
-            loose = what | {
-                "top_p": min(1.0, what["top_p"] * (1 + 1e-4) + 1e-6),
-                "min_p": what["min_p"] * (1 - 1e-4),
-            }
+            loose = what | {"min_p": what["min_p"] * (1 - 1e-4)}
+            loose["top_p"] = min(1.0, what["top_p"] * (1 + 1e-4) + 1e-6)
             z_V = np.float64(z_V)
             with np.errstate(over="ignore"):
                 assert reference(z_V, **loose)[token] > 0, what
@@ -241,20 +219,13 @@ def test_no_settings_give_nan_or_a_token_that_they_exclude(rng, kernel):
 
 
 def test_a_row_draws_the_same_token_alone_and_in_any_batch(draw, rng, mixed):
-    z_BV, settings, position_B = mixed
-    tokens, logprobs, _ = map(np.asarray, draw(z_BV, settings, position_B))
+    tokens, logprobs, _ = map(np.asarray, draw(*mixed))
     shuffled = rng.permutation(64)
-    other, _, _ = draw(
-        z_BV[shuffled], jax.tree.map(lambda x: x[shuffled], settings), position_B[shuffled]
-    )
-    np.testing.assert_array_equal(other, tokens[shuffled])
-    for b in range(64):
-        alone = draw(
-            z_BV[b : b + 1], jax.tree.map(lambda x, b=b: x[b : b + 1], settings), position_B[b]
-        )
-        assert alone[0][0] == tokens[b]
+    for rows in (shuffled, *shuffled[:, None]):
+        other = draw(*jax.tree.map(lambda x, rows=rows: x[rows], mixed))
+        np.testing.assert_array_equal(other[0], tokens[rows])
         # sums over V may be ordered otherwise
-        np.testing.assert_allclose(alone[1][0], logprobs[b], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(other[1], logprobs[rows], rtol=1e-5, atol=1e-6)
 
 
 def test_logprobs_are_those_of_the_model_and_of_the_distribution_drawn_from(draw, mixed):
@@ -265,13 +236,7 @@ def test_logprobs_are_those_of_the_model_and_of_the_distribution_drawn_from(draw
     np.testing.assert_allclose(logprobs, wanted, rtol=1e-6, atol=4e-6)
     hot = settings.temperature > 0
     for b in np.flatnonzero(hot):
-        own = {
-            name: column[b]
-            for name, column in settings._asdict().items()
-            if name not in ("seed", "penalties")
-        }
+        p_V = reference(z_BV[b], *(column[b] for column in settings[:4]))
         # twice that, at T 0.5
-        np.testing.assert_allclose(
-            drawn[b], np.log(reference(z_BV[b], **own)[tokens[b]]), rtol=1e-6, atol=1e-5
-        )
+        np.testing.assert_allclose(drawn[b], np.log(p_V[tokens[b]]), rtol=1e-6, atol=1e-5)
     np.testing.assert_array_equal(drawn[~hot], logprobs[~hot])
