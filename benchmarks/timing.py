@@ -10,7 +10,7 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, TypeVar
 
 import jax
@@ -31,9 +31,9 @@ def seconds_of(call: Callable[[], Any], clock: Callable[[], float] = time.perf_c
     return clock() - began
 
 
-def counted(what: str, items: Collection[T]) -> Iterator[T]:
-    """Yields the items, with progress."""
-    progress = Progress(what, len(items))
+def counted(what: str, items: Iterable[T], total: int | None = None) -> Iterator[T]:
+    """Yields the items, with progress; ``total`` where they have no length."""
+    progress = Progress(what, len(items) if isinstance(items, Sized) else total or 0)
     for done, item in enumerate(items, 1):
         yield item
         progress.update(done)
