@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks import timing
 from benchmarks.bases import open_base
-from benchmarks.peft_peer import Options, PeftPeer, Work, fastest
+from benchmarks.torch_peer import PeftPeer, Work, fastest
 from mint_jax import params as params_lib
 from mint_jax.lora.peft import write_peft
 from mint_jax.lora.tree import AdapterConfig
@@ -97,31 +97,24 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
     report |= {name: config[name] for name in ("policies", "rows", "tokens", "rank")}
     with tempfile.TemporaryDirectory(dir=workdir) as folder:
         made = (base.directory, _export(trainer, base, Path(folder)), LEARNING_RATE)
-        rows = _Rows(config, base, rng)
+        names = [f"p{i % config.policies}" for i in range(config.sample_rows)]
+        shape = config.sample_rows, config.sample_prompt
+        prompts = rng.integers(20, base.cfg.vocab_size, shape)
         works = {
             name: Work("updates", (workload.torch_updates(2),))
             for name, workload in workloads.items()
         }
-        works["sample"] = Work("generate", (rows.prompts, rows.names, config.trial_tokens))
-        best, report["peer_candidates_s"] = fastest(PeftPeer(*made), made, works, config.compile_s)
+        works["sample"] = Work("generate", (prompts, names, config.trial_tokens))
+        best, report["peer_candidates_s"] = fastest(made, works, config.compile_s)
         report["peer_options"] = {name: str(options) for name, options in best.items()}
         peer = PeftPeer(*made)  # the one that was tried has moved
     # before training moves the two sides apart
-    report |= _sample(config, base, trainer, peer, best["sample"], rows)
+    peer.use(best["sample"])
+    report |= _sample(config, base, trainer, peer, names, prompts)
     for name, workload in workloads.items():
         peer.use(best[name])
         report |= _train(name, workload, config, base, trainer, peer)
     return report
-
-
-class _Rows:
-    """Prompts to sample from, each with its adapter."""
-
-    def __init__(self, config: Any, base: Base, rng: np.random.Generator):
-        self.names = [f"p{i % config.policies}" for i in range(config.sample_rows)]
-        self.prompts = rng.integers(
-            20, base.cfg.vocab_size, (config.sample_rows, config.sample_prompt)
-        )
 
 
 def _export(trainer: Trainer, base: Base, folder: Path) -> dict[str, Path]:
@@ -158,14 +151,13 @@ def _train(
 
 
 def _sample(
-    config: Any, base: Base, trainer: Trainer, peer: PeftPeer, options: Options, rows: _Rows
+    config: Any, base: Base, trainer: Trainer, peer: PeftPeer, names: list[str], prompts: np.ndarray
 ) -> dict[str, Any]:
     greedy = {"max_tokens": config.sample_tokens, "temperature": 0.0}
     requests = [
         Request(tuple(prompt), trainer.slots[name], **greedy)
-        for prompt, name in zip(rows.prompts.tolist(), rows.names)
+        for prompt, name in zip(prompts.tolist(), names)
     ]
-    peer.use(options)
     engine = Engine(base)
     last: dict[str, np.ndarray] = {}
 
@@ -173,13 +165,12 @@ def _sample(
         last["ours"] = np.array([c[0].tokens for c in engine.generate(requests, trainer.stacks)])
 
     def peers() -> None:
-        last["peer"] = peer.generate(rows.prompts, rows.names, config.sample_tokens)
+        last["peer"] = peer.generate(prompts, names, config.sample_tokens)
 
     times = timing.in_turn("sample", {"ours": ours, "peer": peers}, config.n)
-    count = config.sample_rows * config.sample_tokens
     return {
         "ratio_sample": timing.ratio(times, "peer", "ours"),
         "sample_seconds": timing.medians_of(times),
-        "sample_tokens": count,
+        "sample_tokens": config.sample_rows * config.sample_tokens,
         "sample_same_tokens": round(float((last["ours"] == last["peer"]).mean()), 3),
     }
