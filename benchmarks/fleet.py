@@ -24,7 +24,6 @@ from benchmarks.sweeps import pictures
 from benchmarks.sweeps.grid import Picture
 from benchmarks.sweeps.report import table_of
 from mint_jax.files import write_file
-from mint_jax.metrics import Progress
 
 FIGURES = ("errors", "refused_first", "p50_s", "p95_s", "cold_loads", "host_loads", "distinct")
 PICTURES = {
@@ -32,7 +31,6 @@ PICTURES = {
     "fleet_cold_loads": Picture(
         grid="engines", x="engines", y="cold_loads", by=("router",), log="xy"
     ),
-    "fleet_p95": Picture(grid="engines", x="engines", y="p95_s", by=("router",), log="xy"),
     "fleet_million": Picture(grid="million", x="engines", y="p95_s", by=("service",), log="xy"),
 }
 
@@ -49,18 +47,13 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
 
     def add(grid: str, router: str, service: str, traffic: Traffic, count: int, n: int, **limits):
         settings = {"router": router, "service": service, "engines": count} | limits
-        of, progress, found = (
-            dataclasses.replace(services[service], **limits),
-            Progress(grid, n),
-            [],
-        )
-        for seed in range(config.seed, config.seed + n):
+        of, found = dataclasses.replace(services[service], **limits), []
+        what = " ".join(map(str, (grid, *settings.values())))
+        for seed in timing.counted(what, range(config.seed, config.seed + n)):
             found.append(Fleet(of, count, config.report_s, seed).run(router, traffic, seed))
-            progress.update(seed - config.seed + 1, " ".join(map(str, settings.values())))
         taken = {name: [one[name] for one in found] for name in FIGURES}
         runs[grid, *settings.values()] = taken
-        figures = {name: timing.median(values) for name, values in taken.items()}
-        rows.append({"grid": grid, "settings": settings, "figures": figures})
+        rows.append({"grid": grid, "settings": settings, "figures": timing.medians_of(taken)})
         return found
 
     for service in config.of_row:
