@@ -82,9 +82,7 @@ def _reported(file: Path, row: Row) -> Row:
 
 def _timed(call: Callable[[], Any], n: int) -> tuple[float, list[float]]:
     """Seconds of a first call, and of ``n`` more."""
-    first, *more = timing.in_turn("calls", {"": lambda: jax.block_until_ready(call())}, n + 1, 0)[
-        ""
-    ]
+    first, *more = (timing.seconds_of(lambda: jax.block_until_ready(call())) for _ in range(n + 1))
     return round(first, 2), more
 
 
@@ -169,14 +167,11 @@ class _Bench:
         named = [PolicyConfig(f"p{i}", adapter, loss=loss, seed=i) for i in range(policies)]
         trainer = Trainer(self.base, named, max_tokens=most or part.rows * part.tokens)
         rows, tokens = part.rows // policies, part.rows * part.tokens
-        step = train_wave.step(
-            trainer,
-            {
-                policy.name: [train_wave.group(self._tokens(part.tokens)) for _ in range(rows)]
-                for policy in named
-            },
-        )
-        first, times = _timed(step, self.config.n)
+        groups = {
+            policy.name: [train_wave.group(self._tokens(part.tokens)) for _ in range(rows)]
+            for policy in named
+        }
+        first, times = _timed(train_wave.step(trainer, groups), self.config.n)
         seconds, flops = float(np.median(times)), 4 * self.weights * tokens
         stats = jax.local_devices()[0].memory_stats() or {}
         yield {
@@ -327,27 +322,23 @@ def _peers(config_json: str, file: str) -> None:
     config = json.loads(config_json)
     fields = names.shape(config["peers"]["base"])
     train, decode = config["train"], config["decode"]
-    where = "cuda" if torch.cuda.is_available() else "cpu"
+    is_gpu = torch.cuda.is_available()
 
-    def synchronise() -> None:
-        if where == "cuda":
-            torch.cuda.synchronize()
+    def tokens(*shape: int) -> Any:
+        return torch.randint(3, fields["vocab_size"], shape)
 
-    def seconds(call: Callable[[], Any], n: int) -> list[float]:
-        out = []
-        for _ in range(n):
-            synchronise()
-            began = time.perf_counter()
+    def times(call: Callable[[], Any]) -> list[float]:
+        def synced() -> None:
             call()
-            synchronise()
-            out.append(time.perf_counter() - began)
-        return out
+            if is_gpu:
+                torch.cuda.synchronize()
+
+        return timing.in_turn("peers", {"": synced}, 3, warm=0)[""]
 
     torch.manual_seed(0)
+    torch.set_default_device("cuda" if is_gpu else "cpu")
     how = {"dtype": getattr(torch, config["dtype"]), "attn_implementation": "sdpa"}
-    with torch.device(where):
-        model = AutoModelForCausalLM.from_config(Qwen3Config(**fields), **how)
-    model.eval()
+    model = AutoModelForCausalLM.from_config(Qwen3Config(**fields), **how).eval()
 
     def decoding(rows: int) -> Row:
         """Keys and values are not repeated for every query head, as by default if there is a
@@ -356,10 +347,9 @@ def _peers(config_json: str, file: str) -> None:
         sdpa_attention.use_gqa_in_sdpa = lambda *args, **more: True
         room = decode["context"] + 4 * STEPS
         cache = StaticCache(config=model.config, max_cache_len=room)
-        shape = (rows, decode["context"])
-        prompt = torch.randint(3, fields["vocab_size"], shape, device=where)
+        prompt = tokens(rows, decode["context"])
         at = prompt[:, -1:].clone()
-        places = torch.full((rows, 1), decode["context"], device=where)
+        places = torch.full((rows, 1), decode["context"])
         cached = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
         model(prompt, **cached)
 
@@ -368,7 +358,7 @@ def _peers(config_json: str, file: str) -> None:
             at.copy_(out.logits[:, -1].argmax(-1, keepdim=True))
 
         step: Callable[[], Any] = one
-        if where == "cuda":
+        if is_gpu:
             side = torch.cuda.Stream()
             with torch.cuda.stream(side):
                 one()
@@ -378,37 +368,33 @@ def _peers(config_json: str, file: str) -> None:
                 one()
             step = graph.replay
         step()
-        times = seconds(lambda: [step() for _ in range(STEPS)], 3)
-        name = f"transformers, {rows} rows" + ", CUDA graph" * (where == "cuda")
-        name += ", grouped queries"
-        return {"name": name, "step_ms": timing.median(times, 1e3 / STEPS)}
+        seconds = times(lambda: [step() for _ in range(STEPS)])
+        name = f"transformers, {rows} rows" + ", CUDA graph" * is_gpu + ", grouped queries"
+        return {"name": name, "step_ms": timing.median(seconds, 1e3 / STEPS)}
 
     def training(rows: int) -> Row:
         """A step of one policy; every pass has ``peers.rows`` rows at most."""
-        lora = LoraConfig(
-            target_modules="all-linear", r=train["rank"], lora_alpha=2 * train["rank"]
-        )
-        peer: Any = get_peft_model(model, lora, autocast_adapter_dtype=False)
+        how = {"target_modules": "all-linear", "r": train["rank"], "lora_alpha": 2 * train["rank"]}
+        peer: Any = get_peft_model(model, LoraConfig(**how), autocast_adapter_dtype=False)
         peer.train()
         passes = max(1, rows // config["peers"]["rows"])
-        shape = (passes, rows // passes, train["tokens"])
-        batches = torch.randint(3, fields["vocab_size"], shape, device=where)
+        batches = tokens(passes, rows // passes, train["tokens"])
         own = [p for p in peer.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(own, lr=1e-4, foreach=True)
 
         def step() -> None:
-            for tokens in batches:
-                (peer(tokens, labels=tokens, use_cache=False).loss / passes).backward()
+            for batch in batches:
+                (peer(batch, labels=batch, use_cache=False).loss / passes).backward()
             optimizer.step()
             optimizer.zero_grad()
 
         step()
-        times = seconds(step, 3)
+        seconds = times(step)
         peer.unload()
         return {
             "name": f"PEFT, 1 x {rows} x {train['tokens']}, {passes} passes each",
-            "step_s": timing.median(times),
-            "tokens_per_s": round(rows * train["tokens"] / float(np.median(times))),
+            "step_s": timing.median(seconds),
+            "tokens_per_s": round(rows * train["tokens"] / float(np.median(seconds))),
         }
 
     todo = [(training, train["rows"])]
