@@ -124,7 +124,9 @@ def _compare(config: Any, base: Base, peers: dict[str, Elsewhere], folder: Path)
         for i, prompt in enumerate(prompts):
             k = i % (config.adapters + 1)  # the last is the base
             # the version is whose prompts stay in the cache
-            named = {"adapter": Slot(adapter.bucket, k), "version": k} if k < config.adapters else {}
+            named = (
+                {"adapter": Slot(adapter.bucket, k), "version": k} if k < config.adapters else {}
+            )
             requests.append(Request(tuple(prompt), **named, **how))
             theirs.append((k + 1, str(paths[k])) if named else (0, ""))
         question = {"prompts": prompts, "adapters": theirs, "tokens": config.tokens}
@@ -162,10 +164,8 @@ def _written(
 ) -> list[Path]:
     """The adapters of a stack as directories of PEFT's."""
     specs = lora_tree.adapter_specs(transformer.abstract(base.cfg), adapter)
-    names, _ = peft_tables(base.cfg)
-    paths = []
-    for k in range(stack.slots):
+    paths = [folder / f"adapter-{k}" for k in range(stack.slots)]
+    for k, path in enumerate(paths):
         tree = jax.device_get(lora_tree.read_slot(stack, k, adapter.rank, specs))
-        paths.append(folder / f"adapter-{k}")
-        peft.write_peft(paths[-1], tree, adapter, names)
+        peft.write_peft(path, tree, adapter, peft_tables(base.cfg)[0])
     return paths

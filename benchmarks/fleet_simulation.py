@@ -221,7 +221,6 @@ class Fleet:
         self.names = tuple(f"engine-{i:03d}" for i in range(engines))
         self.busy = [0] * engines  # samples in flight, as the front counts them
         self.flights: dict[str, Counter[int]] = {}  # digest -> samples in flight by engine
-        self.moved: set[str] = set()  # digests away from home, for hysteresis
         self.engines = [Engine(service, self, i) for i in range(engines)]
         self.view: dict[str, Load] = {}
 
@@ -276,9 +275,11 @@ class Fleet:
 
         self.ended = ended
         report()
-        gaps = rng.exponential(1 / traffic.rate, len(requests)) if traffic.rate else ()
-        for time in np.cumsum(gaps) if traffic.rate else np.zeros(traffic.concurrency):
-            self.at(float(time), send)
+        times = np.zeros(traffic.concurrency)
+        if traffic.rate:
+            times = np.cumsum(rng.exponential(1 / traffic.rate, len(requests)))
+        for time in times.tolist():
+            self.at(time, send)
         while self._events:
             self.now, _, call = heapq.heappop(self._events)
             call()
@@ -322,18 +323,6 @@ def _activity(fleet: Fleet, ask: Ask) -> list[int]:
     return _by(fleet, ask, lambda i: (not flights.get(i), fleet.busy[i]))
 
 
-def _hysteresis(fleet: Fleet, ask: Ask) -> list[int]:
-    """The first home; the next one from 1.5 times the mean load there until it is 1.1 times."""
-    homes = [int(name[7:]) for name in homes_of(ask.digest, fleet.names, 2)]
-    mean, home = sum(fleet.busy) / len(fleet.busy), fleet.busy[homes[0]]
-    if home > (1.1 if ask.digest in fleet.moved else 1.5) * mean + 1:
-        fleet.moved.add(ask.digest)
-    else:
-        fleet.moved.discard(ask.digest)
-    first = homes[-1] if ask.digest in fleet.moved else homes[0]
-    return _by(fleet, ask, lambda i: (i != first, fleet.busy[i]))
-
-
 def _oracle(fleet: Fleet, ask: Ask) -> list[int]:
     """The chooser's rule for all engines, with what they know at this moment."""
     limit = BOUND * sum(fleet.busy) / len(fleet.busy) + 1
@@ -359,6 +348,5 @@ ROUTERS: dict[str, tuple[Callable[[Fleet, Ask], Iterable[int]], bool]] = {
     "sticky": (lambda fleet, ask: [int(homes_of(ask.digest, fleet.names, 1)[0][7:])], True),
     "least_loaded": (lambda fleet, ask: _by(fleet, ask, lambda i: fleet.busy[i]), False),
     "activity": (_activity, False),
-    "hysteresis": (_hysteresis, False),
     "oracle": (_oracle, False),
 }

@@ -124,15 +124,10 @@ def ratio(
     (1 makes it an overhead).
     """
     a, b = (np.array(times[name]) for name in (slow, fast))
-    draws = _draws(len(a))
+    draws, name = _draws(len(a)), "median" if q == 50 else "percentile"
+    whole = np.percentile(a, q) / np.percentile(b, q)
     ratios = np.percentile(a[draws], q, axis=1) / np.percentile(b[draws], q, axis=1)
-    return {
-        "median" if q == 50 else "percentile": _short(
-            np.percentile(a, q) / np.percentile(b, q) - less
-        ),
-        "interval": _ends(ratios - less),
-        "n": len(a),
-    }
+    return {name: _short(whole - less), "interval": _ends(ratios - less), "n": len(a)}
 
 
 def merge(runs: Sequence[Any]) -> Any:

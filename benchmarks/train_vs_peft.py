@@ -18,8 +18,8 @@ from benchmarks.torch_peer import PeftPeer, Work, fastest
 from mint_jax import params as params_lib
 from mint_jax.lora.peft import write_peft
 from mint_jax.lora.tree import AdapterConfig
-from mint_jax.models import hf
 from mint_jax.models.base import Base
+from mint_jax.models.outline import peft_tables
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Request
 from mint_jax.train.batch import Group, TrainSequence
@@ -54,27 +54,24 @@ class _Workload:
         self, config: Any, vocab: int, prompt: int, shared: bool, rng: np.random.Generator
     ):
         P, B, T = config.policies, config.rows, config.tokens
-        self.prompt = prompt
+        self.prompt, self.shared = prompt, shared
         self.tokens_PBT = rng.integers(20, vocab, (P, B, T))
         if shared:
             self.tokens_PBT[:, :, :prompt] = self.tokens_PBT[:, :1, :prompt]
         self.advantages_PB = rng.normal(0, 1, (P, B)).astype(np.float32)
         self.old_logp = np.full((P, B, T - prompt), -10.0, np.float32)
-        self.shared = shared
 
     def groups(self, p: int) -> list[Group]:
-        B, T = self.tokens_PBT.shape[1:]
-        count = T - self.prompt
+        prompts, answers = np.split(self.tokens_PBT[p], [self.prompt], axis=1)
+        B, count = answers.shape
         sequences = []
-        for b in range(B):
-            tokens = self.tokens_PBT[p, b, self.prompt :].tolist()
-            weights, old = [1 / (B * count)] * count, self.old_logp[p, b].tolist()
+        for b, tokens in enumerate(answers.tolist()):
             advantages = [float(self.advantages_PB[p, b])] * count
-            sequences.append(TrainSequence(tokens, weights, advantages, old))
-        prefixes = self.tokens_PBT[p, :, : self.prompt].tolist()
+            how = [1 / (B * count)] * count, advantages, self.old_logp[p, b].tolist()
+            sequences.append(TrainSequence(tokens, *how))
         if self.shared:
-            return [Group(prefixes[0], sequences)]
-        return [Group(prefix, [s]) for prefix, s in zip(prefixes, sequences)]
+            return [Group(prompts[0].tolist(), sequences)]
+        return [Group(prompt, [s]) for prompt, s in zip(prompts.tolist(), sequences)]
 
     def torch_updates(self, count: int) -> list[tuple[Any, ...]]:
         """The peer's updates of the first ``count`` policies."""
@@ -118,13 +115,10 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
 
 
 def _export(trainer: Trainer, base: Base, folder: Path) -> dict[str, Path]:
-    out = {}
-    for name in trainer.policies:
-        adapter = trainer.adapter(name)
-        paths = {path.rsplit("/", 1)[0] for path, _ in params_lib.leaves_with_path(adapter)}
-        out[name], names = folder / name, hf.module_names(base.cfg, paths)
-        write_peft(out[name], adapter, trainer.policies[name].adapter, names)
-    return out
+    names, _ = peft_tables(base.cfg)
+    for name, policy in trainer.policies.items():
+        write_peft(folder / name, trainer.adapter(name), policy.adapter, names)
+    return {name: folder / name for name in trainer.policies}
 
 
 def _train(
