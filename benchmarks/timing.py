@@ -78,7 +78,7 @@ def median(values: Iterable[float], scale: float = 1.0) -> Figure:
     return _quantile(values, 0.5, scale, "median")
 
 
-def medians_of(times: Mapping[str, list[float]], scale: float = 1.0) -> dict[str, Figure]:
+def medians_of(times: Mapping[str, Sequence[float]], scale: float = 1.0) -> dict[str, Figure]:
     """``median`` of every side."""
     return {name: median(values, scale) for name, values in times.items()}
 
@@ -118,7 +118,7 @@ def total(values: Iterable[float]) -> Figure:
 
 
 def ratio(
-    times: Mapping[str, list[float]], slow: str, fast: str, less: float = 0.0, q: float = 50
+    times: Mapping[str, Sequence[float]], slow: str, fast: str, less: float = 0.0, q: float = 50
 ) -> Figure:
     """Returns the q-th percentile of ``slow`` over that of ``fast``; ``less`` is subtracted
     (1 makes it an overhead).

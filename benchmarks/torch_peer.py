@@ -241,34 +241,22 @@ def compiled_seconds(
     made: tuple[Any, ...], wanted: Mapping[str, tuple[Options, Work]], limit_s: float
 ) -> dict[str, float | str]:
     """Seconds of each work as ``torch.compile`` makes it, or the reason why there are none."""
-    spawn = multiprocessing.get_context("spawn")
-    theirs, answer = spawn.Pipe(duplex=False)
-    process = spawn.Process(target=_compile, args=(made, dict(wanted), answer), daemon=True)
-    process.start()
-    answer.close()
-    out: dict[str, float | str] = dict.fromkeys(wanted, f"not compiled in {limit_s:.0f} s")
-    deadline = time.monotonic() + limit_s
-    try:
-        while theirs.poll(max(0.0, deadline - time.monotonic())):
-            name, out[name] = theirs.recv()
-    except EOFError:  # all are done
-        pass
-    process.kill()
-    process.join()
+    out, deadline = dict[str, float | str](), time.monotonic() + limit_s
+    with multiprocessing.get_context("spawn").Pool(1) as pool:  # its end stops what still compiles
+        jobs = {name: pool.apply_async(_compiled, (made, *one)) for name, one in wanted.items()}
+        for name, job in jobs.items():
+            try:
+                out[name] = job.get(max(0.0, deadline - time.monotonic()))
+            except multiprocessing.TimeoutError:
+                out[name] = f"not compiled in {limit_s:.0f} s"
+            except Exception as error:
+                words = (str(error).splitlines() or [""])[0][:160]
+                out[name] = f"failed: {type(error).__name__}: {words}"
     return out
 
 
-def _compile(
-    made: tuple[Any, ...], wanted: Mapping[str, tuple[Options, Work]], answer: Any
-) -> None:
-    """``compiled_seconds`` in its process."""
+def _compiled(made: tuple[Any, ...], options: Options, work: Work) -> float:
     peer = PeftPeer(*made)
-    for name, (options, work) in wanted.items():
-        try:
-            peer.use(options)
-            work(peer)
-            seconds = timing.seconds_of(functools.partial(work, peer))
-            answer.send((name, round(seconds, 3)))
-        except Exception as error:
-            words = (str(error).splitlines() or [""])[0][:160]
-            answer.send((name, f"failed: {type(error).__name__}: {words}"))
+    peer.use(options)
+    work(peer)
+    return round(timing.seconds_of(lambda: work(peer)), 3)
