@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 WAIT_S = 600.0
 PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
@@ -71,9 +72,7 @@ class Served:
 
     def rss_bytes(self) -> int:
         """Resident memory, bytes."""
-        return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * os.sysconf(
-            "SC_PAGE_SIZE"
-        )
+        return psutil.Process(self.process.pid).memory_info().rss
 
     def kill(self) -> None:
         """kill -9; nothing where it has ended."""

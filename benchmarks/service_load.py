@@ -16,6 +16,7 @@ import os
 import shutil
 import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -291,24 +292,20 @@ def growth(read: Sequence[tuple[float, int, int]]) -> tuple[int, int]:
     to the last, by the lowest of each third. ``read`` has seconds, resident bytes and bytes of
     caches.
     """
-    end = read[-1][0]
-    thirds = [
-        [row for row in read if end * part / 3 <= row[0] <= end * (part + 1) / 3] for part in (1, 2)
-    ]
-    if not all(thirds):
+    at, rss, caches = np.array(read).T
+    ends = at[-1] * np.arange(1, 4) / 3
+    thirds = [np.flatnonzero((at >= low) & (at <= high)) for low, high in pairwise(ends)]
+    if not all(map(len, thirds)):
         return 0, 0
-    before, after = (min(third, key=lambda row: row[1]) for third in thirds)
-    caches = after[2] - before[2]
-    return after[1] - before[1] - max(0, caches), caches
+    before, after = (third[rss[third].argmin()] for third in thirds)
+    kept = int(caches[after] - caches[before])
+    return int(rss[after] - rss[before]) - max(0, kept), kept
 
 
 def least_distance(rows: list[list[float]]) -> float:
     """The smallest distance of any two rows, by their entries that differ most."""
-    table = np.array(rows)
-    return min(
-        (float(np.abs(table[i + 1 :] - row).max(axis=1).min()) for i, row in enumerate(table[:-1])),
-        default=0.0,
-    )
+    pairs = itertools.combinations(np.array(rows), 2)
+    return min((float(np.abs(a - b).max()) for a, b in pairs), default=0.0)
 
 
 async def _loaded(config: Any, served: Served) -> dict[str, Any]:

@@ -7,6 +7,7 @@ that ended before it started and the last move that started before it ended. ``d
 reads with one valid value.
 """
 
+import functools
 import multiprocessing
 import os
 import queue
@@ -117,15 +118,12 @@ class _Writer:
         back = len(stack) > 1 and self._rng.random() < 0.5
         if back:
             stack.pop()
+            call = functools.partial(self._catalog.rollback, name, ALIAS)
         else:
             numbers = [n for n in range(1, self._plan.per_policy + 1) if n != stack[-1]]
             stack.append(int(self._rng.choice(numbers)))
-        began = time.monotonic_ns()
-        if back:
-            found = self._catalog.rollback(name, ALIAS)
-        else:
-            found = self._catalog.promote(name, stack[-1], ALIAS)
-        ended = time.monotonic_ns()
+            call = functools.partial(self._catalog.promote, name, stack[-1], ALIAS)
+        began, found, ended = time.monotonic_ns(), call(), time.monotonic_ns()
         self.errors += found.number != stack[-1]
         self.moves.append(Move(k, began, ended, stack[-1], "rollback" if back else "promote"))
 
