@@ -49,57 +49,50 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
             f" {shapes[-1]}"
         )
     batches: dict[int, list[_Batch]] = {rows: [] for rows in shapes}
-    for wave in waves:
-        for count in wave.counts:
-            batches[next(rows for rows in shapes if rows >= count)].append(_Batch(wave.rank, count))
+    for batch in (_Batch(wave.rank, count) for wave in waves for count in wave.counts):
+        batches[next(rows for rows in shapes if rows >= batch.count)].append(batch)
     stacks: dict[int, Stacks] = {}
     for rank, slots in most.items():
         adapter = AdapterConfig(rank, 2.0 * rank)
         stacks[rank] = {adapter.bucket: random_stack(base, adapter, slots, config.seed)}
-    each = {rank: adapter_bytes(base, AdapterConfig(rank)) for rank in most}
-    found = {
-        rows: _measure(config, base, rows, stack, stacks)
-        for rows, stack in batches.items()
-        if stack
-    }
-
-    points = [
-        {
-            "name": batch.name,
-            "rank": batch.rank,
-            "distinct": batch.count,
-            "rows": rows,
-            "overhead": timing.ratio(times, batch.name, "bare", less=1),
-            "step_s": timing.median(times[batch.name], 1 / _steps(config, rows)),
-            "bytes_share": float(f"{batch.count * each[batch.rank] / base.nbytes:.4g}"),
-            **checked[batch],
-        }
-        for rows, (times, checked) in found.items()
-        for batch in batches[rows]
-    ]
+    each = {rank: adapter_bytes(base, AdapterConfig(rank)) for rank in sorted(most)}
+    points, seconds = [], {}
+    for rows, some in batches.items():
+        if not some:
+            continue
+        times, checked = _measure(config, base, rows, some, stacks)
+        seconds[str(rows)] = timing.medians_of(times)
+        points += [
+            {
+                "name": batch.name,
+                "rank": batch.rank,
+                "distinct": batch.count,
+                "rows": rows,
+                "overhead": timing.ratio(times, batch.name, "bare", less=1),
+                "step_s": timing.median(times[batch.name], 1 / _steps(config, rows)),
+                "bytes_share": float(f"{batch.count * each[batch.rank] / base.nbytes:.4g}"),
+                **checked[batch],
+            }
+            for batch in some
+        ]
     points.sort(key=lambda point: (point["rank"], point["distinct"]))
-    ranks = sorted(most)
-    headlines = {}
-    for rank, count in ((ranks[-1], 1), (ranks[0], 64), (ranks[0], 1024)):
-        for point in points:
-            if (point["rank"], point["distinct"]) == (rank, count):
-                headlines |= {
-                    f"overhead_{count}": point["overhead"],
-                    f"bytes_share_{count}": point["bytes_share"],
-                }
+    headlines, ranks = {}, [*each]
+    for point in points:
+        at = point["rank"], point["distinct"]
+        if at in ((ranks[-1], 1), (ranks[0], 64), (ranks[0], 1024)):
+            headlines |= {f"{name}_{at[1]}": point[name] for name in ("overhead", "bytes_share")}
+    counts = ("errors", "unchanged", "checked")
     return {
         "base": base.name,
         "weights": base.weights,
         "distinct": max(most.values()),
         **headlines,
-        "errors": sum(point["errors"] for point in points),
-        "unchanged": sum(point["unchanged"] for point in points),
-        "checked": sum(point["checked"] for point in points),
+        **{name: sum(point[name] for point in points) for name in counts},
         "base_bytes": base.nbytes,
-        "bytes_an_adapter": {f"rank_{rank}": each[rank] for rank in ranks},
+        "bytes_an_adapter": {f"rank_{rank}": nbytes for rank, nbytes in each.items()},
         "batches": points,
-        "steps_of_a_call": {str(rows): _steps(config, rows) for rows in found},
-        "call_seconds": {str(rows): timing.medians_of(times) for rows, (times, _) in found.items()},
+        "steps_of_a_call": {rows: _steps(config, int(rows)) for rows in seconds},
+        "call_seconds": seconds,
     }
 
 
@@ -117,10 +110,10 @@ def _measure(
     count = _steps(config, rows)
     steps = Steps(base, rows, config.context + count, config.seed)
     bare = [None] * rows
-    checked = {}
     plain = _ids_and_logprobs(steps.take({}, steps.plan(bare, {}), count))
-    for batch in batches:
-        checked[batch] = _check(config, steps, batch, stacks[batch.rank], count, plain)
+    checked = {
+        batch: _check(config, steps, batch, stacks[batch.rank], count, plain) for batch in batches
+    }
 
     def side(slots: Sequence[Slot | None], stack: Stacks) -> Callable[[], Any]:
         plan = jax.device_put(steps.plan(slots, stack, config.context))

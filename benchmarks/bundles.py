@@ -87,16 +87,15 @@ def parse(dump: str) -> Part:
     # one is the exit: the second core of a chip has nothing to do
     regions.update(dict.fromkeys(lost, len(lines)))
     for at, n in branches:
-        spans.add(
-            (at + late, regions[n], "branch")
-            if regions[n] > at
-            else (regions[n], at + late, "loop")
-        )
+        end = regions[n]
+        spans.add((at + late, end, "branch") if end > at else (end, at + late, "loop"))
     for first, behind, kind in sorted(spans, key=lambda span: (span[0], -span[1], span[2])):
         if behind > first:
             _insert(kernel, Part(kind, first, behind))
+    parts = [*kernel.walk()]  # the innermost of several comes last
     for at, line in enumerate(lines):
-        _innermost(kernel, at).lines.append(line)
+        *_, part = (one for one in parts if one.first <= at < one.behind)
+        part.lines.append(line)
     return kernel
 
 
@@ -111,10 +110,3 @@ def _insert(whole: Part, part: Part) -> None:
                 " the dump's form has changed"
             )
     whole.parts.append(part)
-
-
-def _innermost(whole: Part, at: int) -> Part:
-    for inner in whole.parts:
-        if inner.first <= at < inner.behind:
-            return _innermost(inner, at)
-    return whole

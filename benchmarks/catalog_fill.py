@@ -25,7 +25,6 @@ from mint_jax.catalog.records.exports import Export
 from mint_jax.errors import UserError
 from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import AdapterConfig
-from mint_jax.metrics import Progress
 from mint_jax.models import transformer
 from mint_jax.models.config import ModelConfig
 
@@ -77,22 +76,16 @@ class Payloads:
     def __init__(self, seed: int):
         self._seed = seed
         wanted = lora_tree.adapter_specs(base_specs(), ADAPTER)
-        model = pack(
-            jax.tree.map(lambda s: np.zeros(s.shape, np.float32), wanted),
-            Schema(BASE, ADAPTER, DTYPE),
-        )
-        size = params_lib.count(wanted)
-        self._head = model[: -2 * size]
-        self._size = size
-        self.nbytes = len(model)
+        zeros = jax.tree.map(lambda s: np.zeros(s.shape, np.float32), wanted)
+        model, self._size = pack(zeros, Schema(BASE, ADAPTER, DTYPE)), params_lib.count(wanted)
+        self._head, self.nbytes = model[: -2 * self._size], len(model)
         unpack(self.batch(0, 1)[0])  # raises, should the header not fit
 
     def batch(self, number: int, count: int) -> list[bytes]:
         """``count`` objects; the same for the same number and count."""
-        values = np.random.default_rng((self._seed, number)).standard_normal(
-            (count, self._size), np.float32
-        )
-        rows = values.astype(ml_dtypes.bfloat16).view(np.uint8)
+        rng = np.random.default_rng((self._seed, number))
+        rows = rng.standard_normal((count, self._size), np.float32)
+        rows = rows.astype(ml_dtypes.bfloat16).view(np.uint8)
         return [self._head + row.tobytes() for row in rows]
 
 
@@ -110,20 +103,17 @@ def fill(folder: Path, plan: Plan, database: str | None = None) -> dict[str, Any
         need = f"{plan.entries} entries need {plan.entries * ROOM / 1e9:.0f} GB of disk"
         raise UserError(f"{need}, {folder} has {free / 1e9:.0f}: choose another workdir")
     payloads = Payloads(plan.seed)
-    seconds, work = [], []
-    progress = Progress(f"catalog of {plan.entries}", plan.entries)
+    seconds, work, batches = [], [], list(plan.batches())
     with open_catalog(folder, database) as catalog:
-        for number, batch in enumerate(plan.batches()):
+        for number, batch in enumerate(timing.counted(f"catalog of {plan.entries}", batches)):
             objects = payloads.batch(number, len(batch))
             exports = [
                 Export(plan.policy(k), data, 100 * (k // plan.policies + 1))
                 for k, data in zip(batch, objects, strict=True)
             ]
-            began, used = time.perf_counter(), time.process_time()
-            catalog.export_many(exports, create=True)
-            seconds.append(time.perf_counter() - began)
+            used = time.process_time()
+            seconds.append(timing.seconds_of(lambda e=exports: catalog.export_many(e, create=True)))
             work.append(time.process_time() - used)
-            progress.update(batch.stop, f"{batch.stop / sum(seconds):.0f} entries/s")
         counts = catalog.stats()
     found = counts["revisions"], counts["payloads"], counts["policies"]
     if found != (plan.entries, plan.entries, plan.policies):
@@ -132,7 +122,7 @@ def fill(folder: Path, plan: Plan, database: str | None = None) -> dict[str, Any
             f" policies, it has {counts}"
         )
     last = max(1, len(seconds) // 10)  # batches
-    done = sum(map(len, list(plan.batches())[-last:]))
+    done = sum(map(len, batches[-last:]))
     return {
         "entries": plan.entries,
         "policies": plan.policies,

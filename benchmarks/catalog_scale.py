@@ -11,7 +11,8 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator
+from array import array
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,6 @@ from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import digest_of, unpack
 from mint_jax.catalog.storage.payloads import Place
 from mint_jax.errors import UserError, choice
-from mint_jax.metrics import Progress
 from mint_jax.residency.admission import Admission
 from mint_jax.residency.residency import Residency
 from mint_jax.residency.slots import DeviceSlots
@@ -52,19 +52,17 @@ _RESOLVE = ("p50_ms", "p99_ms")
 
 
 def resolves(
-    catalog: Catalog, what: str, names: Iterable[tuple[str, int]], count: int
+    catalog: Catalog, what: str, names: Iterator[tuple[str, int]], count: int
 ) -> dict[str, Any]:
     """Resolves names, each with its revision number, one after the other."""
-    seconds, errors = np.empty(count), 0
-    progress = Progress(what, count)
-    for k, (name, number) in enumerate(names):
+    seconds, errors = array("d"), 0
+    for name, number in timing.counted(what, names, count):
         began = time.perf_counter()
         try:
             errors += catalog.resolve(name).number != number
         except UserError:
             errors += 1
-        seconds[k] = time.perf_counter() - began
-        progress.update(k + 1)
+        seconds.append(time.perf_counter() - began)
     return {**timing.percentiles(seconds), "errors": int(errors)}
 
 
@@ -89,7 +87,7 @@ class _Loads:
         self._loaded.clear()
 
     def measure(
-        self, what: str, names: Iterable[str], count: int, drop: bool = False
+        self, what: str, names: Iterator[tuple[str, int]], count: int, drop: bool = False
     ) -> dict[str, Any]:
         """Loads one name after the other; seconds by tier, from the request to the written slot.
 
@@ -97,8 +95,8 @@ class _Loads:
             drop: a load's adapter is dropped everywhere afterwards and found cold the next time.
         """
         found: dict[str, list[float]] = {"device": [], "host": [], "cold": []}
-        errors, progress = 0, Progress(what, count)
-        for k, name in enumerate(names):
+        errors = 0
+        for name, _ in timing.counted(what, names, count):
             began = time.perf_counter()
             try:
                 resolved = self._catalog.resolve(name)
@@ -119,7 +117,6 @@ class _Loads:
                     forget(self.residency, [digest])
             except UserError:
                 errors += 1
-            progress.update(k + 1, f"{len(found['cold'])} cold")
         loads = len(found["host"]) + len(found["cold"])
         return {
             "requests": count,
@@ -138,52 +135,49 @@ def measure(
     config: Any = ConfigDict(fields)
     plan = Plan(entries, config.per_policy, config.batch, config.seed)
     rng = np.random.default_rng(config.seed + 1)
-    payloads, requests = Payloads(plan.seed), config.requests
+    payloads = Payloads(plan.seed)
 
-    def drawn(kind: str, count: int) -> np.ndarray:
-        return traffic.draws(kind, plan.policies, count, config.zipf, rng)
-
-    def latest(policies: np.ndarray) -> Iterator[tuple[str, int]]:
-        return ((f"{plan.policy(p)}@latest", plan.newest(p)) for p in policies.tolist())
-
-    def alias(policies: np.ndarray) -> Iterator[str]:
-        return (name for name, _ in latest(policies))
+    def latest(kind: str, count: int) -> Iterator[tuple[str, int]]:
+        drawn = traffic.draws(kind, plan.policies, count, config.zipf, rng).tolist()
+        return ((f"{plan.policy(p)}@latest", plan.newest(p)) for p in drawn)
 
     with open_catalog(Path(folder), database, actor="reader") as catalog:
         catalog.resolve(plan.policy(0))  # compiles the statements
-        before = host.rss_bytes()
-        numbers = rng.integers(0, entries, requests).tolist()
-        numbered = (
-            (f"{plan.policy(k)}@{k // plan.policies + 1}", k // plan.policies + 1) for k in numbers
-        )
-        asked = {kind: latest(drawn(kind, requests)) for kind in config.traffic}
+        before, requests = host.rss_bytes(), config.requests
+        numbers = ((k, k // plan.policies + 1) for k in rng.integers(0, entries, requests).tolist())
+        asked = {kind: latest(kind, requests) for kind in config.traffic}
+        asked["numbers"] = ((f"{plan.policy(k)}@{number}", number) for k, number in numbers)
         resolve = {
             kind: resolves(catalog, f"{entries}: {kind} names", names, requests)
-            for kind, names in (asked | {"numbers": numbered}).items()
+            for kind, names in asked.items()
         }
         after_resolves = host.rss_bytes()
         wrong = _read_back(catalog, plan, payloads, rng)
         loads = _Loads(catalog, config, payloads.nbytes)
-        # compiles the write
-        loads.measure("warm-up", alias(drawn("uniform", config.slots)), config.slots)
+        loads.measure(
+            "warm-up", latest("uniform", config.slots), config.slots
+        )  # compiles the write
         found = {}
         for kind in config.traffic:
             loads.empty()
-            found[kind] = loads.measure(
-                f"{entries}: {kind} loads", alias(drawn(kind, config.loads)), config.loads
-            )
+            names = latest(kind, config.loads)
+            found[kind] = loads.measure(f"{entries}: {kind} loads", names, config.loads)
         load = found["zipf" if "zipf" in found else config.traffic[0]]
         loads.empty()
         drop_from_page_cache(Path(folder))
-        uniform = alias(rng.integers(0, plan.policies, config.disk_loads))
+        uniform = latest("uniform", config.disk_loads)
         disk = loads.measure(f"{entries}: loads from disk", uniform, config.disk_loads, drop=True)
         loads.residency.close()
         rss = host.rss_bytes()
         moved = rng.permutation(plan.policies)[: config.promotions].tolist()
-        promote = _promotes(catalog, plan, moved)
-    names = (*config.traffic, "numbers")
+        # an alias of each moves to its newest revision: one transaction each
+        promotions = [
+            timing.seconds_of(lambda p=p: catalog.promote(plan.policy(p), plan.newest(p)))
+            for p in moved
+        ]
+    parts = [*resolve.values(), *found.values(), disk]
     return {
-        "requests": len(names) * requests,
+        "requests": len(asked) * requests,
         "resolve": resolve,
         **{
             f"resolve_{key}": max((one[key] for one in resolve.values()), key=timing.value)
@@ -191,7 +185,7 @@ def measure(
         },
         "load": load,
         "loads": found,
-        "promote": promote,
+        "promote": timing.percentiles(promotions),
         "disk": disk["cold"],
         "cold_p50_ms": load["cold"].get("p50_ms"),
         "cold_p99_ms": load["cold"].get("p99_ms"),
@@ -199,41 +193,21 @@ def measure(
         "rss_bytes": rss,
         "rss_grown_by_resolves": after_resolves - before,
         "rss_after_resolves": after_resolves,
-        "errors": (
-            sum(resolve[name]["errors"] for name in names)
-            + sum(one["errors"] for one in found.values())
-            + disk["errors"]
-            + wrong
-        ),
+        "errors": sum(one["errors"] for one in parts) + wrong,
     }
 
 
 def _read_back(catalog: Catalog, plan: Plan, payloads: Payloads, rng: np.random.Generator) -> int:
     """Counts revisions of two random batches that differ from what was exported."""
-    batches = list(plan.batches())
-    wrong = 0
+    batches, wrong = list(plan.batches()), 0
     for number in rng.integers(0, len(batches), 2).tolist():
         batch = batches[number]
         expected = [digest_of(data) for data in payloads.batch(number, len(batch))]
         found = catalog.resolve_many([f"{plan.policy(k)}@{k // plan.policies + 1}" for k in batch])
-        wrong += sum(
-            resolved.digest != digest for resolved, digest in zip(found, expected, strict=True)
-        )
         data = catalog.store.read_many(resolved.place for resolved in found)
-        wrong += sum(
-            digest_of(buffer) != digest for buffer, digest in zip(data, expected, strict=True)
-        )
+        for resolved, buffer, digest in zip(found, data, expected, strict=True):
+            wrong += (resolved.digest != digest) + (digest_of(buffer) != digest)
     return wrong
-
-
-def _promotes(catalog: Catalog, plan: Plan, policies: Iterable[int]) -> dict[str, timing.Figure]:
-    """An alias of each policy moves to its newest revision: one transaction each."""
-    seconds = []
-    for p in policies:
-        began = time.perf_counter()
-        catalog.promote(plan.policy(p), plan.newest(p))
-        seconds.append(time.perf_counter() - began)
-    return timing.percentiles(seconds)
 
 
 def run(config: Any, workdir: Path) -> dict[str, Any]:

@@ -5,6 +5,7 @@ number of requests, seconds to the first, median and last slot; ``over_one`` is 
 single request's time. Files are in the page cache.
 """
 
+import functools
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,12 +17,8 @@ import numpy as np
 from benchmarks import timing
 from benchmarks.alone import scratch
 from benchmarks.bases import shape as shape_of
-from benchmarks.packed_files import adapter_of
-from benchmarks.packed_store import BASE, TARGETS, Store, forget, residency_of
-from mint_jax.catalog.packed import Schema, pack
-from mint_jax.lora import tree as lora_tree
+from benchmarks.packed_store import TARGETS, Store, forget, random_objects, residency_of
 from mint_jax.lora.tree import AdapterConfig
-from mint_jax.metrics import Progress
 from mint_jax.models import transformer
 from mint_jax.residency.residency import Residency
 
@@ -33,59 +30,48 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
 
 
 def _run(config: Any, folder: Path) -> dict[str, Any]:
-    specs = transformer.abstract(shape_of(config.shape))
-    adapter = AdapterConfig(config.rank, 2.0 * config.rank, TARGETS)
-    wanted = lora_tree.adapter_specs(specs, adapter)
-    store, schema = Store(folder / "catalog"), Schema(BASE, adapter, config.dtype)
-    values = np.random.default_rng(config.seed)
-    most = max(config.counts)
-    digests = store.add(pack(adapter_of(wanted, values, config.dtype), schema) for _ in range(most))
+    adapter, most = AdapterConfig(config.rank, 2.0 * config.rank, TARGETS), max(config.counts)
+    store, specs = Store(folder / "catalog"), transformer.abstract(shape_of(config.shape))
+    rng = np.random.default_rng(config.seed)
+    digests = store.add(random_objects(specs, adapter, rng, most, config.dtype))
     residency = residency_of(store, specs, most)
-    sides = {
-        f"{count} {kind}": _side(kind, count, digests)
+    reads: dict[str, int] = {}
+
+    def cold(name: str, asked: Sequence[str]) -> list[float]:
+        forget(residency, digests)
+        store.reads.clear()
+        took = at_once(residency, asked)
+        reads[name] = len(store.reads)
+        return took
+
+    points: dict[str, dict[str, Any]] = {
+        f"{count} {kind}": {"kind": kind, "count": count}
         for kind in ("distinct", "identical")
         for count in {1, *config.counts}
     }
-    seconds: dict[str, list[list[float]]] = {name: [] for name in sides}
-    reads: dict[str, int] = {}
-    progress = Progress("cold at once", config.n + 1)
-    for k in range(config.n + 1):  # the first round compiles and warms
-        for name, asked in sides.items():
-            forget(residency, digests)
-            store.reads.clear()
-            took = at_once(residency, asked)
-            reads[name] = len(store.reads)
-            if k:
-                seconds[name].append(took)
-        progress.update(k + 1)
+    sides = {}
+    for name, one in points.items():
+        asked = digests[: one["count"]] if one["kind"] == "distinct" else digests[:1] * one["count"]
+        sides[name] = functools.partial(cold, name, asked)
+    seconds = timing.collect("cold at once", sides, config.n)
     residency.close()
     last = {name: [max(took) for took in rounds] for name, rounds in seconds.items()}
-    points = []
     for name, rounds in seconds.items():
-        count, kind = name.split()
-        points.append(
-            {
-                "name": name,
-                "kind": kind,
-                "count": int(count),
-                "first_s": timing.median(min(took) for took in rounds),
-                "middle_s": timing.median(float(np.median(took)) for took in rounds),
-                "last_s": timing.median(last[name]),
-                "over_one": timing.ratio(last, name, f"1 {kind}"),
-                "reads": reads[name],
-            }
-        )
+        points[name] |= {
+            "name": name,
+            "first_s": timing.median(min(took) for took in rounds),
+            "middle_s": timing.median(float(np.median(took)) for took in rounds),
+            "last_s": timing.median(last[name]),
+            "over_one": timing.ratio(last, name, f"1 {points[name]['kind']}"),
+            "reads": reads[name],
+        }
     return {
         "shape": config.shape.to_dict(),
         "rank": config.rank,
         "adapter_bytes": store.nbytes(digests[:1]),
-        "load_s": next(point["last_s"] for point in points if point["name"] == "1 distinct"),
-        "points": points,
+        "load_s": points["1 distinct"]["last_s"],
+        "points": list(points.values()),
     }
-
-
-def _side(kind: str, count: int, digests: Sequence[str]) -> list[str]:
-    return list(digests[:count]) if kind == "distinct" else [digests[0]] * count
 
 
 def at_once(residency: Residency, digests: Sequence[str]) -> list[float]:

@@ -7,14 +7,14 @@ peak memory is higher by the work in flight. ``ratio_stale`` is that of one poli
 may be one update behind.
 """
 
+import functools
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from benchmarks import timing
 from benchmarks.alone import alone
@@ -61,11 +61,9 @@ class _Side:
 
     def run(self) -> None:
         """The steps of a call."""
-        job = self.job
-        began, on_device = time.perf_counter(), 0.0
-        before = job.tokens
+        job, overlap = self.job, self.name != "sequential"
+        began, on_device, before = time.perf_counter(), 0.0, job.tokens
         first = dict.fromkeys(job.members, 0)
-        overlap = self.name != "sequential"
         how: Any = {"workers": len(first), "ahead": self.ahead}
         with phases_lib.Phases(self.units, first, self.steps, overlap, **how) as phases:
             for phase, unit in phases:
@@ -81,95 +79,63 @@ class _Side:
         self.busy.append(on_device / (time.perf_counter() - began))
         self.tokens = job.tokens - before
 
-    def result(self) -> dict[str, Any]:
-        return {name: self.job.trainer.adapter(name) for name in self.job.members}
 
+class _Series:
+    """Series of schedules over one base, the first of which is sequential."""
 
-def _distance(a: Any, b: Any) -> float:
-    """Largest difference of any entry of any factor."""
-    worst = max(float(np.abs(x - y).max()) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b)))
-    return float(f"{worst:.2g}")
+    def __init__(self, config: Any):
+        self.config, self.base = config, open_base(config)
+        self.rollouts = int(config.policy.sampling.group_size)
 
-
-def _series(
-    config: Any, job: Any, schedules: tuple[str, ...], reward_s: float, what: str
-) -> dict[str, Any]:
-    sides = {name: _Side(job, name, config.steps, reward_s) for name in schedules}
-    results: dict[str, Any] = {}
-
-    def timed(name: str) -> Callable[[], None]:
-        def call() -> None:
-            sides[name]()
-            results[name] = sides[name].result()
-
-        return call
-
-    times = timing.in_turn(what, {name: timed(name) for name in schedules}, config.n)
-    slowest = "sequential"
-    return {
-        "seconds": timing.medians_of(times),
-        "ratio": {
-            name: timing.ratio(times, slowest, name) for name in schedules if name != slowest
-        },
-        "speedup": {name: timing.ratio(times, slowest, name) for name in schedules},
-        "busy": {name: timing.median(side.busy[-config.n :]) for name, side in sides.items()},
-        "tokens": {name: side.tokens for name, side in sides.items()},
-        "max_difference": {
-            name: _distance(results[slowest], results[name])
-            for name in schedules
-            if name != slowest
-        },
-    }
+    def __call__(
+        self, count: int, schedules: Sequence[str], reward_s: float = 0.0, rollouts: int = 0
+    ) -> dict[str, Any]:
+        """Times of ``count`` policies by each schedule in turn."""
+        config, rollouts = self.config, rollouts or self.rollouts
+        job = make_grpo(_config_of(config, count, rollouts), self.base)
+        sides = {name: _Side(job, name, config.steps, reward_s) for name in schedules}
+        what = f"{count} policies, {rollouts} rollouts each, rewards take {reward_s} s"
+        times = timing.in_turn(what, sides, config.n)
+        speedup = {name: timing.ratio(times, schedules[0], name) for name in schedules}
+        return {
+            "seconds": timing.medians_of(times),
+            "ratio": {name: speedup[name] for name in schedules[1:]},
+            "speedup": speedup,
+            "busy": {name: timing.median(side.busy[-config.n :]) for name, side in sides.items()},
+            "tokens": {name: side.tokens for name, side in sides.items()},
+        }
 
 
 def run(config: Any, workdir: Path) -> dict[str, Any]:
     """Runs the bench; returns its report."""
-    base = open_base(config)
-    report: dict[str, Any] = {"base": base.name, "weights": base.weights, "steps": config.steps}
-    rollouts = int(config.policy.sampling.group_size)
-    # (policies, rollouts) -> series whose rewards take no time
-    alone: dict[tuple[int, int], dict[str, Any]] = {}
+    series = _Series(config)
+    report: dict[str, Any] = {"base": series.base.name, "weights": series.base.weights}
+    report |= {name: config[name] for name in ("steps", "reward_s", "crossover_policies")}
+    at_once: dict[tuple[int, int], dict[str, Any]] = {}  # (policies, rollouts) -> series
     for count in sorted({*config.counts, *config.waiting}):
-        job = make_grpo(_config_of(config, count, rollouts), base)
-        report[f"policies_{count}"] = {}
+        found = report[f"policies_{count}"] = {}
         if count in config.counts:
-            idle = alone[count, rollouts] = _series(
-                config, job, tuple(config.schedules), 0.0, f"{count} policies"
-            )
-            report |= {
-                f"ratio_{count}{_NAMED[name]}": ratio for name, ratio in idle["ratio"].items()
-            }
-            report[f"policies_{count}"]["rewards_at_once"] = idle
+            idle = at_once[count, series.rollouts] = series(count, config.schedules)
+            found["rewards_at_once"] = idle
+            report |= {f"ratio_{count}{_NAMED[name]}": x for name, x in idle["ratio"].items()}
         if count in config.waiting:
-            what = f"{count} policies, rewards take {config.reward_s} s"
-            waiting = _series(config, job, phases_lib.SCHEDULES, config.reward_s, what)
-            report |= {
-                f"ratio_{count}_waiting{_NAMED[name]}": ratio
-                for name, ratio in waiting["ratio"].items()
-            }
-            report[f"policies_{count}"]["rewards_waiting"] = waiting
-    report["reward_s"] = config.reward_s
+            waiting = series(count, phases_lib.SCHEDULES, config.reward_s)
+            found["rewards_waiting"] = waiting
+            named = {f"waiting{_NAMED[name]}": x for name, x in waiting["ratio"].items()}
+            report |= {f"ratio_{count}_{name}": x for name, x in named.items()}
     for seconds in config.stale_rewards:
-        job = make_grpo(_config_of(config, 1, rollouts), base)
-        what = f"1 policy, rewards take {seconds} s"
-        one = _series(config, job, ("sequential", _STALE), seconds, what)
-        key = f"stale_{round(1000 * seconds)}_ms"
+        one, key = series(1, ("sequential", _STALE), seconds), f"stale_{round(1000 * seconds)}_ms"
         report |= {key: one, f"ratio_{key}": one["ratio"][_STALE]}
     for count in config.memory:
-        report[f"memory_{count}"] = _memory(_config_of(config, count, rollouts), config.memory_n)
-
-    curve = []
+        plain = _config_of(config, count, series.rollouts)
+        report[f"memory_{count}"] = _memory(plain, config.memory_n)
+    policies, report["crossover"] = config.crossover_policies, []
     for size in config.crossover:
-        policies = config.crossover_policies
-        if (policies, size) not in alone:
-            job = make_grpo(_config_of(config, policies, size), base)
-            what = f"{policies} policies, {size} rollouts each"
-            alone[policies, size] = _series(config, job, ("sequential", "batched"), 0.0, what)
-        one = alone[policies, size]
+        one = at_once.get((policies, size))
+        one = one or series(policies, ("sequential", "batched"), rollouts=size)
         each = round(one["tokens"]["batched"] / config.steps / policies, 1)
         row = {"rollouts": size, "sampled_tokens_per_policy": each}
-        curve.append(row | {"ratio": one["ratio"]["batched"]})
-    report["crossover_policies"], report["crossover"] = config.crossover_policies, curve
+        report["crossover"].append(row | {"ratio": one["ratio"]["batched"]})
     return report
 
 
@@ -177,14 +143,11 @@ def _memory(config: dict[str, Any], n: int) -> dict[str, Any]:
     """Peak memory of the schedules, each in processes of its own: a process keeps what an earlier
     schedule made it take.
     """
-    peaks: dict[str, list[float]] = {"sequential": [], "batched": []}
-    for turn in range(n + 1):
-        for name, values in peaks.items():
-            peak = alone(_peak, config, name)
-            # the first may have compiled, which leaves holes in a heap that a later run does not
-            # have
-            if turn:
-                values.append(peak)
+    # the first may have compiled, which leaves holes in a heap that a later run does not have
+    sides = {
+        name: functools.partial(alone, _peak, config, name) for name in ("sequential", "batched")
+    }
+    peaks = timing.collect("peak memory", sides, n)
     return {
         "peak_bytes": timing.medians_of(peaks),
         "peak_memory_ratio": timing.ratio(peaks, "batched", "sequential"),

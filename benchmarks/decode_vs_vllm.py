@@ -5,6 +5,8 @@ with R rows over vLLM's in float32, our arithmetic; ``ratio_R_bfloat16``: over v
 whose weights have half the bytes. ``same_tokens_R``: share of equal greedy tokens in float32.
 """
 
+import contextlib
+import functools
 import json
 import subprocess
 from collections.abc import Callable
@@ -83,19 +85,15 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
     base = open_base(config)
     report: dict[str, Any] = {"base": base.name, "weights": base.weights, "vllm": None}
     report["adapters"] = config.adapters
-    peers: dict[str, Elsewhere] = {}
-    try:
+    with contextlib.ExitStack() as opened:
+        peers: dict[str, Elsewhere] = {}
         for dtype in config.dtypes if config.python else ():
-            settings = json.dumps(_settings(config, base, dtype))
-            peers[dtype] = Elsewhere(
-                config.python, vllm_peer.__file__, settings, workdir / f"vllm_{dtype}.log"
-            )
-            report["vllm"] = peers[dtype].version
-        with scratch(workdir / "adapters") as folder:
-            return report | _compare(config, base, peers, folder)
-    finally:
-        for peer in peers.values():
-            peer.close()
+            settings, log = json.dumps(_settings(config, base, dtype)), f"vllm_{dtype}.log"
+            peer = Elsewhere(config.python, vllm_peer.__file__, settings, workdir / log)
+            peers[dtype] = opened.enter_context(contextlib.closing(peer))
+            report["vllm"] = peer.version
+        folder = opened.enter_context(scratch(workdir / "adapters"))
+        return report | _compare(config, base, peers, folder)
 
 
 def _settings(config: Any, base: Base, dtype: str) -> dict[str, Any]:
@@ -118,44 +116,37 @@ def _compare(config: Any, base: Base, peers: dict[str, Elsewhere], folder: Path)
     rng = np.random.default_rng(config.seed)
     out: dict[str, Any] = {}
     for rows in config.rows:
-        prompts = [
-            tuple(rng.integers(3, base.cfg.vocab_size, config.context + 1).tolist())
-            for _ in range(rows)
-        ]
-        named = [i % (config.adapters + 1) for i in range(rows)]  # the last is the base
+        shape = rows, config.context + 1
+        prompts = rng.integers(3, base.cfg.vocab_size, shape).tolist()
         engine = Engine(base, max_rows=rows, rows=(rows,))
-        slots = [
-            (Slot(adapter.bucket, k), k) if k < config.adapters else (None, None) for k in named
-        ]
-        options = {"max_tokens": config.tokens, "temperature": 0.0, "stop_ids": ()}
-        # whose prompts stay in the cache
-        requests = [Request(p, slot, version=k, **options) for p, (slot, k) in zip(prompts, slots)]
-        theirs = [(k + 1, str(paths[k])) if k < config.adapters else (0, "") for k in named]
+        how = {"max_tokens": config.tokens, "temperature": 0.0, "stop_ids": ()}
+        requests, theirs = [], []
+        for i, prompt in enumerate(prompts):
+            k = i % (config.adapters + 1)  # the last is the base
+            # the version is whose prompts stay in the cache
+            named = (
+                {"adapter": Slot(adapter.bucket, k), "version": k} if k < config.adapters else {}
+            )
+            requests.append(Request(tuple(prompt), **named, **how))
+            theirs.append((k + 1, str(paths[k])) if named else (0, ""))
+        question = {"prompts": prompts, "adapters": theirs, "tokens": config.tokens}
+
+        def ours(engine: Engine = engine, requests: list[Request] = requests) -> list[list[int]]:
+            return [c.tokens for [c] in engine.generate(requests, {adapter.bucket: stack})]
+
         last: dict[str, Any] = {}
 
-        def ours(
-            engine: Engine = engine, requests: list[Request] = requests, last: dict[str, Any] = last
-        ) -> None:
-            last["ours"] = [c.tokens for [c] in engine.generate(requests, {adapter.bucket: stack})]
+        def side(name: str, call: Callable[[], Any], last: dict[str, Any] = last) -> None:
+            last[name] = call()
 
-        def side(
-            dtype: str, prompts: Any = prompts, theirs: Any = theirs, last: dict[str, Any] = last
-        ) -> Callable[[], None]:
-            def call() -> None:
-                last[dtype] = peers[dtype].ask(
-                    {"prompts": prompts, "adapters": theirs, "tokens": config.tokens}
-                )
-
-            return call
-
+        asks = {dtype: functools.partial(peer.ask, question) for dtype, peer in peers.items()}
+        sides = {
+            name: functools.partial(side, name, call)
+            for name, call in {"ours": ours, **asks}.items()
+        }
         ours()
         read = engine.counts["prefilled_tokens"]
-        times = timing.in_turn(
-            f"decoding {rows} rows",
-            {"ours": ours} | {dtype: side(dtype) for dtype in peers},
-            config.n,
-            warm=2,
-        )
+        times = timing.in_turn(f"decoding {rows} rows", sides, config.n, warm=2)
         if engine.counts["prefilled_tokens"] != read:
             raise RuntimeError("prompts were to stay in the cache, and were read again")
         out[f"seconds_{rows}"] = timing.medians_of(times)
@@ -163,9 +154,8 @@ def _compare(config: Any, base: Base, peers: dict[str, Elsewhere], folder: Path)
             name = f"ratio_{rows}" if dtype == "float32" else f"ratio_{rows}_{dtype}"
             out[name] = timing.ratio(times, dtype, "ours")
         if "float32" in last:
-            out[f"same_tokens_{rows}"] = round(
-                float((np.array(last["ours"]) == np.array(last["float32"])).mean()), 3
-            )
+            same = np.array(last["ours"]) == np.array(last["float32"])
+            out[f"same_tokens_{rows}"] = round(float(same.mean()), 3)
     return out
 
 
@@ -174,10 +164,8 @@ def _written(
 ) -> list[Path]:
     """The adapters of a stack as directories of PEFT's."""
     specs = lora_tree.adapter_specs(transformer.abstract(base.cfg), adapter)
-    names, _ = peft_tables(base.cfg)
-    paths = []
-    for k in range(stack.slots):
+    paths = [folder / f"adapter-{k}" for k in range(stack.slots)]
+    for k, path in enumerate(paths):
         tree = jax.device_get(lora_tree.read_slot(stack, k, adapter.rank, specs))
-        paths.append(folder / f"adapter-{k}")
-        peft.write_peft(paths[-1], tree, adapter, names)
+        peft.write_peft(path, tree, adapter, peft_tables(base.cfg)[0])
     return paths

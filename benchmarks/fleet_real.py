@@ -10,6 +10,8 @@ clients that go on under kills.
   errors that a client saw, texts and losses that differ from the undisturbed ones.
 """
 
+import functools
+import itertools
 import json
 import os
 import shutil
@@ -25,7 +27,6 @@ import numpy as np
 from benchmarks import timing
 from benchmarks.service_client import Served
 from mint_jax.fleet.chooser import Load, choose
-from mint_jax.metrics import Progress
 
 TOKENS = [5, 6, 7, 8, 9, 10]
 
@@ -71,15 +72,15 @@ class _Fleet:
         urls = {"direct": next(iter(self.engines().values()))["url"], "front": self.url}
         rounds: dict[str, list[float]] = {name: [] for name in [*urls, "added"]}
         with httpx.Client(timeout=60, trust_env=False) as client:
+
+            def ask(url: str) -> None:
+                client.post(f"{url}/v1/completions", json=body).raise_for_status()
+
+            sides = {name: functools.partial(ask, url) for name, url in urls.items()}
             for _ in range(self.config.n):
-                taken: dict[str, list[float]] = {name: [] for name in urls}
-                for _ in range(self.config.requests):
-                    for name, url in urls.items():
-                        began = time.perf_counter()
-                        client.post(f"{url}/v1/completions", json=body).raise_for_status()
-                        taken[name].append(1e3 * (time.perf_counter() - began))
-                for name in urls:
-                    rounds[name].append(float(np.median(taken[name])))
+                times = timing.in_turn("requests", sides, self.config.requests, warm=0)
+                for name, seconds in times.items():
+                    rounds[name].append(1e3 * float(np.median(seconds)))
                 rounds["added"].append(rounds["front"][-1] - rounds["direct"][-1])
         return timing.medians_of(rounds)
 
@@ -104,8 +105,7 @@ class _Fleet:
         """Returns the longest pauses of streams, undisturbed and with their engine killed."""
         states = {"killed": "ready", "killed_again": "up"}
         pauses: dict[str, list[float]] = {kind: [] for kind in ("undisturbed", *states)}
-        progress = Progress("streams", self.config.n)
-        for done in range(self.config.n):
+        for _ in timing.counted("streams", range(self.config.n)):
             self.engines("ready")
             text, pause = self._stream()
             pauses["undisturbed"].append(pause)
@@ -115,7 +115,6 @@ class _Fleet:
                 pauses[kind].append(pause)
                 if again != text:
                     raise RuntimeError(f"the stream went on with {again!r}; expected {text!r}")
-            progress.update(done + 1, f"pause {pause:.2f} s")
         return timing.medians_of(pauses)
 
     def _train(self) -> list[float]:
@@ -156,12 +155,11 @@ class _Fleet:
         clients = [threading.Thread(target=go_on, args=one) for one in work]
         for one in clients:
             one.start()
-        progress, names = Progress("kills", self.config.kills), sorted(self.engines())
-        for number in range(self.config.kills):
+        names = itertools.cycle(sorted(self.engines()))
+        for _ in timing.counted("kills", range(self.config.kills)):
             time.sleep(self.config.every_s)
-            os.kill(self.engines()[names[number % len(names)]]["pid"], signal.SIGKILL)
+            os.kill(self.engines()[next(names)]["pid"], signal.SIGKILL)
             counts["kills"] += 1
-            progress.update(number + 1, str(counts))
         self.engines()
         done.set()
         for one in clients:
@@ -180,13 +178,11 @@ def choose_us(engines: int, calls: int) -> dict[str, Any]:
         count, wait_s = int(rng.integers(30)), float(rng.random()) / 10
         view[f"engine-{i:03d}"] = Load(0.0, count, wait_s, slots={*kept[:32]}, host={*kept})
 
+    draw, names = itertools.count(), tuple(view)
+
     def timed(digests: list[Any], now: float) -> list[float]:
-        out, names = [], tuple(view)
-        for draw, digest in enumerate(digests):
-            began = time.perf_counter()
-            next(choose(digest, names, view, now, 1, draw))
-            out.append(time.perf_counter() - began)
-        return out
+        firsts = (choose(digest, names, view, now, 1, next(draw)) for digest in digests)
+        return [timing.seconds_of(lambda found=found: next(found)) for found in firsts]
 
     some = digests[:calls]
     found = {"new": timed(some, 1.0), "known": timed(some, 1.0), "stale": timed(some, 9.0)}

@@ -11,7 +11,7 @@ import functools
 import json
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from starlette.responses import JSONResponse
 
 from benchmarks import catalog_fill, timing
 from benchmarks.fleet_simulation import Ask, Engine, Fleet, Service, Traffic
-from benchmarks.traffic import draws
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.fleet.engine import EngineReport
 from mint_jax.fleet.front import Front, make
@@ -91,14 +90,13 @@ class _Timed:
 
     async def report(self, i: int) -> EngineReport:
         one = self.engines[i]
-        waiting = len(one.waiting) + sum(map(len, one.loads.values()))
         return EngineReport(
             url=self.urls[i],
             ready=True,
             serving=True,
             rows=one.service.rows,
             running=len(one.rows),
-            waiting=waiting,
+            waiting=len(one.waiting) + sum(map(len, one.loads.values())),
             loads=len(one.loads),
             load_s=one.service.next_load_s,
             slots=frozenset(one.device.resident()),
@@ -118,15 +116,13 @@ async def _timed(
     """Returns shares, seconds and counts of the row on timed engines."""
     timed = _Timed(service, config.engines)
     async with contextlib.AsyncExitStack() as serving:
+        engines = []
         for i in range(config.engines):
-            app = functools.partial(timed.answer, i)
-            timed.urls[i] = await serving.enter_async_context(_served(app))
-        view = FleetView(
-            [
-                FleetEngine(f"e{i}", functools.partial(timed.report, i), lambda digest: None)
-                for i in range(config.engines)
-            ]
-        )
+            app = _served(functools.partial(timed.answer, i))
+            timed.urls[i] = await serving.enter_async_context(app)
+            report = functools.partial(timed.report, i)
+            engines.append(FleetEngine(f"e{i}", report, lambda digest: None))
+        view = FleetView(engines)
         front = Front(view, catalog, CollectorRegistry())
         await serving.enter_async_context(view.watching())
         limits = Limits(tenant=1 << 20, total=1 << 20)
@@ -146,24 +142,21 @@ async def _clients(
     url: str, traffic: Traffic, plan: catalog_fill.Plan, seed: int
 ) -> tuple[dict[int, float], int]:
     """Sends all requests, the simulation's ones; returns their seconds and the errors."""
-    rng = np.random.default_rng(seed)
-    found = draws(traffic.kind, traffic.names, traffic.requests, traffic.zipf, rng).tolist()
-    names = [*range(traffic.prewarm), *found]
-    tokens = rng.geometric(1 / traffic.tokens, len(names)).tolist()
-    asks: Iterator[tuple[int, int, int]] = zip(range(len(names)), names, tokens, strict=True)
-    progress, seconds, errors = Progress("row", len(names)), dict[int, float](), 0
+    _, asks = traffic.asks(seed)
+    progress, seconds, errors, left = Progress("row", len(asks)), dict[int, float](), 0, iter(asks)
     unlimited = {"connector": aiohttp.TCPConnector(limit=0), "timeout": aiohttp.ClientTimeout(None)}
     async with aiohttp.ClientSession(**unlimited) as client:
 
         async def go_on() -> None:
             nonlocal errors
-            for number, name, count in asks:
-                body = {"model": plan.policy(name), "max_tokens": count, "seed": number}
+            for ask in left:
+                name = plan.policy(int(ask.digest, 16))
+                body = {"model": name, "max_tokens": ask.tokens, "seed": ask.number}
                 began = time.monotonic()
                 async with client.post(f"{url}/v1/completions", json=body) as answer:
                     await answer.read()
-                errors += answer.status != 200 and number >= traffic.prewarm
-                seconds[number] = time.monotonic() - began
+                errors += answer.status != 200 and ask.number >= traffic.prewarm
+                seconds[ask.number] = time.monotonic() - began
                 if len(seconds) % 100 == 0:
                     progress.update(len(seconds), f"{errors} errors")
 

@@ -21,10 +21,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import timing
+from benchmarks import timing, train_wave
 from benchmarks.decode_steps import Steps, adapter_bytes, random_stack
 from mint_jax import params as params_lib
-from mint_jax.lora.tree import AdapterConfig, Slot
+from mint_jax.lora.tree import AdapterConfig, Slot, Stacks
 from mint_jax.mesh import single_device_mesh
 from mint_jax.models import base as base_lib
 from mint_jax.models import names, transformer
@@ -33,7 +33,6 @@ from mint_jax.rollout import device
 from mint_jax.rollout.device import STEPS
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Request
-from mint_jax.train.batch import Group, TrainSequence
 from mint_jax.train.config import LossConfig, PolicyConfig
 from mint_jax.train.trainer import Trainer
 
@@ -42,27 +41,29 @@ Row = dict[str, Any]
 
 def run(config: Any, workdir: Path) -> dict[str, Any]:
     """Runs the bench; returns its rows."""
-    workdir.mkdir(parents=True, exist_ok=True)
-    file = workdir / "gpu.jsonl"
+    file, rows = workdir / "gpu.jsonl", []
     file.unlink(missing_ok=True)
     deadline = time.monotonic() + config.seconds
-    bench, rows = _Bench(config, file, deadline), []
+    bench = _Bench(config, file, deadline)
     # The peers' process needs the memory that this one holds from the first part of its own on.
     for name in sorted(config.parts, key=lambda name: name != "peers"):
         (least, most), began = config.limits[name], time.monotonic()
+
+        def note(row: Row, name: str = name) -> None:
+            rows.append(_reported(file, {"part": name} | row))
+
         if (left := deadline - began) < least:
-            rows.append(_reported(file, {"part": name, "skipped": f"{left:.0f} s left"}))
+            note({"skipped": f"{left:.0f} s left"})
             continue
         try:
             for row in getattr(bench, name)():
-                rows.append(_reported(file, {"part": name, "s": _since(began)} | row))
+                note({"s": _since(began)} | row)
                 if time.monotonic() > min(began + most, deadline):
-                    stopped = {"part": name, "stopped": f"after {_since(began)} s"}
-                    rows.append(_reported(file, stopped))
+                    note({"stopped": f"after {_since(began)} s"})
                     break
         except Exception as error:  # a part that fails leaves the others their time
             traceback.print_exc()
-            rows.append(_reported(file, {"part": name, "failed": repr(error)[:500]}))
+            note({"failed": repr(error)[:500]})
     return {"base": config.base, "rows": rows}
 
 
@@ -81,12 +82,8 @@ def _reported(file: Path, row: Row) -> Row:
 
 def _timed(call: Callable[[], Any], n: int) -> tuple[float, list[float]]:
     """Seconds of a first call, and of ``n`` more."""
-    seconds = []
-    for _ in range(n + 1):
-        began = time.perf_counter()
-        jax.block_until_ready(call())
-        seconds.append(time.perf_counter() - began)
-    return round(seconds[0], 2), seconds[1:]
+    first, *more = (timing.seconds_of(lambda: jax.block_until_ready(call())) for _ in range(n + 1))
+    return round(first, 2), more
 
 
 class _Bench:
@@ -110,22 +107,18 @@ class _Bench:
     def weights(self) -> int:
         return params_lib.count(transformer.abstract(self.base.cfg))
 
-    def _tokens(self, count: int) -> list[int]:
-        return self.rng.integers(3, self.base.cfg.vocab_size, count).tolist()
+    def _tokens(self, count: int) -> tuple[int, ...]:
+        return tuple(self.rng.integers(3, self.base.cfg.vocab_size, count).tolist())
 
-    def _share(self, floor_s: float, seconds: float) -> float | None:
-        """Share of a floor; None before ``floors`` ran."""
-        return round(floor_s / seconds, 4) if self.rate else None
-
-    def _floor(self, nbytes: float = 0, flops: float = 0) -> float:
-        return max(nbytes / self.bandwidth, flops / self.rate) if self.rate else 0.0
-
-    # -- floors
+    def _share(self, seconds: float, nbytes: float = 0, flops: float = 0) -> float | None:
+        """Share of the floor of bytes or operations; None before ``floors`` ran."""
+        if not self.rate:
+            return None
+        return round(max(nbytes / self.bandwidth, flops / self.rate) / seconds, 4)
 
     def floors(self) -> Iterator[Row]:
         """Bytes read a second; operations a second of a chain of one layer's products."""
         part, n = self.config.floors, self.config.n
-        count = part.read_bytes // 4
 
         @jax.jit
         def read(words: jax.Array) -> jax.Array:
@@ -134,18 +127,17 @@ class _Bench:
 
             return jax.lax.fori_loop(0, part.loops, body, jnp.uint32(0))
 
-        words = jax.random.bits(jax.random.key(0), (count,), jnp.uint32)
+        words = jax.random.bits(jax.random.key(0), (part.read_bytes // 4,), jnp.uint32)
         first, times = _timed(functools.partial(read, words), n)
-        self.bandwidth = part.loops * 4 * count / float(np.median(times))
+        self.bandwidth = part.loops * words.nbytes / float(np.median(times))
         del words
         yield {"name": "read", "first_s": first, "gb_per_s": round(self.bandwidth / 1e9, 1)}
 
         layer = self.base.params["dense"]
         chain = [layer["attn"][name]["w"][0] for name in "qo"]
         chain += [layer["mlp"][name]["w"][0] for name in ("up", "down")]
-        x = jax.random.normal(jax.random.key(1), (part.rows, chain[0].shape[0])).astype(
-            self.base.dtype
-        )
+        shape = part.rows, chain[0].shape[0]
+        x = jax.random.normal(jax.random.key(1), shape).astype(self.base.dtype)
 
         @jax.jit
         def multiply(x: jax.Array, chain: list[jax.Array]) -> jax.Array:
@@ -161,8 +153,6 @@ class _Bench:
         self.rate = flops / float(np.median(times))
         yield {"name": "matmul", "first_s": first, "tflop_per_s": round(self.rate / 1e12, 1)}
 
-    # -- training
-
     def train_passes(self) -> Iterator[Row]:
         """One policy in passes of fewer rows, of which fewer activations are kept."""
         return self._train(1, self.config.train.pass_tokens)
@@ -176,35 +166,23 @@ class _Bench:
         adapter, loss = AdapterConfig(part.rank, 2.0 * part.rank), LossConfig("cross_entropy")
         named = [PolicyConfig(f"p{i}", adapter, loss=loss, seed=i) for i in range(policies)]
         trainer = Trainer(self.base, named, max_tokens=most or part.rows * part.tokens)
+        rows, tokens = part.rows // policies, part.rows * part.tokens
         groups = {
-            policy.name: [self._row_of_tokens(part.tokens) for _ in range(part.rows // policies)]
+            policy.name: [train_wave.group(self._tokens(part.tokens)) for _ in range(rows)]
             for policy in named
         }
-
-        def step() -> Any:
-            trainer.update(groups)
-            return trainer.state
-
-        first, times = _timed(step, self.config.n)
-        seconds, tokens = float(np.median(times)), part.rows * part.tokens
+        first, times = _timed(train_wave.step(trainer, groups), self.config.n)
+        seconds, flops = float(np.median(times)), 4 * self.weights * tokens
         stats = jax.local_devices()[0].memory_stats() or {}
         yield {
-            "name": f"{policies} x {part.rows // policies} x {part.tokens}"
-            + f", {most} tokens a pass" * (most > 0),
+            "name": f"{policies} x {rows} x {part.tokens}" + f", {most} tokens a pass" * (most > 0),
             "first_s": first,
             "step_s": timing.median(times),
             "tokens_per_s": round(tokens / seconds),
-            "tflop_per_s": round(4 * self.weights * tokens / seconds / 1e12, 1),
-            "share_of_matmul": self._share(self._floor(flops=4 * self.weights * tokens), seconds),
+            "tflop_per_s": round(flops / seconds / 1e12, 1),
+            "share_of_matmul": self._share(seconds, flops=flops),
             "peak_bytes_so_far": stats.get("peak_bytes_in_use"),
         }
-
-    def _row_of_tokens(self, count: int) -> Group:
-        tokens = self._tokens(count)
-        after = tokens[1:]
-        return Group(tokens[:1], [TrainSequence(after, [1 / len(after)] * len(after))])
-
-    # -- sampling
 
     def decode(self) -> Iterator[Row]:
         """A step of decoding through the engine, from the difference of two lengths; prompts are in
@@ -213,26 +191,25 @@ class _Bench:
         part = self.config.decode
         sizes = {"rows": part.rows, "max_rows": max(part.rows), "cache_bytes": part.cache_bytes}
         self.engine = engine = Engine(self.base, **sizes)
-        short, long = STEPS, STEPS + part.tokens
+        lengths = {"short": STEPS, "long": STEPS + part.tokens}
+        positions = part.context + sum(lengths.values()) / 2
         for rows in sorted(part.rows, reverse=True):
-            prompts = [tuple(self._tokens(part.context + 1)) for _ in range(rows)]
+            prompts = [self._tokens(part.context + 1) for _ in range(rows)]
 
             def sample(tokens: int, prompts: list[Any] = prompts) -> None:
                 engine.generate([Request(p, max_tokens=tokens, temperature=0.0) for p in prompts])
 
-            first, _ = _timed(lambda: sample(long), 0)
-            sides = {"short": lambda: sample(short), "long": lambda: sample(long)}
+            sides = {name: functools.partial(sample, count) for name, count in lengths.items()}
+            first, _ = _timed(sides["long"], 0)
             times = timing.in_turn(f"{rows} rows", sides, self.config.n)
             steps = [(b - a) / part.tokens for a, b in zip(times["short"], times["long"])]
-            positions = part.context + (short + long) / 2
             nbytes = self.base.nbytes + rows * positions * self._position_bytes()
             yield {
                 "name": f"{rows} rows",
                 "first_s": first,
                 "step_ms": timing.median(steps, 1e3),
                 "positions": positions,
-                "floor_ms": round(1e3 * self._floor(nbytes), 3),
-                "share_of_bytes": self._share(self._floor(nbytes), float(np.median(steps))),
+                "share_of_bytes": self._share(float(np.median(steps)), nbytes),
             }
 
     def _position_bytes(self) -> float:
@@ -241,23 +218,21 @@ class _Bench:
 
     def prefill(self) -> Iterator[Row]:
         """One prompt that is not in the cache, and its first token."""
-        count = self.config.prefill.tokens
-        room = self.config.decode.cache_bytes
+        count, room = self.config.prefill.tokens, self.config.decode.cache_bytes
         engine = self.engine or Engine(self.base, rows=(1,), max_rows=1, cache_bytes=room)
 
         def read() -> None:
-            engine.generate([Request(tuple(self._tokens(count)), max_tokens=1, temperature=0.0)])
+            engine.generate([Request(self._tokens(count), max_tokens=1, temperature=0.0)])
 
         first, times = _timed(read, self.config.n)
         seconds = float(np.median(times))
-        table = transformer.stored_unembed(self.base.params).size
-        floor = self._floor(flops=2 * (self.weights - table) * count)
+        products = self.weights - transformer.stored_unembed(self.base.params).size
         yield {
             "name": f"{count} tokens",
             "first_s": first,
             "to_first_token_s": timing.median(times),
             "tokens_per_s": round(count / seconds),
-            "share_of_matmul": self._share(floor, seconds),
+            "share_of_matmul": self._share(seconds, flops=2 * products * count),
         }
         self.engine = None  # its cache is room for what follows
 
@@ -267,32 +242,34 @@ class _Bench:
         """
         part = self.config.decode
         rows, adapter = max(part.rows), AdapterConfig(part.rank, 2.0 * part.rank)
-        positions = part.context + STEPS // 2
         steps = Steps(self.base, rows, part.context + STEPS, self.config.seed)
-        counts = [count for count in part.adapters if count <= rows]
-        exact = {adapter.bucket: random_stack(self.base, adapter, max(counts), self.config.seed)}
+        most = max(count for count in part.adapters if count <= rows)
+        exact = {adapter.bucket: random_stack(self.base, adapter, most, self.config.seed)}
         stacks = jax.tree.map(lambda x: x.astype(self.base.dtype) if x.ndim > 1 else x, exact)
         each = adapter_bytes(self.base, adapter) * jnp.dtype(self.base.dtype).itemsize // 4
-        bare = jax.device_put(steps.plan([None] * rows, {}, part.context))
-        sides: dict[str, Callable[[], Any]] = {"bare": lambda: steps.take({}, bare, STEPS)}
-        for count in counts:
-            slots: list[Slot | None] = [Slot(adapter.bucket, r % count) for r in range(rows)]
+        base_bytes = self.base.nbytes
+        base_bytes += rows * (part.context + STEPS // 2) * self._position_bytes()
+        sides: dict[str, Callable[[], Any]] = {}
+        nbytes: dict[str, float] = {}
+
+        def add(name: str, count: int, stacks: Stacks, factor: int = 1) -> None:
+            slots = [Slot(adapter.bucket, r % count) if count else None for r in range(rows)]
             plan = jax.device_put(steps.plan(slots, stacks, part.context))
-            sides[str(count)] = lambda plan=plan: steps.take(stacks, plan, STEPS)
-            if count == max(counts):
-                sides[f"{count} float32"] = lambda plan=plan: steps.take(exact, plan, STEPS)
+            sides[name] = lambda: steps.take(stacks, plan, STEPS)
+            nbytes[name] = base_bytes + factor * count * each
+
+        add("bare", 0, {})
+        for count in filter(lambda count: count <= rows, part.adapters):
+            add(str(count), count, stacks)
+        add(f"{most} float32", most, exact, 2)
         times = timing.in_turn("adapters", sides, self.config.n)
-        base_bytes = self.base.nbytes + rows * positions * self._position_bytes()
         for name, seconds in times.items():
-            count, _, dtype = name.partition(" ")
-            nbytes = base_bytes + (0 if name == "bare" else int(count) * each * (1 + bool(dtype)))
-            step = float(np.median(seconds)) / STEPS
             yield {
                 "name": f"{name} on {rows} rows",
                 "step_ms": timing.median(seconds, 1e3 / STEPS),
-                "share_of_bytes": self._share(self._floor(nbytes), step),
+                "share_of_bytes": self._share(float(np.median(seconds)) / STEPS, nbytes[name]),
                 "over_bare": timing.ratio(times, name, "bare", less=1),
-                "bytes_over_bare": round(nbytes / base_bytes - 1, 4),
+                "bytes_over_bare": round(nbytes[name] / base_bytes - 1, 4),
             }
 
     def handoff(self) -> Iterator[Row]:
@@ -303,7 +280,7 @@ class _Bench:
         policy = PolicyConfig("p", AdapterConfig(part.rank, 2.0 * part.rank))
         trainer = Trainer(self.base, [policy])
         engine = Engine(self.base, rows=(1,), max_rows=1, cache_bytes=part.cache_bytes)
-        prompt = tuple(self._tokens(part.prompt))
+        prompt = self._tokens(part.prompt)
 
         def hand_over() -> None:
             trainer.optim_step(["p"])
@@ -311,14 +288,8 @@ class _Bench:
             engine.generate([request], trainer.stacks)
 
         first, times = _timed(hand_over, part.n)
-        yield {
-            "name": f"rank {part.rank}",
-            "first_s": first,
-            "p50_ms": timing.percentile(times, 50, 1e3),
-            "p95_ms": timing.percentile(times, 95, 1e3),
-        }
-
-    # -- peers
+        percentiles = {f"p{q}_ms": timing.percentile(times, q, 1e3) for q in (50, 95)}
+        yield {"name": f"rank {part.rank}", "first_s": first} | percentiles
 
     def peers(self) -> Iterator[Row]:
         """See ``_peers``; the process ends at the deadline at the latest."""
@@ -351,27 +322,23 @@ def _peers(config_json: str, file: str) -> None:
     config = json.loads(config_json)
     fields = names.shape(config["peers"]["base"])
     train, decode = config["train"], config["decode"]
-    where = "cuda" if torch.cuda.is_available() else "cpu"
+    is_gpu = torch.cuda.is_available()
 
-    def synchronise() -> None:
-        if where == "cuda":
-            torch.cuda.synchronize()
+    def tokens(*shape: int) -> Any:
+        return torch.randint(3, fields["vocab_size"], shape)
 
-    def seconds(call: Callable[[], Any], n: int) -> list[float]:
-        out = []
-        for _ in range(n):
-            synchronise()
-            began = time.perf_counter()
+    def times(call: Callable[[], Any]) -> list[float]:
+        def synced() -> None:
             call()
-            synchronise()
-            out.append(time.perf_counter() - began)
-        return out
+            if is_gpu:
+                torch.cuda.synchronize()
+
+        return timing.in_turn("peers", {"": synced}, 3, warm=0)[""]
 
     torch.manual_seed(0)
+    torch.set_default_device("cuda" if is_gpu else "cpu")
     how = {"dtype": getattr(torch, config["dtype"]), "attn_implementation": "sdpa"}
-    with torch.device(where):
-        model = AutoModelForCausalLM.from_config(Qwen3Config(**fields), **how)
-    model.eval()
+    model = AutoModelForCausalLM.from_config(Qwen3Config(**fields), **how).eval()
 
     def decoding(rows: int) -> Row:
         """Keys and values are not repeated for every query head, as by default if there is a
@@ -380,10 +347,9 @@ def _peers(config_json: str, file: str) -> None:
         sdpa_attention.use_gqa_in_sdpa = lambda *args, **more: True
         room = decode["context"] + 4 * STEPS
         cache = StaticCache(config=model.config, max_cache_len=room)
-        shape = (rows, decode["context"])
-        prompt = torch.randint(3, fields["vocab_size"], shape, device=where)
+        prompt = tokens(rows, decode["context"])
         at = prompt[:, -1:].clone()
-        places = torch.full((rows, 1), decode["context"], device=where)
+        places = torch.full((rows, 1), decode["context"])
         cached = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
         model(prompt, **cached)
 
@@ -392,7 +358,7 @@ def _peers(config_json: str, file: str) -> None:
             at.copy_(out.logits[:, -1].argmax(-1, keepdim=True))
 
         step: Callable[[], Any] = one
-        if where == "cuda":
+        if is_gpu:
             side = torch.cuda.Stream()
             with torch.cuda.stream(side):
                 one()
@@ -402,37 +368,33 @@ def _peers(config_json: str, file: str) -> None:
                 one()
             step = graph.replay
         step()
-        times = seconds(lambda: [step() for _ in range(STEPS)], 3)
-        name = f"transformers, {rows} rows" + ", CUDA graph" * (where == "cuda")
-        name += ", grouped queries"
-        return {"name": name, "step_ms": timing.median(times, 1e3 / STEPS)}
+        seconds = times(lambda: [step() for _ in range(STEPS)])
+        name = f"transformers, {rows} rows" + ", CUDA graph" * is_gpu + ", grouped queries"
+        return {"name": name, "step_ms": timing.median(seconds, 1e3 / STEPS)}
 
     def training(rows: int) -> Row:
         """A step of one policy; every pass has ``peers.rows`` rows at most."""
-        lora = LoraConfig(
-            target_modules="all-linear", r=train["rank"], lora_alpha=2 * train["rank"]
-        )
-        peer: Any = get_peft_model(model, lora, autocast_adapter_dtype=False)
+        how = {"target_modules": "all-linear", "r": train["rank"], "lora_alpha": 2 * train["rank"]}
+        peer: Any = get_peft_model(model, LoraConfig(**how), autocast_adapter_dtype=False)
         peer.train()
         passes = max(1, rows // config["peers"]["rows"])
-        shape = (passes, rows // passes, train["tokens"])
-        batches = torch.randint(3, fields["vocab_size"], shape, device=where)
+        batches = tokens(passes, rows // passes, train["tokens"])
         own = [p for p in peer.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(own, lr=1e-4, foreach=True)
 
         def step() -> None:
-            for tokens in batches:
-                (peer(tokens, labels=tokens, use_cache=False).loss / passes).backward()
+            for batch in batches:
+                (peer(batch, labels=batch, use_cache=False).loss / passes).backward()
             optimizer.step()
             optimizer.zero_grad()
 
         step()
-        times = seconds(step, 3)
+        seconds = times(step)
         peer.unload()
         return {
             "name": f"PEFT, 1 x {rows} x {train['tokens']}, {passes} passes each",
-            "step_s": timing.median(times),
-            "tokens_per_s": round(rows * train["tokens"] / float(np.median(times))),
+            "step_s": timing.median(seconds),
+            "tokens_per_s": round(rows * train["tokens"] / float(np.median(seconds))),
         }
 
     todo = [(training, train["rows"])]

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import timing
+from benchmarks import timing, train_wave
 from benchmarks.alone import scratch
 from benchmarks.bases import open_base, random_base
 from benchmarks.bases import shape as shape_of
@@ -28,13 +28,11 @@ from mint_jax.catalog.packed import Schema, pack, unpack
 from mint_jax.errors import UserError, choice
 from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import AdapterConfig, AdapterStack
-from mint_jax.metrics import Progress
 from mint_jax.models import hf
 from mint_jax.models.base import Base
 from mint_jax.models.precision import as_stored
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Request
-from mint_jax.train.batch import Group, TrainSequence
 from mint_jax.train.config import LossConfig, PolicyConfig
 from mint_jax.train.trainer import Trainer
 
@@ -65,57 +63,42 @@ def merged(params: Any, stack: AdapterStack, slot: jax.Array) -> Any:
 
 
 class _Paths:
-    """The four handoffs of one base, each returning the base and stacks to sample with."""
+    """The four handoffs of one base, each returning the base and stacks to sample with. Catalog and
+    checkpoints are in ``folder``: a catalog holds adapters of a policy for one base only.
+    """
 
     def __init__(self, base: Base, rank: int, folder: Path):
         self.base, self.folder = base, folder
         adapter = AdapterConfig(rank, 2.0 * rank)
-        self.trainer = Trainer(
-            base, [PolicyConfig(POLICY, adapter, loss=LossConfig("cross_entropy"))]
-        )
+        policy = PolicyConfig(POLICY, adapter, loss=LossConfig("cross_entropy"))
+        self.trainer = Trainer(base, [policy])
         self.slot = self.trainer.slots[POLICY]
         self.serving, _ = lora_tree.stack_adapters(
             self.trainer.specs, {POLICY: (adapter, self.trainer.adapter(POLICY))}
         )
-        self.flip = jax.jit(self._flip, donate_argnums=1)
+        self.flip = jax.jit(_flip, donate_argnums=1)
         self.place = jax.jit(lora_tree.write_slot, donate_argnums=0)
         self.schema = Schema(base.fingerprint, adapter)
         self.bytes: dict[str, int] = {}
-        self.catalog = Catalog.open(self.folder / "catalog")
-        self.exported: list[str] = []
-
-    @staticmethod
-    def _flip(source: Any, target: Any, slot: jax.Array) -> Any:
-        """Copies a slot of one stack into slot 0 of another, on the device."""
-        copied = jax.tree.map(
-            lambda t, s: t.at[:, 0].set(s[:, slot]), target.factors, source.factors
-        )
-        return dataclasses.replace(
-            target, factors=copied, scale=target.scale.at[0].set(source.scale[slot])
-        )
+        self.catalog = Catalog.open(folder / "catalog")
+        self.exports = 0
 
     def step(self, rng: np.random.Generator) -> None:
         """One optimizer step, done when it returns."""
-        tokens = rng.integers(3, self.base.cfg.vocab_size, 16).tolist()
-        self.trainer.update(
-            {POLICY: [Group(tokens[:1], [TrainSequence(tokens[1:], [1 / 15] * 15)])]}
-        )
-        jax.block_until_ready(self.trainer.state)
+        row = train_wave.group(rng.integers(3, self.base.cfg.vocab_size, 16).tolist())
+        train_wave.step(self.trainer, {POLICY: [row]})()
 
     def adapter_memory(self) -> tuple[Base, Any]:
-        source = self.trainer.stacks[self.slot.bucket]
-        self.serving[self.slot.bucket] = self.flip(
-            source, self.serving[self.slot.bucket], jnp.int32(self.slot.index)
-        )
+        bucket, index = self.slot.bucket, jnp.int32(self.slot.index)
+        self.serving[bucket] = self.flip(self.trainer.stacks[bucket], self.serving[bucket], index)
         self.bytes["adapter_memory"] = params_lib.nbytes(self.trainer.adapter(POLICY))
         return self.base, jax.block_until_ready(self.serving)
 
     def adapter_disk(self) -> tuple[Base, Any]:
-        data = pack(self.trainer.adapter(POLICY), self.schema)
-        revision = self.catalog.export(POLICY, data, len(self.exported), create=True)
-        self.exported.append(revision.digest)
+        data, bucket = pack(self.trainer.adapter(POLICY), self.schema), self.slot.bucket
+        revision = self.catalog.export(POLICY, data, self.exports, create=True)
+        self.exports += 1
         adapter, schema = unpack(self.catalog.load(revision.digest))
-        bucket = self.slot.bucket
         scale = jnp.float32(schema.config.scale)
         self.serving[bucket] = self.place(self.serving[bucket], jnp.int32(0), adapter, scale)
         self.bytes["adapter_disk"] = len(data)
@@ -132,9 +115,7 @@ class _Paths:
 
     def merged_disk(self) -> tuple[Base, Any]:
         cfg, folder = self.base.cfg, self.folder / "merged"
-        params = self._merged()
-        hf.save(params, cfg, folder)
-        del params
+        hf.save(self._merged(), cfg, folder)
         file = folder / "model.safetensors"
         with open(file, "rb+") as handle:
             os.fsync(handle.fileno())
@@ -143,74 +124,73 @@ class _Paths:
         return dataclasses.replace(self.base, params=params), None
 
 
+def _flip(source: AdapterStack, target: AdapterStack, slot: jax.Array) -> AdapterStack:
+    """Copies a slot of one stack into slot 0 of another, on the device."""
+    copied = jax.tree.map(lambda t, s: t.at[:, 0].set(s[:, slot]), target.factors, source.factors)
+    scale = target.scale.at[0].set(source.scale[slot])
+    return dataclasses.replace(target, factors=copied, scale=scale)
+
+
 PATHS = ("merged_disk", "merged_memory", "adapter_disk", "adapter_memory")
 
 
 def _measure(
     config: Any, base: Base, rank: int, tokens: tuple[int, ...], folder: Path, what: str
 ) -> dict[str, Any]:
-    """All paths of one base, whose catalog and checkpoints are its own: a catalog holds adapters of
-    a policy for one base only.
-    """
-    with scratch(folder):
-        paths = _Paths(base, rank, folder)
-        with contextlib.closing(paths.catalog):
-            return _in_turn(config, paths, tokens, what)
-
-
-def _in_turn(config: Any, paths: _Paths, tokens: tuple[int, ...], what: str) -> dict[str, Any]:
+    """All paths of one base, in turn after the same optimizer step."""
     rng = np.random.default_rng(config.seed)
-    prompt = tuple(rng.integers(3, paths.base.cfg.vocab_size, config.prompt).tolist())
-    handoff: dict[str, list[float]] = {name: [] for name in PATHS}
-    first: dict[str, list[float]] = {name: [] for name in PATHS}
-    whole: dict[int, dict[str, list[float]]] = {
-        count: {name: [] for name in PATHS} for count in tokens
-    }
+    prompt = tuple(rng.integers(3, base.cfg.vocab_size, config.prompt).tolist())
+    names = ("handoff", "first", *tokens)
+    times: dict[Any, dict[str, list[float]]] = {n: {p: [] for p in PATHS} for n in names}
     same = True
-    progress = Progress(what, config.n + 1)
-    for k in range(config.n + 1):  # the first round compiles and warms
-        paths.step(rng)
-        said = set()
-        for name in PATHS:
-            began = time.perf_counter()
-            base, stacks = getattr(paths, name)()
-            ready = time.perf_counter()
-            slot = lora_tree.Slot(paths.slot.bucket, 0) if stacks is not None else None
-            engine = Engine(base)
-            token = engine.generate([Request(prompt, slot, max_tokens=1, temperature=0.0)], stacks)
-            sampled = time.perf_counter()
-            for count in tokens:
-                since = time.perf_counter()
-                engine.generate([Request(prompt, slot, max_tokens=count, temperature=0.0)], stacks)
-                if k:
-                    whole[count][name].append(ready - began + time.perf_counter() - since)
-            said.add(token[0][0].tokens[0])
-            if k:
-                handoff[name].append(ready - began)
-                first[name].append(sampled - began)
-            del base, engine
-        same &= len(said) == 1
-        progress.update(
-            k + 1,
-            " ".join(f"{name} {values[-1]:.3f} s" for name, values in handoff.items() if values),
-        )
+    with scratch(folder), contextlib.closing((paths := _Paths(base, rank, folder)).catalog):
+        slot = lora_tree.Slot(paths.slot.bucket, 0)
 
-    new_tokens = tokens[0]
+        def sample(engine: Engine, stacks: Any, count: int) -> list[int]:
+            named = slot if stacks is not None else None
+            request = Request(prompt, named, max_tokens=count, temperature=0.0)
+            return engine.generate([request], stacks)[0][0].tokens
+
+        for k in timing.counted(what, range(config.n + 1)):  # the first round compiles and warms
+            paths.step(rng)
+            said = set()
+            for path in PATHS:
+                began = time.perf_counter()
+                own, stacks = getattr(paths, path)()
+                found: dict[Any, float] = {"handoff": time.perf_counter() - began}
+                engine = Engine(own)
+                said.add(tuple(sample(engine, stacks, 1)))
+                found["first"] = time.perf_counter() - began
+                for count in tokens:
+                    since = time.perf_counter()
+                    sample(engine, stacks, count)
+                    found[count] = found["handoff"] + time.perf_counter() - since
+                for name, seconds in found.items():
+                    times[name][path] += [seconds][: k > 0]
+                del own, engine
+            same &= len(said) == 1
+
+    def ratio(name: Any) -> timing.Figure:
+        return timing.ratio(times[name], "merged_disk", "adapter_memory")
+
     return {
-        "new_tokens": new_tokens,
-        "handoff_ratio": timing.ratio(handoff, "merged_disk", "adapter_memory"),
-        "first_token_ratio": timing.ratio(first, "merged_disk", "adapter_memory"),
-        "step_ratio": timing.ratio(whole[new_tokens], "merged_disk", "adapter_memory"),
-        "ratios": _over_each(handoff),
-        "handoff_s": timing.medians_of(handoff),
-        "to_first_token_s": timing.medians_of(first),
-        "handoff_and_tokens_s": timing.medians_of(whole[new_tokens]),
+        "new_tokens": tokens[0],
+        "handoff_ratio": ratio("handoff"),
+        "first_token_ratio": ratio("first"),
+        "step_ratio": ratio(tokens[0]),
+        "ratios": _over_each(times["handoff"]),
+        "handoff_s": timing.medians_of(times["handoff"]),
+        "to_first_token_s": timing.medians_of(times["first"]),
+        "handoff_and_tokens_s": timing.medians_of(times[tokens[0]]),
         "steps": {
-            str(count): {"seconds": timing.medians_of(times), "ratios": _over_each(times)}
-            for count, times in whole.items()
+            str(count): {
+                "seconds": timing.medians_of(times[count]),
+                "ratios": _over_each(times[count]),
+            }
+            for count in tokens
         },
-        "bytes": dict(paths.bytes),
-        "base_bytes": paths.base.nbytes,
+        "bytes": paths.bytes,
+        "base_bytes": base.nbytes,
         "same_first_token": same,
     }
 

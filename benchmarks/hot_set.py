@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from benchmarks import timing, traffic
-from mint_jax.metrics import Progress
 from mint_jax.residency.tier import Tier
 
 LOAD_S = 1e-3  # what every miss is said to take: equal, so that only use decides
@@ -22,22 +21,18 @@ LOAD_S = 1e-3  # what every miss is said to take: equal, so that only use decide
 def run(config: Any, workdir: Path) -> dict[str, Any]:
     """Runs the bench; returns its report."""
     points = []
-    progress = Progress("hot set", len(config.traffic) * len(config.capacities) * config.n)
+    seeds = np.random.SeedSequence(config.seed).spawn(config.n)
     for kind in config.traffic:
-        seeds = np.random.SeedSequence(config.seed).spawn(config.n)
-        traces = [
-            traffic.draws(
-                kind, config.names, config.requests, config.zipf, np.random.default_rng(s)
-            ).tolist()
-            for s in seeds
-        ]
-        for capacity in config.capacities:
-            rates: dict[str, list[float]] = {name: [] for name in POLICIES}
-            for trace in traces:
-                for name, policy in POLICIES.items():
-                    rates[name].append(policy(trace, capacity, config) / len(trace))
-                progress.update(len(points) * config.n + len(rates["lru"]), f"{kind} {capacity}")
-            hits = {name: timing.mean(values) for name, values in rates.items()}
+        traces = []
+        for seed in seeds:
+            rng = np.random.default_rng(seed)
+            drawn = traffic.draws(kind, config.names, config.requests, config.zipf, rng)
+            traces.append(drawn.tolist())
+        for capacity in timing.counted(f"hot set, {kind}", config.capacities):
+            hits = {
+                name: timing.mean(policy(trace, capacity, config) / len(trace) for trace in traces)
+                for name, policy in POLICIES.items()
+            }
             point = {"name": f"{kind} {capacity}", "traffic": kind, "capacity": capacity}
             points.append(point | {"hit_rate": hits})
     return {"names": config.names, "requests": config.requests, "points": points}

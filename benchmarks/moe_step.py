@@ -8,6 +8,7 @@ Axes: N tokens, M rows (a token and one of its experts), E experts, X experts of
 width, F expert width, L layers, P policies, R rank, G groups.
 """
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,11 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from benchmarks import timing
+from benchmarks.bases import shape as shape_of
 from mint_jax import params as params_lib
 from mint_jax.lora.tree import AdapterStack
 from mint_jax.lora.view import AdapterView, attach_blocks
 from mint_jax.models import experts, moe, packed_lora, stacked
-from mint_jax.models.config import Experts, ModelConfig
 from mint_jax.models.expert_parallel import routed
 from mint_jax.models.experts import sort_rows
 from mint_jax.models.layers import rms_norm, swiglu
@@ -36,14 +37,9 @@ class _Stack:
 
     def __init__(self, size: Any, rank: int, seed: int):
         self.size, self.rank = size, rank
-        shape = Experts(size.experts, size.per_token, size.width)
-        heads = {"num_heads": 1, "num_kv_heads": 1, "head_dim": size.d_model}
-        self.cfg = ModelConfig(
-            "qwen3_moe", 1, size.d_model, size.layers, **heads, d_ff=size.width, experts=shape
-        )
-        self.params = params_lib.init(
-            moe.specs(self.cfg, size.layers, jnp.float32), jax.random.key(seed)
-        )
+        self.cfg = shape_of({"num_heads": 1, "num_kv_heads": 1, "vocab_size": 1} | dict(size))
+        specs = moe.specs(self.cfg, size.layers, jnp.float32)
+        self.params = params_lib.init(specs, jax.random.key(seed))
         rng = np.random.default_rng(seed)
         self.x_BTD, self.g_BTD = (
             jnp.asarray(rng.normal(size=(size.rows, size.tokens, size.d_model)), jnp.float32)
@@ -93,9 +89,7 @@ class _Stack:
         the adapters.
         """
         lora = self.adapters(policies) if policies else None
-
-        def forward(x, lora, params):
-            return self.forward(x, lora, params, through, sliced)
+        forward = functools.partial(self.forward, through=through, sliced=sliced)
 
         def both(x, lora, params, g):
             y, vjp = jax.vjp(lambda x, lora: forward(x, lora, params), x, lora)
@@ -136,51 +130,32 @@ def ragged_routed(
 
 def run(config: Any, workdir: Path) -> dict[str, Any]:
     """Runs the bench; returns its report."""
-    report: dict[str, Any] = {
-        "rank": config.rank,
-        "size": config.size.to_dict(),
-        "ragged_size": config.ragged.to_dict(),
-    }
+    plain = config.to_dict()
+    report: dict[str, Any] = {"rank": config.rank, "size": plain["size"]}
+    report |= {"ragged_size": plain["ragged"]}
+    report["decode_size"] = plain["decode"] | {"rows": list(config.decode.rows)}
     stack = _Stack(config.size, config.rank, config.seed)
     for name, backward in (("forward", False), ("forward_backward", True)):
-        sides: dict[str, Any] = {
-            str(count): stack.side(count, routed, backward) for count in (0, *config.policies)
-        }
+        counts = 0, *config.policies
+        sides = {str(count): stack.side(count, routed, backward) for count in counts}
         times = timing.in_turn(name, sides, config.n)
-        report[f"{name}_overhead"] = {
-            str(count): timing.ratio(times, str(count), "0", less=1) for count in config.policies
-        }
+        overheads = {n: timing.ratio(times, n, "0", less=1) for n in map(str, config.policies)}
+        report[f"{name}_overhead"] = overheads
         report[f"{name}_seconds"] = timing.medians_of(times)
-    middle = config.ragged_policies
+    del stack
     small = _Stack(config.ragged, config.rank, config.seed)
     forms = {"ours": routed, "ragged": ragged_routed}
-    sides = {name: small.side(middle, form, True) for name, form in forms.items()}
+    sides = {name: small.side(config.ragged_policies, f, True) for name, f in forms.items()}
     times = timing.in_turn("ragged_dot", sides, config.n)
+    (ours, _), (theirs, _) = (side() for side in sides.values())
     report["ratio_ragged"] = timing.ratio(times, "ragged", "ours")
     report["ragged_seconds"] = timing.medians_of(times)
-    report["ragged_difference"] = _difference(small, middle)
-    size = {name: list(x) if isinstance(x, tuple) else x for name, x in config.decode.items()}
-    report |= {"decode_size": size, "decode_ratio_sliced": _decode(config)}
-    return report
-
-
-def _decode(config: Any) -> dict[str, timing.Figure]:
-    """By rows: the time of a step with slices of experts over that without."""
-    out = {}
+    report["ragged_difference"] = float(f"{float(jnp.abs(ours - theirs).max()):.2g}")
+    sliced = report["decode_ratio_sliced"] = {}
     for rows in config.decode.rows:
-        size = ConfigDict(config.decode.to_dict() | {"rows": rows, "tokens": 1})
-        stack, names = _Stack(size, config.rank, config.seed), ("sliced", "ours")
-        sides = {name: stack.side(0, routed, False, name == "sliced") for name in names}
+        size = ConfigDict(plain["decode"] | {"rows": rows, "tokens": 1})
+        of = _Stack(size, config.rank, config.seed)
+        sides = {name: of.side(0, routed, False, name == "sliced") for name in ("sliced", "ours")}
         times = timing.in_turn(f"decode {rows}", sides, config.n)
-        out[str(rows)] = timing.ratio(times, *names)
-    return out
-
-
-def _difference(stack: _Stack, policies: int) -> float:
-    """Largest difference of both formulations' outputs."""
-    lora = stack.adapters(policies)
-    ours, theirs = (
-        jax.jit(stack.forward, static_argnums=3)(stack.x_BTD, lora, stack.params, f)
-        for f in (routed, ragged_routed)
-    )
-    return float(f"{float(jnp.abs(ours - theirs).max()):.2g}")
+        sliced[str(rows)] = timing.ratio(times, "sliced", "ours")
+    return report

@@ -1,6 +1,7 @@
 """Writes one adapter in several layouts on disk, and reads those that are not packed."""
 
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,92 +27,67 @@ class Files:
         self.cfg = shape_of(config.shape)
         self.specs = transformer.abstract(self.cfg)
         self.config = AdapterConfig(config.rank, 2.0 * config.rank, TARGETS)
-        self.wanted = lora_tree.adapter_specs(self.specs, self.config)
-        dtype = jnp.dtype(config.dtype)
-        self._values = (
-            np.random.default_rng(config.seed)
-            .standard_normal(params_lib.count(self.wanted), np.float32)
-            .astype(dtype)
-        )
+        specs = lora_tree.adapter_specs(self.specs, self.config)
+        self._wanted = dict(params_lib.leaves_with_path(specs))
+        count = params_lib.count(specs)
+        values = np.random.default_rng(config.seed).standard_normal(count, np.float32)
+        self._values = values.astype(jnp.dtype(config.dtype))
         self.store = Store(folder / "catalog")
         schema = Schema(BASE, self.config, config.dtype)
         self.digests = self.store.add(pack(self.adapter(i), schema) for i in range(config.distinct))
-        self.names = hf.module_names(self.cfg, lora_tree.projections(self.specs, TARGETS))
-        peft.write_peft(folder / "unpacked", self.adapter(0), self.config, self.names)
+        self._names = hf.module_names(self.cfg, lora_tree.projections(self.specs, TARGETS))
+        peft.write_peft(folder / "unpacked", self.adapter(0), self.config, self._names)
         self.unpacked = folder / "unpacked" / peft.WEIGHTS
         self.middle = folder / "middle.safetensors"
-        middle = {
-            f"{path}/{i}": row
-            for path, leaf in params_lib.leaves_with_path(self.adapter(0))
-            for i, row in enumerate(leaf)
-        }
+        leaves = params_lib.leaves_with_path(self.adapter(0))
+        middle = {f"{path}/{i}": row for path, leaf in leaves for i, row in enumerate(leaf)}
         save_file(middle, self.middle)
         self.tensors = {
-            "unpacked": 2 * sum(map(len, self.names.values())),
+            "unpacked": 2 * sum(map(len, self._names.values())),
             "middle": len(middle),
-            "packed": len(self.paths()),
+            "packed": len(self._wanted),
         }
-
-    def paths(self) -> list[str]:
-        return [path for path, _ in params_lib.leaves_with_path(self.wanted)]
 
     def adapter(self, i: int) -> Any:
         """The i-th of the distinct adapters: the same numbers, moved on by i."""
-        flat, at, values = {}, 0, np.roll(self._values, i)
-        for path, spec in params_lib.leaves_with_path(self.wanted):
-            flat[path] = values[at : at + spec.size].reshape(spec.shape)
-            at += spec.size
-        return params_lib.nest(flat)
+        ends = np.cumsum([spec.size for spec in self._wanted.values()])
+        parts = np.split(np.roll(self._values, i), ends[:-1])
+        shaped = zip(self._wanted.items(), parts)
+        return params_lib.nest({path: part.reshape(spec.shape) for (path, spec), part in shaped})
+
+    def _peft(self) -> Iterator[tuple[str, tuple[int, ...], list[str], bool]]:
+        """Yields path and shape of each factor, the names of its tensors in PEFT's file, and true
+        if PEFT stores them the other way round.
+        """
+        for path, spec in self._wanted.items():
+            module, _, factor = path.rpartition("/")
+            own = [f"base_model.model.{m}.lora_{factor.upper()}" for m in self._names[module]]
+            yield path, spec.shape, [f"{name}.weight" for name in own], factor == "b"
 
     def read_unpacked(self) -> Any:
         """PEFT's file, stacked on the host."""
-        tensors = load_file(self.unpacked)
-        flat = {}
-        for path, modules in self.names.items():
-            stack = at(self.wanted, path)
-            flat[f"{path}/a"] = np.stack(
-                [tensors[f"base_model.model.{m}.lora_A.weight"] for m in modules]
-            ).reshape(stack["a"].shape)
-            flat[f"{path}/b"] = np.stack(
-                [tensors[f"base_model.model.{m}.lora_B.weight"].T for m in modules]
-            ).reshape(stack["b"].shape)
+        tensors, flat = load_file(self.unpacked), {}
+        for path, shape, names, turned in self._peft():
+            own = [tensors[name].T if turned else tensors[name] for name in names]
+            flat[path] = np.stack(own).reshape(shape)
         return params_lib.nest(flat)
 
     def per_tensor(self) -> Any:
         """PEFT's file, one device array a tensor, then stacked on the device."""
-        arrays = jax.device_put(load_file(self.unpacked))
-        flat = {}
-        for path, modules in self.names.items():
-            layers = at(self.wanted, path)["a"].shape[0]
-            each = len(modules) // layers  # experts, or one
-            for factor, letter in (("a", "A"), ("b", "B")):
-                own = [arrays[f"base_model.model.{m}.lora_{letter}.weight"] for m in modules]
-                parts = [own[i * each : (i + 1) * each] for i in range(layers)]
-                rows = [stack(part, factor == "b") for part in parts]
-                flat[f"{path}/{factor}"] = stack(rows, False).reshape(
-                    at(self.wanted, path)[factor].shape
-                )
+        arrays, flat = jax.device_put(load_file(self.unpacked)), {}
+        for path, shape, names, turned in self._peft():
+            each = len(names) // shape[0]  # of a layer: experts, or one
+            own = [arrays[name] for name in names]
+            rows = [stack(own[i : i + each], turned) for i in range(0, len(own), each)]
+            flat[path] = stack(rows, False).reshape(shape)
         return params_lib.nest(flat)
 
     def read_middle(self) -> Any:
         """The file with one tensor per layer, projection and factor."""
-        tensors = load_file(self.middle)
-        layers = {path: spec.shape[0] for path, spec in params_lib.leaves_with_path(self.wanted)}
-        stacks = {p: np.stack([tensors[f"{p}/{i}"] for i in range(n)]) for p, n in layers.items()}
-        return params_lib.nest(stacks)
-
-
-def adapter_of(wanted: Any, rng: np.random.Generator, dtype: str) -> Any:
-    """A random adapter of these specs."""
-    return jax.tree.map(
-        lambda spec: rng.standard_normal(spec.shape, np.float32).astype(jnp.dtype(dtype)), wanted
-    )
-
-
-def at(tree: Any, path: str) -> Any:
-    for name in path.split("/"):
-        tree = tree[name]
-    return tree
+        tensors, flat = load_file(self.middle), {}
+        for path, spec in self._wanted.items():
+            flat[path] = np.stack([tensors[f"{path}/{i}"] for i in range(spec.shape[0])])
+        return params_lib.nest(flat)
 
 
 @functools.partial(jax.jit, static_argnames="transpose")

@@ -7,6 +7,7 @@ All sides read the same values from the page cache; ``packed`` also verifies its
 growth of memory over the bytes that the host cache counts.
 """
 
+import functools
 import os
 import time
 from collections.abc import Callable
@@ -20,8 +21,8 @@ import numpy as np
 from benchmarks import timing
 from benchmarks.alone import alone, scratch
 from benchmarks.decode_pause import decode_pause
-from benchmarks.packed_files import Files, adapter_of
-from benchmarks.packed_store import BASE, TARGETS, Store, forget, load, residency_of
+from benchmarks.packed_files import Files
+from benchmarks.packed_store import BASE, TARGETS, Store, adapter_of, forget, load, residency_of
 from mint_jax import host
 from mint_jax.catalog.packed import Schema, pack, unpack
 from mint_jax.digest import blake3_of
@@ -36,45 +37,35 @@ from mint_jax.residency.admission import Admission, verify
 from mint_jax.residency.residency import Residency
 
 
-class _Plain:
-    """A slot written without residency: read, put on the device, write."""
-
-    def __init__(self, files: Files, dtype: Any):
-        self.files = files
-        bucket = files.config.bucket
-        specs = lora_tree.stack_specs(files.specs, TARGETS, bucket, 1)
-        self.stack = AdapterStack(
-            jax.tree.map(lambda s: jnp.zeros(s.shape, dtype), specs),
-            jnp.zeros((1,), jnp.float32),
-            bucket,
-        )
-        self._write = jax.jit(lora_tree.write_slot, donate_argnums=0)
-
-    def load(self, read: Callable[[], Any]) -> None:
-        adapter = jax.device_put(read())  # what is on the device already stays as it is
-        self.stack = jax.block_until_ready(
-            self._write(self.stack, jnp.int32(0), adapter, jnp.float32(self.files.config.scale))
-        )
-
-
 def _loads(config: Any, files: Files) -> dict[str, Any]:
-    """One adapter by four ways."""
-    digest = files.digests[0]
-    plain = _Plain(files, jnp.dtype(config.dtype))
+    """One adapter by four ways; three of them write a slot without residency."""
+    [digest], bucket = files.digests[:1], files.config.bucket
+    shapes = lora_tree.stack_specs(files.specs, TARGETS, bucket, 1)
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.dtype(config.dtype)), shapes)
+    slot = [AdapterStack(zeros, jnp.zeros((1,), jnp.float32), bucket)]
+    write = jax.jit(lora_tree.write_slot, donate_argnums=0)
     residency = residency_of(files.store, files.specs, 1)
+    reads = {"per_tensor": files.per_tensor, "stacked_on_host": files.read_unpacked}
+    reads |= {"middle": files.read_middle}
 
-    def packed() -> None:
-        forget(residency, [digest])
-        load(residency, [digest])
+    def plain(read: Callable[[], Any]) -> AdapterStack:
+        adapter = jax.device_put(read())  # what is on the device already stays as it is
+        scale = jnp.float32(files.config.scale)
+        slot[0] = jax.block_until_ready(write(slot[0], jnp.int32(0), adapter, scale))
+        return slot[0]
 
-    sides = {
-        "per_tensor": lambda: plain.load(files.per_tensor),
-        "stacked_on_host": lambda: plain.load(files.read_unpacked),
-        "middle": lambda: plain.load(files.read_middle),
-        "packed": packed,
+    sides: dict[str, Callable[[], Any]] = {
+        name: functools.partial(plain, read) for name, read in reads.items()
     }
+    sides["packed"] = functools.partial(_cold, residency, digest)
     times = timing.in_turn("file to slot", sides, config.n)
-    same = _same(plain, residency, files)
+    [lease] = residency.wait_for([digest])
+    ours = lora_tree.read_slot(residency.stacks[bucket], lease.slot.index)
+    same = [
+        jax.tree.map(jnp.array_equal, ours, lora_tree.read_slot(plain(read), 0))
+        for read in reads.values()
+    ]
+    lease.release()
     residency.close()
     return {
         "ratio_packed": timing.ratio(times, "per_tensor", "packed"),
@@ -82,21 +73,14 @@ def _loads(config: Any, files: Files) -> dict[str, Any]:
         "ratio_672": timing.ratio(times, "middle", "packed"),
         "load_ms": timing.median(times["packed"], 1e3),
         "seconds": timing.medians_of(times),
-        "same_values": same,
+        "same_values": all(map(bool, jax.tree.leaves(same))),
     }
 
 
-def _same(plain: _Plain, residency: Residency, files: Files) -> bool:
-    """Returns True if all ways write the same values into their slots."""
-    [lease] = residency.wait_for([files.digests[0]])
-    ours = lora_tree.read_slot(residency.stacks[lease.slot.bucket], lease.slot.index)
-    same = []
-    for read in (files.per_tensor, files.read_unpacked, files.read_middle):
-        plain.load(read)
-        found = lora_tree.read_slot(plain.stack, 0)
-        same += jax.tree.leaves(jax.tree.map(lambda x, y: bool(jnp.array_equal(x, y)), ours, found))
-    lease.release()
-    return all(same)
+def _cold(residency: Residency, digest: str) -> None:
+    """One cold load."""
+    forget(residency, [digest])
+    load(residency, [digest])
 
 
 def _parts(config: Any, files: Files) -> dict[str, timing.Figure]:
@@ -167,19 +151,16 @@ def _against_peft(config: Any, folder: Path) -> dict[str, Any]:
         return {"peft": f"not measured: {error}"}
     size = config.peft
     heads = size.d_model // 64 or 1
-    fields = {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": 256,
-        "hidden_size": size.d_model,
-        "intermediate_size": 3 * size.d_model,
-        "num_hidden_layers": size.layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "head_dim": size.d_model // heads,
-        "tie_word_embeddings": False,
-    }
-    cfg = from_hf(fields)
+    llama = transformers.LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        vocab_size=256,
+        hidden_size=size.d_model,
+        intermediate_size=3 * size.d_model,
+        num_hidden_layers=size.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+    )
+    cfg = from_hf(llama.to_dict())
     specs = transformer.abstract(cfg)
     adapter_config = AdapterConfig(size.rank, 2.0 * size.rank, TARGETS)
     wanted = lora_tree.adapter_specs(specs, adapter_config)
@@ -190,17 +171,14 @@ def _against_peft(config: Any, folder: Path) -> dict[str, Any]:
     [digest] = store.add([pack(adapter, Schema(BASE, adapter_config, "float32"))])
     residency = residency_of(store, specs, 1)
     torch.manual_seed(0)
-    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**fields))
-    model = PeftModel.from_pretrained(llama, path, adapter_name="first")
+    model = transformers.LlamaForCausalLM(llama)
+    model = PeftModel.from_pretrained(model, path, adapter_name="first")
 
     def theirs() -> None:
         model.load_adapter(path, adapter_name="second")
         model.delete_adapter("second")
 
-    def ours() -> None:
-        forget(residency, [digest])
-        load(residency, [digest])
-
+    ours = functools.partial(_cold, residency, digest)
     times = timing.in_turn("PEFT load_adapter", {"peft": theirs, "ours": ours}, config.n)
     residency.close()
     return {

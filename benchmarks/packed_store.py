@@ -1,23 +1,42 @@
 """A catalog of packed adapters and residency over it, shared by the load benchmarks."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from mint_jax.catalog.lifecycle import Catalog
-from mint_jax.catalog.packed import Schema, unpack
+from mint_jax.catalog.packed import Schema, pack, unpack
 from mint_jax.catalog.records.exports import Export
 from mint_jax.catalog.records.leases import Lease
 from mint_jax.catalog.records.lookup import Resolved
+from mint_jax.lora import tree as lora_tree
+from mint_jax.lora.tree import AdapterConfig
 from mint_jax.residency.pool import Known, open_residency
 from mint_jax.residency.residency import Residency
 
 BASE = "0" * 64  # fingerprint of the base that is only a shape here
 TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 LEASE_S = 86400.0
+
+
+def random_objects(
+    specs: Any, adapter: AdapterConfig, rng: np.random.Generator, count: int, dtype: str = "float32"
+) -> Iterator[bytes]:
+    """Yields packed random adapters of a base's abstract parameters."""
+    wanted = lora_tree.adapter_specs(specs, adapter)
+    for _ in range(count):
+        yield pack(adapter_of(wanted, rng, dtype), Schema(BASE, adapter, dtype))
+
+
+def adapter_of(wanted: Any, rng: np.random.Generator, dtype: str) -> Any:
+    """A random adapter of these specs."""
+    return jax.tree.map(
+        lambda spec: rng.standard_normal(spec.shape, np.float32).astype(jnp.dtype(dtype)), wanted
+    )
 
 
 class Store:
@@ -54,11 +73,11 @@ class Store:
 
     def known(self) -> dict[str, Known]:
         """Returns the records of all revisions, with which residency is opened."""
-        schemas = {digest: Schema.from_json(found.schema) for digest, found in self.found.items()}
-        return {
-            digest: Known(schema.config, schema.dtype, self.found[digest].finite)
-            for digest, schema in schemas.items()
-        }
+        out = {}
+        for digest, found in self.found.items():
+            schema = Schema.from_json(found.schema)
+            out[digest] = Known(schema.config, schema.dtype, found.finite)
+        return out
 
 
 def residency_of(store: Store, specs: Any, slots: int, depth: int = 256) -> Residency:

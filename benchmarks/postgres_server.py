@@ -62,11 +62,10 @@ class PostgresServer:
                 except PortTaken:
                     if not left:
                         raise
-        except (OSError, subprocess.SubprocessError) as error:
+        except BaseException as error:
             self.stop()
-            raise RuntimeError(f"PostgreSQL does not start: {error}") from error
-        except BaseException:
-            self.stop()
+            if isinstance(error, OSError | subprocess.SubprocessError):
+                raise RuntimeError(f"PostgreSQL does not start: {error}") from error
             raise
         self.url = f"postgresql://postgres@127.0.0.1:{self.port}/postgres"
 

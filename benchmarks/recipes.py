@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import timing
+from benchmarks.sweeps import pictures
+from benchmarks.sweeps.grid import Picture
 from mint_jax import recipes
 from mint_jax.harness import report as report_lib
 
@@ -49,7 +51,11 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
             found[way]["seconds"] = timing.median(first.values())
     cells = [[w, found[w]["reached"], found[w].get("seconds", {}).get("median", "")] for w in WAYS]
     report_lib.table(f"reward {config.target}", ("way", "seeds", "seconds"), cells)
-    _draw(rows, config.target, workdir / "recipes.png")
+    shown = [{"settings": row, "figures": row} for row in rows]
+    target = {"grid": "", "who": "target", "settings": {}, "figures": {"reward": config.target}}
+    drawn = {"points": [{"grid": "", "rows": shown}], "references": [target]}
+    picture = Picture(grid="", x="seconds", y="reward", by=("way", "seed"))
+    pictures.draw({"recipes": picture}, drawn, workdir)
     return found
 
 
@@ -75,23 +81,3 @@ def _train(config: Any, name: str, way: str, seed: int, steps: int, place: Path)
     recipes.run(recipes.read(job | {"policies": {name: policy}}), place / name)
     rows = map(json.loads, (place / name / "metrics.jsonl").read_text().splitlines())
     return [round(row["time"] - began, 1) for row in rows]
-
-
-def _draw(rows: list[dict[str, Any]], target: float, file: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, ax = plt.subplots(figsize=(5.5, 3.4))
-    for color, way in enumerate(WAYS):
-        for seed in sorted({row["seed"] for row in rows}):
-            own = [
-                (r["seconds"], r["reward"]) for r in rows if (r["way"], r["seed"]) == (way, seed)
-            ]
-            ax.plot(*zip(*own), f"C{color}.-", label=way if seed == 1 else None)
-    ax.axhline(target, color="0.5", lw=0.8)
-    ax.set(xlabel="seconds from the start of the job", ylabel="held-out reward")
-    ax.legend()
-    figure.savefig(file, dpi=110, bbox_inches="tight")
-    plt.close(figure)

@@ -4,9 +4,9 @@ Only ``packs`` also verifies a digest. A cold load reopens the store after its f
 cache. ``measured`` is the number of revisions in a store.
 """
 
+import functools
 import json
 import random
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,11 @@ from benchmarks import timing
 from benchmarks.alone import scratch
 from benchmarks.bases import shape
 from benchmarks.catalog_fill import drop_from_page_cache
-from benchmarks.packed_files import adapter_of
-from benchmarks.packed_store import BASE, TARGETS
-from mint_jax.catalog.packed import Schema, digest_of, pack, unpack
+from benchmarks.packed_store import TARGETS, random_objects
+from mint_jax.catalog.packed import Schema, digest_of, unpack
 from mint_jax.catalog.storage.payloads import PayloadStore, Place
 from mint_jax.errors import UserError
-from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import AdapterConfig
-from mint_jax.metrics import Progress
 from mint_jax.models import transformer
 
 BATCH = 1000  # revisions of a pack
@@ -81,65 +78,52 @@ class Orbax:
         self._checkpointer = ocp.Checkpointer(ocp.CompositeCheckpointHandler())
 
 
-def packed_adapters(config: Any, start: int, count: int) -> list[bytes]:
-    """Returns ``count`` packed random adapters; ``start`` seeds them."""
-    adapter = AdapterConfig(config.shape.rank, 2.0, TARGETS)
-    specs = lora_tree.adapter_specs(transformer.abstract(shape(config.shape)), adapter)
-    rng = np.random.default_rng([config.seed, start])
-    return [pack(adapter_of(specs, rng, "float32"), Schema(BASE, adapter)) for _ in range(count)]
-
-
-def measure(config: Any, folder: Path, lone: bytes) -> dict[str, Any]:
-    """Returns figures of both stores and their ratios to packs."""
+def measure(config: Any, folder: Path, adapters: Callable[[int], list[bytes]]) -> dict[str, Any]:
+    """Returns figures of both stores and their ratios to packs; ``adapters`` makes packed ones."""
     stores = {"packs": Packs(folder / "packs"), "orbax": Orbax(folder / "orbax")}
-    sizes = {"packs": config.entries, "orbax": config.others}
-    export: dict[str, list[float]] = {name: [] for name in stores}
-    load: dict[str, list[float]] = {name: [] for name in stores}
-    counts = dict.fromkeys(stores, 0)
-    progress = Progress("export", config.n)
-    for k in range(config.n):
-        for name, store in stores.items():
-            count = sizes[name] // config.n
-            objects = packed_adapters(config, counts[name] + 1, count)
-            export[name].append(_seconds(lambda s=store, o=objects: s.put(o)) / count)
-            counts[name] += count
-        progress.update(k + 1)
+    counts = {"packs": config.entries // config.n, "orbax": config.others // config.n}  # of a round
     draw = random.Random(config.seed)
-    for _ in range(config.n):
-        for name, store in stores.items():
-            indices = draw.sample(range(counts[name]), min(config.loads, counts[name]))
-            drop_from_page_cache(store.folder)
-            store.reopen()
-            seconds = _seconds(lambda s=store, i=indices: [s.get(index) for index in i])
-            load[name].append(seconds / len(indices))
-    out: dict[str, Any] = {}
+
+    def export(name: str) -> float:
+        objects = adapters(counts[name])
+        return timing.seconds_of(lambda: stores[name].put(objects)) / len(objects)
+
+    def load(name: str) -> float:
+        store, stored = stores[name], counts[name] * config.n
+        indices = draw.sample(range(stored), min(config.loads, stored))
+        drop_from_page_cache(store.folder)
+        store.reopen()
+        return timing.seconds_of(lambda: [store.get(index) for index in indices]) / len(indices)
+
+    exports, loads = (
+        timing.collect(what.__name__, {n: functools.partial(what, n) for n in stores}, config.n, 0)
+        for what in (export, load)
+    )
+    [lone], out = adapters(1), {}
     for name, store in stores.items():
         files = [path.stat().st_size for path in store.folder.rglob("*") if path.is_file()]
         out[name] = {
-            "measured": counts[name],
+            "measured": (stored := counts[name] * config.n),
             "files": len(files),
             "bytes": sum(files),
-            "bytes_over_payload": round(sum(files) / (counts[name] * len(lone)), 3),
-            "export_ms_each": timing.median(export[name], 1e3),
-            "cold_load_ms": timing.median(load[name], 1e3),
+            "bytes_over_payload": round(sum(files) / (stored * len(lone)), 3),
+            "export_ms_each": timing.median(exports[name], 1e3),
+            "cold_load_ms": timing.median(loads[name], 1e3),
         }
-    return out | {
-        "ratio_export_orbax": timing.ratio(export, "orbax", "packs"),
-        "ratio_cold_load_orbax": timing.ratio(load, "orbax", "packs"),
-    }
-
-
-def _seconds(call: Callable[[], Any]) -> float:
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
+    ratios = {"ratio_export_orbax": exports, "ratio_cold_load_orbax": loads}
+    ratios = {name: timing.ratio(times, "orbax", "packs") for name, times in ratios.items()}
+    report = {"revision_bytes": len(lone), "entries": config.entries}
+    return report | {"folder": {"many": out | ratios}}
 
 
 def run(config: Any, workdir: Path) -> dict[str, Any]:
     """Runs the benchmark; returns its report and removes its files."""
     if config.n < 5:
         raise UserError(f"n is {config.n}; medians need at least 5")
-    [lone] = packed_adapters(config, 0, 1)
+    adapter, rng = (
+        AdapterConfig(config.shape.rank, 2.0, TARGETS),
+        np.random.default_rng(config.seed),
+    )
+    specs = transformer.abstract(shape(config.shape))
     with scratch((workdir / "revision_stores").absolute()) as folder:
-        many = measure(config, folder, lone)
-    return {"revision_bytes": len(lone), "entries": config.entries, "folder": {"many": many}}
+        return measure(config, folder, lambda n: list(random_objects(specs, adapter, rng, n)))

@@ -199,11 +199,8 @@ def _by_adapters(parts: list[Part], adapters: int) -> Part:
 
 def _grid(kernel: Part) -> Part:
     turns = [part for part in kernel.walk() if part.kind == "loop" and part.has(_PRODUCT)]
-    outer = [
-        part
-        for part in turns
-        if not any(part in other.walk() for other in turns if other is not part)
-    ]
+    inner = [one for part in turns for one in part.walk() if one is not part]
+    outer = [part for part in turns if not any(part is one for one in inner)]
     if len(outer) != 1:
         raise UserError(
             f"the products lie in {len(outer)} loops and not in one, the grid's: {_CHANGED}"
@@ -227,20 +224,18 @@ def _count(chip: str, folder: Path) -> dict[str, Any]:
     base, back = (
         {name: 2 * n for name, n in tile(made[of], 0).items()} for of in ("base", "base_backward")
     )
-    forward = {
-        n: _over(tile(made["add"], n), base) | {"lanes_over_base": round(_lanes(n, unit), 4)}
-        for n in ADAPTERS
-    }
-    most = max(forward[n]["over_base"] for n in ADAPTERS if n <= GOAL_ADAPTERS)
-    goal = {"adapters": GOAL_ADAPTERS, "over_base": GOALS[unit], "reached": most}
-    one_pass = {}
+    add, one_pass = {}, {}
     for n in ADAPTERS:
-        found, two = visit(made["one_pass"], n), base["bundles"] + forward[n]["bundles"]
+        lanes = {"lanes_over_base": round(_lanes(n, unit), 4)}
+        add[str(n)] = _over(tile(made["add"], n), base) | lanes
+        found, two = visit(made["one_pass"], n), base["bundles"] + add[str(n)]["bundles"]
         one_pass[str(n)] = dict(found) | {"over_two": round(found["bundles"] / two, 4)}
+    most = max(add[str(n)]["over_base"] for n in ADAPTERS if n <= GOAL_ADAPTERS)
+    goal = {"adapters": GOAL_ADAPTERS, "over_base": GOALS[unit], "reached": most}
     return {
         "matrix_unit": unit,
         "base": base,
-        "add": {str(n): of for n, of in forward.items()},
+        "add": add,
         "goal": goal | {"met": most <= GOALS[unit]},
         "base_backward": back,
         "backward": {str(n): _over(tile(made["backward"], n), back) for n in ADAPTERS},

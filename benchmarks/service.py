@@ -8,9 +8,12 @@ its weights can be sampled.
 """
 
 import asyncio
+import concurrent.futures
+import contextlib
+import functools
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,26 +99,50 @@ class _Tenants:
         self.wait(self.send(name, self.data(), Optim(OptimizerConfig(1e-4))))
 
     def together(self, names: Sequence[str]) -> None:
-        threads = [threading.Thread(target=self.round, args=(name,)) for name in names]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with _threads([functools.partial(self.round, name) for name in names]):
+            pass
 
     def one_by_one(self, names: Sequence[str]) -> None:
         for name in names:
             self.round(name)
 
+    def prompt(self) -> tuple[int, ...]:
+        with self._lock:
+            return tuple(self._rng.integers(0, self.base.cfg.vocab_size, 8).tolist())
+
+
+@contextlib.contextmanager
+def _threads(calls: Sequence[Callable[[], None]]) -> Iterator[None]:
+    """Runs calls in threads meanwhile, and waits for their ends."""
+    with concurrent.futures.ThreadPoolExecutor(len(calls)) as pool:
+        running = [pool.submit(call) for call in calls]
+        yield
+    for one in running:
+        one.result()
+
+
+@contextlib.contextmanager
+def _repeatedly(calls: Sequence[Callable[[], None]]) -> Iterator[None]:
+    """Runs each call again and again in a thread meanwhile."""
+    ended = threading.Event()
+
+    def repeat(call: Callable[[], None]) -> None:
+        while not ended.is_set():
+            call()
+
+    with _threads([functools.partial(repeat, call) for call in calls]):
+        try:
+            yield
+        finally:
+            ended.set()
+
 
 def _shared(config: Any, tenants: _Tenants, names: Sequence[str]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for count in config.tenants:
-        chosen = names[:count]
-        sides = {
-            "alone": lambda m=chosen: tenants.one_by_one(m),
-            "together": lambda m=chosen: tenants.together(m),
-        }
-        cpu = timing.in_turn(f"{count} tenants", sides, config.n, clock=time.process_time)
+        sides = {"alone": tenants.one_by_one, "together": tenants.together}
+        calls = {name: functools.partial(side, names[:count]) for name, side in sides.items()}
+        cpu = timing.in_turn(f"{count} tenants", calls, config.n, clock=time.process_time)
         out[f"cpu_ratio_{count}"] = timing.ratio(cpu, "alone", "together")
     return out
 
@@ -123,72 +150,43 @@ def _shared(config: Any, tenants: _Tenants, names: Sequence[str]) -> dict[str, A
 def _flood(config: Any, tenants: _Tenants, small: str, large: str) -> dict[str, Any]:
     """Times one tenant's rounds, alone and while another floods the queue."""
 
-    def times(what: str, count: int) -> list[float]:
-        out, progress = [], Progress(f"rounds {what}", count)
-        for k in range(count):
-            began = time.perf_counter()
-            tenants.round(small)
-            out.append(time.perf_counter() - began)
-            progress.update(k + 1)
-        return out
+    def times(what: str) -> list[float]:
+        rounds = timing.counted(f"rounds {what}", range(config.flood_rounds + 1))
+        return [timing.seconds_of(lambda: tenants.round(small)) for _ in rounds][1:]
 
-    times("alone", 1)
-    alone = times("alone", config.flood_rounds)
-    ended = threading.Event()
+    waiting: list[list[str]] = []
 
     def flood() -> None:
-        waiting: list[list[str]] = []
-        while not ended.is_set():
-            waiting.append(tenants.send(large, tenants.data(), Optim(OptimizerConfig(1e-4))))
-            if len(waiting) > config.flood_depth:
-                tenants.wait(waiting.pop(0))
-        for ids in waiting:
-            tenants.wait(ids)
+        waiting.append(tenants.send(large, tenants.data(), Optim(OptimizerConfig(1e-4))))
+        if len(waiting) > config.flood_depth:
+            tenants.wait(waiting.pop(0))
 
-    thread = threading.Thread(target=flood)
-    thread.start()
-    flooded = times("during a flood", config.flood_rounds + 1)[1:]
-    ended.set()
-    thread.join()
-    both = {"flooded": flooded, "alone": alone}
-    return {
-        "flood_p95_ratio": timing.ratio(both, "flooded", "alone", q=95),
-    }
+    both = {"alone": times("alone")}
+    with _repeatedly([flood]):
+        both["flooded"] = times("during a flood")
+    for ids in waiting:
+        tenants.wait(ids)
+    return {"flood_p95_ratio": timing.ratio(both, "flooded", "alone", q=95)}
 
 
 def _gaps(config: Any, tenants: _Tenants, names: Sequence[str]) -> dict[str, Any]:
     """Waits of decoding rows while two tenants train."""
-    rng = np.random.default_rng(config.seed)
 
     def decode() -> None:
-        prompts = [
-            tuple(rng.integers(0, tenants.base.cfg.vocab_size, 8).tolist())
-            for _ in range(config.decode.rows)
-        ]
-        most = config.decode.tokens
-        tenants.server.engine.generate(
-            [Request(p, max_tokens=most, temperature=1.0, seed=i) for i, p in enumerate(prompts)]
-        )
-
-    def train(name: str, ended: threading.Event) -> None:
-        while not ended.is_set():
-            tenants.round(name)
+        how = {"max_tokens": config.decode.tokens, "temperature": 1.0}
+        rows = range(config.decode.rows)
+        requests = [Request(tenants.prompt(), seed=i, **how) for i in rows]
+        tenants.server.engine.generate(requests)
 
     decode()
-    durable, done = tenants.durable, 0
+    durable = tenants.durable
     durable.gaps.clear()
-    progress = Progress("decoding while tenants train", config.n)
-    while done < config.n or (not durable.gaps and done < 20 * config.n):
-        ended = threading.Event()
-        threads = [threading.Thread(target=train, args=(name, ended)) for name in names[:2]]
-        for thread in threads:
-            thread.start()
-        decode()
-        ended.set()
-        for thread in threads:
-            thread.join()
-        done += 1
-        progress.update(min(config.n, done))
+    training = [functools.partial(tenants.round, name) for name in names[:2]]
+    for done in range(20 * config.n):
+        if done >= config.n and durable.gaps:
+            break
+        with _repeatedly(training):
+            decode()
     return {
         "gap_p50_ms": timing.percentile(durable.gaps, 50, 1e3),
         "gap_p90_ms": timing.percentile(durable.gaps, 90, 1e3),
@@ -198,19 +196,15 @@ def _gaps(config: Any, tenants: _Tenants, names: Sequence[str]) -> dict[str, Any
 
 def _handoff(config: Any, tenants: _Tenants, name: str) -> dict[str, Any]:
     """An update, and at once a token of the policy as it then is."""
-    first, prefill, wrong, server = [], [], 0, tenants.server
-    rng = np.random.default_rng(config.seed)
+    handoff, wrong, server = [], 0, tenants.server
 
-    def draw(digest: str) -> int:
-        """Returns True if other weights sampled a token."""
-        prompt = tuple(rng.integers(0, tenants.base.cfg.vocab_size, 8).tolist())
-        [answer] = server.engine.submit(
-            Request(prompt, revision=digest, max_tokens=1, temperature=1.0, stop_ids=())
-        ).result(WAIT_S)
-        return answer.revision != digest
+    def draw(digest: str) -> bool:
+        """Returns true if other weights sampled a token."""
+        how = {"max_tokens": 1, "temperature": 1.0, "stop_ids": ()}
+        request = Request(tenants.prompt(), revision=digest, **how)
+        return server.engine.submit(request).result(WAIT_S)[0].revision != digest
 
-    progress = Progress("handoffs", config.handoffs + 1)
-    for k in range(config.handoffs + 1):  # the first compiles the write of its shapes
+    for k in timing.counted("handoffs", range(config.handoffs + 1)):
         tenants.round(name)
         began = time.perf_counter()
         [id] = tenants.send(name, Save("sampler_weights", None, f"{tenants.session}:sample:{k}"))
@@ -222,10 +216,8 @@ def _handoff(config: Any, tenants: _Tenants, name: str) -> dict[str, Any]:
         wrong += draw(digest)
         drawn = time.perf_counter()
         wrong += draw(digest)
-        first += [drawn - began][: k > 0]
-        prefill += [time.perf_counter() - drawn][: k > 0]
-        progress.update(k + 1)
-    handoff = [x - y for x, y in zip(first, prefill)]
+        handoff.append(drawn - began - (time.perf_counter() - drawn))
+    del handoff[0]  # it compiled the write of its shapes
     return {
         "handoff_p50_ms": timing.percentile(handoff, 50, 1e3),
         "handoff_p95_ms": timing.percentile(handoff, 95, 1e3),
@@ -264,11 +256,8 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
         with server.running():
             tenants = _Tenants(config, server)
             names = [tenants.join() for _ in range(max(*config.tenants, 2))]
-            found = (
-                _shared(config, tenants, names)
-                | _flood(config, tenants, *names[:2])
-                | _gaps(config, tenants, names)
-            )
+            found = _shared(config, tenants, names) | _flood(config, tenants, *names[:2])
+            found |= _gaps(config, tenants, names)
             found |= _handoff(config, tenants, names[0]) | _memory(config, tenants, server.live)
     return {
         "base": config.base,

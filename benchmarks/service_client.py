@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 WAIT_S = 600.0
 PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
@@ -71,9 +72,7 @@ class Served:
 
     def rss_bytes(self) -> int:
         """Resident memory, bytes."""
-        return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * os.sysconf(
-            "SC_PAGE_SIZE"
-        )
+        return psutil.Process(self.process.pid).memory_info().rss
 
     def kill(self) -> None:
         """kill -9; nothing where it has ended."""
@@ -104,16 +103,10 @@ class Client:
     """
 
     def __init__(self, url: str):
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        headers = {"x-api-key": "tml-bench"}  # and no TLS: certificates would be read for nothing
-        self._http = httpx.AsyncClient(
-            base_url=url,
-            timeout=POLL_S,
-            limits=limits,
-            headers=headers,
-            trust_env=False,
-            verify=False,
-        )
+        # no TLS: certificates would be read for nothing
+        how: dict[str, Any] = {"base_url": url, "timeout": POLL_S, "trust_env": False}
+        how |= {"verify": False, "headers": {"x-api-key": "tml-bench"}}
+        self._http = httpx.AsyncClient(**how, limits=httpx.Limits())
         self.again: collections.Counter[str] = collections.Counter()
 
     async def __aenter__(self) -> "Client":
@@ -171,32 +164,27 @@ class Client:
 
     async def session(self) -> str:
         """The id of a new session."""
-        return (
-            await self.ask(
-                "create_session", {"tags": [], "sdk_version": "bench", "type": "create_session"}
-            )
-        )["session_id"]
+        body = {"tags": [], "sdk_version": "bench", "type": "create_session"}
+        return (await self.ask("create_session", body))["session_id"]
 
 
 class Policy:
     """A model in training, whose requests are numbered."""
 
     def __init__(self, client: Client, session: str, place: int):
-        self.client, self.session, self.place = client, session, place
-        self.id, self.sent = f"{session}:train:{place}", 0
+        self.client, self.id, self.sent = client, f"{session}:train:{place}", 0
+        self._place = {"session_id": session, "model_seq_id": place}
 
     async def create(self, base: str, rank: int, seed: int) -> None:
         lora = {"rank": rank, "seed": seed}
-        await self._made("create_model", {"base_model": base, "lora_config": lora})
+        await self._made("create_model", base_model=base, lora_config=lora)
 
     async def load(self, path: str) -> None:
         """Creates it from a training state."""
-        body = {"path": path, "optimizer": True}
-        await self._made("load_weights", body)
+        await self._made("load_weights", path=path, optimizer=True)
 
-    async def _made(self, path: str, body: Mapping[str, Any]) -> None:
-        place = {"session_id": self.session, "model_seq_id": self.place}
-        await self.client.result((await self.client.ask(path, {**place, **body}))["request_id"])
+    async def _made(self, verb: str, **body: Any) -> None:
+        await self.client.result((await self.client.ask(verb, self._place | body))["request_id"])
 
     async def send(self, path: str, body: Mapping[str, Any]) -> str:
         """The id of its next request."""
@@ -205,9 +193,8 @@ class Policy:
 
     async def send_as(self, number: int, path: str, body: Mapping[str, Any]) -> str:
         """The id of the request of this number."""
-        return (await self.client.ask(path, {"model_id": self.id, "seq_id": number, **body}))[
-            "request_id"
-        ]
+        own = {"model_id": self.id, "seq_id": number}
+        return (await self.client.ask(path, own | dict(body)))["request_id"]
 
     async def do(self, path: str, body: Mapping[str, Any]) -> Any:
         """Sends the next request; returns its result."""
@@ -218,18 +205,18 @@ def forward_backward(rows: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Cross-entropy of every token but the first, of each row."""
     data = []
     for row in rows:
-        count = len(row) - 1
+        targets = list(row[1:])
+        kinds = {"target_tokens": (targets, "int64"), "weights": ([1.0] * len(targets), "float32")}
         inputs = {
-            "target_tokens": {"data": list(row[1:]), "dtype": "int64", "shape": [count]},
-            "weights": {"data": [1.0] * count, "dtype": "float32", "shape": [count]},
+            name: {"data": values, "dtype": dtype, "shape": [len(values)]}
+            for name, (values, dtype) in kinds.items()
         }
-        data.append(
-            {
-                "model_input": {"chunks": [{"type": "encoded_text", "tokens": list(row[:-1])}]},
-                "loss_fn_inputs": inputs,
-            }
-        )
+        data.append({"model_input": _input(row[:-1]), "loss_fn_inputs": inputs})
     return {"forward_backward_input": {"data": data, "loss_fn": "cross_entropy"}}
+
+
+def _input(tokens: Sequence[int]) -> dict[str, Any]:
+    return {"chunks": [{"type": "encoded_text", "tokens": list(tokens)}]}
 
 
 def forward(rows: Sequence[Sequence[int]]) -> dict[str, Any]:
@@ -259,17 +246,13 @@ class Sampler:
         server lost is sent again.
         """
         number, self.sent = self.sent, self.sent + 1
+        how = {"max_tokens": max_tokens, "temperature": temperature}
         body = {
             "sampling_session_id": self.id,
             "seq_id": number,
             "num_samples": 1,
-            "prompt": {"chunks": [{"type": "encoded_text", "tokens": list(prompt)}]},
-            "sampling_params": {
-                "max_tokens": max_tokens,
-                "temperature": temperature,
-                "seed": number,
-                "stop": [],
-            },
+            "prompt": _input(prompt),
+            "sampling_params": how | {"seed": number, "stop": []},
             **options,
         }
         while True:

@@ -15,7 +15,8 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,89 +63,118 @@ class _Session:
     def __init__(self, load: "_Load", number: int, client: Client):
         self.load, self.number, self.client = load, number, client
         self.rng = np.random.default_rng([load.config.seed, number])
+        self.policy: Any = None  # that it trains
+        self.places = 0  # of policies, the first of which is its own
         self._samplers: dict[str, Sampler] = {}
 
     async def open(self) -> None:
         self.id = await self.client.session()
 
-    async def sampler(self, path: str) -> Sampler:
+    async def sample(self, path: str, *how: Any, **options: Any) -> Any:
+        """Returns a response of the revision at a path; ``how`` as ``Sampler.sample`` has it."""
         if path not in self._samplers:
             sampler = Sampler(self.client, self.id, len(self._samplers), path)
             await sampler.create()
             self._samplers[path] = sampler
-        return self._samplers[path]
+        return await self._samplers[path].sample(*how, **options)
 
-    async def pause(self) -> None:
-        await asyncio.sleep(self.rng.uniform(0, 2 * self.load.config.pause_s))
+    async def greedy(self, path: str) -> Any:
+        """Returns the tokens of a revision after the common prompt, and their scores."""
+        found = await self.sample(path, self.load.prompt, self.load.config.new_tokens, 0.0)
+        return found["sequences"][0]
 
     def row(self, count: int) -> list[int]:
         return self.rng.integers(1, VOCABULARY, count).tolist()
 
     # -- what it does until the load ends
 
+    async def turns(self) -> AsyncIterator[int]:
+        """Counts from 1 on, after a pause each time."""
+        for count in itertools.count(1):
+            await asyncio.sleep(self.rng.uniform(0, 2 * self.load.config.pause_s))
+            if self.load.over:
+                return
+            yield count
+
     async def heartbeats(self) -> None:
-        # clients do not begin together
-        await asyncio.sleep(self.rng.uniform(0, self.load.config.heartbeat_s))
+        every, body = self.load.config.heartbeat_s, {"session_id": self.id}
+        await asyncio.sleep(self.rng.uniform(0, every))  # clients do not begin together
         while not self.load.over:
-            await self.load.timed(
-                "heartbeat", self.client.post("session_heartbeat", {"session_id": self.id})
-            )
-            await asyncio.sleep(min(self.load.config.heartbeat_s, max(0.0, self.load.left_s)))
+            await self.load.timed("heartbeat", self.client.post("session_heartbeat", body))
+            await asyncio.sleep(min(every, max(0.0, self.load.left_s)))
 
     async def sampling(self) -> None:
         c, load = self.load.config, self.load
-        for count in itertools.count(1):
-            await self.pause()
-            if load.over:
-                return
+        async for count in self.turns():
             revision = load.revisions[int(self.rng.integers(len(load.revisions)))]
             prompt = self.row(c.prompt)
-            answer = await load.timed("sample", self._sample(revision, prompt))
+            sampled = self.sample(revision.path, prompt, c.new_tokens, 1.0)
+            answer = await load.timed("sample", sampled)
             if answer is not None and count % c.check_every == 0:
-                await load.check(self, revision, prompt, answer["sequences"][0])
+                wrong = self._is_wrong(revision, prompt, answer["sequences"][0])
+                if (found := await load.timed("check", wrong)) is not None:
+                    load.checked += 1
+                    load.wrong += found
 
-    async def _sample(self, revision: _Revision, prompt: list[int]) -> Any:
-        return await (await self.sampler(revision.path)).sample(
-            prompt, self.load.config.new_tokens, 1.0
-        )
+    async def _is_wrong(self, revision: _Revision, prompt: list[int], answer: Any) -> bool:
+        """Returns true if a response is not from its revision: by a score of the sampler, one of
+        the trainer if its training state is kept, and the greedy tokens.
+        """
+        whole, load = prompt + answer["tokens"], self.load
+        scored = await self.sample(revision.path, whole, 1, 0.0, prompt_logprobs=True)
+        scores = [scored["prompt_logprobs"][len(prompt) :]]
+        if revision.state:
+            found = await self._scored_in_training(revision, whole)
+            scores.append(found[len(prompt) - 1 :])
+            load.checked_in_training += 1
+        error = max(float(np.abs(np.subtract(one, answer["logprobs"])).max()) for one in scores)
+        load.most_error = max(load.most_error, error)
+        greedy = await self.greedy(revision.path)
+        return error > TOLERANCE or greedy["tokens"] != revision.tokens
 
-    async def training(self, policy: Policy) -> None:
+    async def _scored_in_training(self, revision: _Revision, tokens: list[int]) -> list[float]:
+        """Log-probabilities of all tokens but the first, by a policy that is made from the
+        revision's training state, and ended.
+        """
+        self.places += 1
+        policy = Policy(self.client, self.id, self.places)
+        await policy.load(revision.state)
+        answer = await policy.do("forward", forward([tokens]))
+        await self.client.post("unload_model", {"model_id": policy.id})
+        return answer["loss_fn_outputs"][0]["logprobs"]["data"]
+
+    async def training(self) -> None:
         load = self.load
-        for count in itertools.count(1):
-            await self.pause()
-            if load.over:
-                return
-            if await load.timed("round", self.round(policy)) is None:
+        async for count in self.turns():
+            found = await load.timed("round", self.round())
+            if found is not None and count % load.config.save_every == 0:
+                found = await load.timed("save", self.save(f"load-{count}", False))
+            if found is None:
                 return  # its next request would wait for the one that was refused
-            if (
-                count % load.config.save_every == 0
-                and (await load.timed("save", self.save(policy, f"load-{count}", False))) is None
-            ):
-                return
 
-    async def round(self, policy: Policy) -> list[bytes]:
+    async def round(self) -> list[bytes]:
         c = self.load.config
         rows = [self.row(c.tokens + 1) for _ in range(c.sequences)]
         asked = {"forward_backward": forward_backward(rows), "optim_step": optim(LEARNING_RATE)}
-        ids = [await policy.send(path, body) for path, body in asked.items()]
+        ids = [await self.policy.send(path, body) for path, body in asked.items()]
         return [await self.client.result(id) for id in ids]
 
-    async def save(self, policy: Policy, name: str, state: bool) -> _Revision:
+    async def save(self, name: str, state: bool) -> _Revision:
         """A revision of a policy, which the others sample from now on."""
-        path = (await policy.do("save_weights_for_sampler", {"path": name}))["path"]
-        saved = (await policy.do("save_weights", {"path": name}))["path"] if state else ""
-        found = await self.load.greedy(self, path)
+        path = (await self.policy.do("save_weights_for_sampler", {"path": name}))["path"]
+        saved = (await self.policy.do("save_weights", {"path": name}))["path"] if state else ""
+        found = await self.greedy(path)
         revision = _Revision(path, saved, found["tokens"], found["logprobs"])
         self.load.revisions.append(revision)
         return revision
 
-    async def prepare(self, policy: Policy, base: str, count: int) -> None:
+    async def prepare(self, base: str, count: int) -> None:
         """A new policy, and its share of the revisions, the last with its training state."""
-        await policy.create(base, self.load.config.rank, self.number)
+        await self.policy.create(base, self.load.config.rank, self.number)
         for k in range(count):
-            await self.round(policy)
-            await self.save(policy, f"made-{k}", k == count - 1)
-            self.load.made()
+            await self.round()
+            await self.save(f"made-{k}", k == count - 1)
+            self.load.progress.update(len(self.load.revisions))
 
 
 class _Load:
@@ -152,19 +182,15 @@ class _Load:
 
     def __init__(self, config: Any, clients: Sequence[Client]):
         self.config, self.clients = config, clients
-        self.prompt = (
-            np.random.default_rng(config.seed).integers(1, VOCABULARY, config.prompt).tolist()
-        )
+        rng = np.random.default_rng(config.seed)
+        self.prompt = rng.integers(1, VOCABULARY, config.prompt).tolist()
         self.revisions: list[_Revision] = []
         self.seconds: dict[str, list[float]] = {kind: [] for kind in (*KINDS, "check")}
         self.errors: list[str] = []
         self.checked = self.checked_in_training = self.wrong = 0
         self.most_error = 0.0
         self.rss: list[tuple[float, int, int]] = []  # seconds, resident bytes, bytes of caches
-        self._numbers: collections.defaultdict[str, Iterator[int]] = collections.defaultdict(
-            itertools.count
-        )
-        self._progress = Progress("revisions", config.revisions)
+        self.progress = Progress("revisions", config.revisions)
 
     @property
     def left_s(self) -> float:
@@ -173,9 +199,6 @@ class _Load:
     @property
     def over(self) -> bool:
         return self.left_s <= 0
-
-    def made(self) -> None:
-        self._progress.update(len(self.revisions))
 
     async def timed(self, kind: str, call: Awaitable[Any]) -> Any:
         """Returns the result of a request; None if it failed."""
@@ -188,62 +211,21 @@ class _Load:
         self.seconds[kind].append(time.perf_counter() - began)
         return found
 
-    async def greedy(self, session: _Session, path: str) -> Any:
-        sampler = await session.sampler(path)
-        return (await sampler.sample(self.prompt, self.config.new_tokens, 0.0))["sequences"][0]
-
-    async def check(
-        self, session: _Session, revision: _Revision, prompt: list[int], answer: Any
-    ) -> None:
-        """Returns True if a response is from its revision; a failed request counts as an error."""
-        found = await self.timed("check", self._wrong(session, revision, prompt, answer))
-        if found is not None:
-            self.checked += 1
-            self.wrong += found
-
-    async def _wrong(
-        self, session: _Session, revision: _Revision, prompt: list[int], answer: Any
-    ) -> bool:
-        whole, sampler = prompt + answer["tokens"], await session.sampler(revision.path)
-        scored = await sampler.sample(whole, 1, 0.0, prompt_logprobs=True)
-        scores = [scored["prompt_logprobs"][len(prompt) :]]
-        if revision.state:
-            found = await self._scored_in_training(session, revision, whole)
-            scores.append(found[len(prompt) - 1 :])
-            self.checked_in_training += 1
-        errors = [float(np.abs(np.subtract(one, answer["logprobs"])).max()) for one in scores]
-        self.most_error = max(self.most_error, *errors)
-        return (
-            max(errors) > TOLERANCE
-            or (await self.greedy(session, revision.path))["tokens"] != revision.tokens
-        )
-
-    async def _scored_in_training(
-        self, session: _Session, revision: _Revision, tokens: list[int]
-    ) -> list[float]:
-        """Log-probabilities of all tokens but the first, by a policy that is made from the
-        revision's training state, and ended.
-        """
-        policy = Policy(session.client, session.id, 1 + next(self._numbers[session.id]))
-        await policy.load(revision.state)
-        answer = await policy.do("forward", forward([tokens]))
-        await session.client.post("unload_model", {"model_id": policy.id})
-        return answer["loss_fn_outputs"][0]["logprobs"]["data"]
-
     async def run(self, served: Served) -> dict[str, Any]:
         """Makes the revisions, then loads the server; what was found."""
         c = self.config
-        served_models = await self.clients[0].get("/api/v1/get_server_capabilities")
-        base = json.loads(served_models)["supported_models"][0]["model_name"]
+        offered = json.loads(await self.clients[0].get("/api/v1/get_server_capabilities"))
+        base = offered["supported_models"][0]["model_name"]
         sessions = [_Session(self, number, client) for number, client in enumerate(self.clients)]
         for session in sessions:
             await session.open()
-        policies = [Policy(session.client, session.id, 0) for session in sessions[: c.policies]]
+            if session.number < c.policies:
+                session.policy = Policy(session.client, session.id, 0)
         shares = [len(share) for share in np.array_split(np.arange(c.revisions), c.policies)]
         began = time.perf_counter()
         async with asyncio.TaskGroup() as group:
-            for session, policy, share in zip(sessions, policies, shares, strict=False):
-                group.create_task(session.prepare(policy, base, share))
+            for session, share in zip(sessions, shares):
+                group.create_task(session.prepare(base, share))
         made_s = time.perf_counter() - began
         least = least_distance([revision.logprobs for revision in self.revisions])
         began, self._until = time.perf_counter(), time.perf_counter() + c.seconds
@@ -253,10 +235,7 @@ class _Load:
             group.create_task(self._watch(served))
             for session in sessions:
                 group.create_task(session.heartbeats())
-                if session.number < c.policies:
-                    group.create_task(session.training(policies[session.number]))
-                else:
-                    group.create_task(session.sampling())
+                group.create_task(session.training() if session.policy else session.sampling())
         took = time.perf_counter() - began
         return {
             **self._requests(took),
@@ -291,11 +270,8 @@ class _Load:
             await asyncio.sleep(1.0)
 
     def _requests(self, took: float) -> dict[str, Any]:
-        out: dict[str, Any] = {
-            "load_s": round(took, 1),
-            "errors": len(self.errors),
-            "first_errors": self.errors[:3],
-        }
+        out: dict[str, Any] = {"load_s": round(took, 1)}
+        out |= {"errors": len(self.errors), "first_errors": self.errors[:3]}
         out["again"] = dict(sum((client.again for client in self.clients), collections.Counter()))
         for kind in KINDS:
             found = timing.percentiles(self.seconds[kind])
@@ -316,24 +292,20 @@ def growth(read: Sequence[tuple[float, int, int]]) -> tuple[int, int]:
     to the last, by the lowest of each third. ``read`` has seconds, resident bytes and bytes of
     caches.
     """
-    end = read[-1][0]
-    thirds = [
-        [row for row in read if end * part / 3 <= row[0] <= end * (part + 1) / 3] for part in (1, 2)
-    ]
-    if not all(thirds):
+    at, rss, caches = np.array(read).T
+    ends = at[-1] * np.arange(1, 4) / 3
+    thirds = [np.flatnonzero((at >= low) & (at <= high)) for low, high in pairwise(ends)]
+    if not all(map(len, thirds)):
         return 0, 0
-    before, after = (min(third, key=lambda row: row[1]) for third in thirds)
-    caches = after[2] - before[2]
-    return after[1] - before[1] - max(0, caches), caches
+    before, after = (third[rss[third].argmin()] for third in thirds)
+    kept = int(caches[after] - caches[before])
+    return int(rss[after] - rss[before]) - max(0, kept), kept
 
 
 def least_distance(rows: list[list[float]]) -> float:
     """The smallest distance of any two rows, by their entries that differ most."""
-    table = np.array(rows)
-    return min(
-        (float(np.abs(table[i + 1 :] - row).max(axis=1).min()) for i, row in enumerate(table[:-1])),
-        default=0.0,
-    )
+    pairs = itertools.combinations(np.array(rows), 2)
+    return min((float(np.abs(a - b).max()) for a, b in pairs), default=0.0)
 
 
 async def _loaded(config: Any, served: Served) -> dict[str, Any]:

@@ -12,14 +12,17 @@ speedup over the rows that decode, in a program of ``config.max_rows`` rows.
 """
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
 from benchmarks import timing
 from benchmarks.bases import open_base
 from benchmarks.decode_steps import random_stack
+from benchmarks.sweeps import pictures
+from benchmarks.sweeps.grid import Picture
 from mint_jax.harness import start
-from mint_jax.lora.tree import AdapterConfig, Slot
+from mint_jax.lora.tree import AdapterConfig, Slot, Stacks
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Completion, Request
 
@@ -38,29 +41,21 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
         name: Engine(base, base.need_tokenizer().decode, **how, speculative_tokens=drafts)
         for name, drafts in (("plain", 0), ("drafts", config.drafts))
     }
-    report: dict[str, Any] = {
-        "base": base.name,
-        **{name: config[name] for name in ("tokens", "drafts", "adapters", "rank", "max_rows")},
-    }
+    report: dict[str, Any] = {"base": base.name}
+    report |= {name: config[name] for name in ("tokens", "drafts", "adapters", "rank", "max_rows")}
     messages = {"copy": config.copy + config.text, "again": config.again}
     messages["group"] = messages["copy"]
-    speedups: dict[str, dict[int, Any]] = {}
+    points = []
     for task, temperature, counts in config.cases:
         prompt = tuple(start.encode(base, ({"role": "user", "content": messages[task]},), {}))
         n = GROUP if task == "group" else 1
+        how = {"max_tokens": config.tokens, "temperature": temperature, "n": n}
         for rows in counts:
-            requests = [
-                Request(
-                    prompt,
-                    Slot(stack.rank, i % config.adapters),
-                    max_tokens=config.tokens,
-                    temperature=temperature,
-                    seed=i * n,
-                    version=i % config.adapters,
-                    n=n,
-                )
-                for i in range(max(1, rows // n))
-            ]
+            requests = []
+            for i in range(max(1, rows // n)):
+                own = i % config.adapters
+                slot = Slot(stack.rank, own)
+                requests.append(Request(prompt, slot, seed=i * n, version=own, **how))
             if task == "again":
                 before = [  # other weights, other prompts in the cache
                     dataclasses.replace(r, version=config.adapters + i)
@@ -71,48 +66,28 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
                 requests = [
                     dataclasses.replace(r, drafts=(one,)) for r, one in zip(requests, drafts)
                 ]
-            stacks, label = {stack.rank: stack}, f"{task}, temperature {temperature:g}"
-            case = _case(
-                *(config, f"{label}, {rows} rows", sides),
-                lambda side, r=requests, s=stacks: side.generate(r, s),
-            )
+            label = f"{task}, temperature {temperature:g}"
+            case = _case(config.n, f"{label}, {rows} rows", sides, requests, {stack.rank: stack})
             report[f"{task}_{temperature:g}_{rows}".replace(".", "_")] = case
-            speedups.setdefault(label, {})[rows] = case["speedup"]
-    _draw(speedups, config.max_rows, workdir / "speculation.png")
+            point = {"settings": {"task": label, "rows": rows}, "figures": case}
+            points.append({"grid": "", "rows": [point]})
+    picture = Picture(grid="", x="rows", y="speedup", by=("task",))
+    pictures.draw({"speculation": picture}, {"points": points, "references": []}, workdir)
     return report
 
 
-def _draw(speedups: dict[str, dict[int, Any]], most: int, file: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, ax = plt.subplots(figsize=(5.5, 3.4))
-    for label, found in speedups.items():
-        rows, values = list(found), [one["median"] for one in found.values()]
-        ends = zip(*(one["interval"] for one in found.values()))
-        error = [[abs(v - e) for v, e in zip(values, end)] for end in ends]
-        ax.errorbar(rows, values, error, marker="o", capsize=3, label=label)
-    ax.axhline(1.0, color="0.5", lw=0.8)
-    ax.set(xlabel=f"rows that decode, of a program of {most}", ylabel="times as fast with drafts")
-    ax.legend(fontsize=7)
-    ax.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(file, dpi=110)
-    plt.close(figure)
-
-
-def _case(config: Any, name: str, sides: dict[str, Engine], generate: Any) -> dict[str, Any]:
+def _case(
+    n: int, name: str, sides: dict[str, Engine], requests: list[Request], stacks: Stacks
+) -> dict[str, Any]:
     drawn: dict[str, list[list[Completion]]] = {}
     drafts = sides["drafts"].counts
     before = drafts.copy()
 
     def run(side: str) -> None:
-        drawn[side] = generate(sides[side])
+        drawn[side] = sides[side].generate(requests, stacks)
 
-    calls = {side: lambda side=side: run(side) for side in sides}
-    seconds = timing.in_turn(name, calls, config.n)
+    calls = {side: functools.partial(run, side) for side in sides}
+    seconds = timing.in_turn(name, calls, n)
     pairs = [
         (a.tokens, b.tokens) for x, y in zip(*drawn.values()) for a, b in zip(x, y, strict=True)
     ]

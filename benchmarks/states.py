@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks import timing
 from benchmarks.bases import random_base
-from benchmarks.train_wave import group, step, trainer
+from benchmarks.train_wave import random_groups, step, trainer
 from mint_jax.aot.flops import traced_flops
 from mint_jax.aot.programs import Plan
 from mint_jax.aot.settings import TrainShape
@@ -73,8 +73,7 @@ def _token_flops(base: Base, past: int) -> int:
 
 
 def _train(config: Any, base: Base) -> Callable[[], None]:
-    rng, one = np.random.default_rng(config.seed), trainer(config, base, 1)
-    return step(one, {"p0": [group(config, base, rng) for _ in range(config.rows)]})
+    return step(trainer(config, base, 1), {"p0": random_groups(config, base, config.rows)})
 
 
 def _decode(config: Any, base: Base) -> Callable[[], Any]:

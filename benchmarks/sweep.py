@@ -35,36 +35,24 @@ def run(made: Settings, workdir: Path) -> dict[str, Any]:
     points = points_of(made)
     lock = WorkdirLock(workdir)
     try:
-        return _run(made, points, workdir)
+        records = runner.run_all(points, workdir, say)
+        entries = [rows.entry_of(point, records, workdir) for point in points]
+        failed = [entry for entry in entries if entry["state"] == "failed"]
+        whole = {name: getattr(made, name) for name in ("bench", "sweep", "size", "claim")}
+        whole |= {
+            "grids": {n: {"about": g.about, "config": g.config} for n, g in made.grids.items()},
+            "points": stamp.without_paths(entries),
+            "references": [dataclasses.asdict(one) for one in made.references.values()],
+            "failed": len(failed),
+        }
+        whole["pictures"] = pictures.draw(made.pictures, whole, workdir)
+        report.write(whole, workdir)
     finally:
         lock.release()
-
-
-def _run(made: Settings, points: list[grid.Point], workdir: Path) -> dict[str, Any]:
-    records = runner.run_all(points, workdir, say)
-    entries = [rows.entry_of(point, records, workdir) for point in points]
-    failed = sum(entry["state"] == "failed" for entry in entries)
-    whole = {
-        "bench": "sweep",
-        "sweep": made.sweep,
-        "size": made.size,
-        "claim": made.claim,
-        "grids": {
-            name: {"about": one.about, "config": one.config} for name, one in made.grids.items()
-        },
-        "points": stamp.without_paths(entries),
-        "references": [dataclasses.asdict(one) for one in made.references.values()],
-        "failed": failed,
-    }
-    whole["pictures"] = pictures.draw(made.pictures, whole, workdir)
-    report.write(whole, workdir)
-    say(
-        f"[sweep] {made.sweep}: {len(entries) - failed} points done, {failed} failed;"
-        f" {workdir / 'report.md'}"
-    )
-    for entry in entries:
-        if entry["state"] == "failed":
-            say(f"[sweep] {entry['name']} failed: {entry['reason']}")
+    done = len(entries) - len(failed)
+    say(f"[sweep] {made.sweep}: {done} points done, {len(failed)} failed; {workdir / 'report.md'}")
+    for entry in failed:
+        say(f"[sweep] {entry['name']} failed: {entry['reason']}")
     return {name: whole[name] for name in ("bench", "sweep", "size", "failed", "pictures")} | {
         "points": len(entries),
         "rows": sum(len(entry["rows"]) for entry in entries),
@@ -73,19 +61,19 @@ def _run(made: Settings, points: list[grid.Point], workdir: Path) -> dict[str, A
 
 
 def points_of(made: Settings) -> list[grid.Point]:
-    """The points of a sweep's settings."""
+    """The points of a sweep's settings, whose names are checked: pictures come last."""
+    checks: list[tuple[str, str, Any]] = []  # a setting's name, its value and its choices
     for what, named in (("references", made.references), ("pictures", made.pictures)):
-        for name, one in named.items():
-            if one.grid not in made.grids:
-                raise choice(f"{what}.{name}.grid", one.grid, made.grids)
+        checks += [(f"{what}.{n}.grid", one.grid, made.grids) for n, one in named.items()]
     for name, picture in made.pictures.items():
-        of = made.grids[picture.grid]
-        if picture.kind not in pictures.KINDS:
-            raise choice(f"pictures.{name}.kind", picture.kind, pictures.KINDS)
-        for setting in filter(None, (picture.x, picture.panels, *picture.by)):
-            if setting not in {**of.axes, **of.each}:
-                raise choice(f"a setting of pictures.{name}", setting, {**of.axes, **of.each})
-        drawn = of.figures if picture.kind == "lines" else {picture.y: ""}
-        if picture.y not in drawn:
-            raise choice(f"pictures.{name}.y", picture.y, drawn)
+        of = made.grids.get(picture.grid, grid.Grid(config=""))
+        settings, at = {**of.axes, **of.each}, f"pictures.{name}"
+        used = filter(None, (picture.x, picture.panels, *picture.by))
+        checks += [(f"{at}.kind", picture.kind, pictures.KINDS)]
+        checks += [(f"a setting of {at}", setting, settings) for setting in used]
+        if picture.kind == "lines":
+            checks += [(f"{at}.y", picture.y, of.figures)]
+    for what, value, choices in checks:
+        if value not in choices:
+            raise choice(what, value, choices)
     return grid.points_of(made.grids)

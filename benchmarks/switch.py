@@ -7,8 +7,10 @@ that ended before it started and the last move that started before it ended. ``d
 reads with one valid value.
 """
 
+import functools
 import multiprocessing
 import os
+import queue
 import threading
 import time
 from array import array
@@ -24,7 +26,6 @@ from benchmarks.catalog_fill import Plan, fill, open_catalog
 from benchmarks.postgres_server import PostgresServer
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.errors import UserError
-from mint_jax.metrics import Progress
 
 ALIAS = "serving"
 _FIELDS = 4  # of a read: policy, began, ended, number
@@ -64,10 +65,13 @@ def judge(moves: Sequence[Move], reads: np.ndarray, first: int) -> dict[str, int
     return {"stale_reads": stale, "decided": decided}
 
 
+_Found = tuple[bytes, int]  # rows of ``_FIELDS`` int64, and the number of errors
+
+
 def _read(
     catalog: Catalog, plan: Plan, policies: Sequence[int], seed: int, stop: Any, ready: Any
-) -> tuple[array, int]:
-    """Resolves until stopped; returns reads of ``serving`` and the number of errors."""
+) -> _Found:
+    """Resolves until stopped; returns reads of ``serving``."""
     rng = np.random.default_rng(seed)
     reads, errors = array("q"), 0
     while not stop.is_set():
@@ -84,21 +88,16 @@ def _read(
             if stop.is_set():
                 break
         ready.set()
-    return reads, errors
+    return reads.tobytes(), errors
 
 
 def _read_elsewhere(
-    where: tuple[str, str | None],
-    plan: Plan,
-    policies: Sequence[int],
-    stop: Any,
-    ready: Any,
-    answer: Any,
+    where: tuple[str, str | None], plan: Plan, policies: Sequence[int], stop: Any, *ends: Any
 ) -> None:
     """``_read`` in a process of its own."""
+    ready, answer = ends
     with open_catalog(Path(where[0]), where[1], actor="another process") as catalog:
-        reads, errors = _read(catalog, plan, policies, 1_000, stop, ready)
-    answer.send((reads.tobytes(), errors))
+        answer.send(_read(catalog, plan, policies, 1_000, stop, ready))
 
 
 class _Writer:
@@ -119,24 +118,20 @@ class _Writer:
         back = len(stack) > 1 and self._rng.random() < 0.5
         if back:
             stack.pop()
+            call = functools.partial(self._catalog.rollback, name, ALIAS)
         else:
             numbers = [n for n in range(1, self._plan.per_policy + 1) if n != stack[-1]]
             stack.append(int(self._rng.choice(numbers)))
-        began = time.monotonic_ns()
-        if back:
-            found = self._catalog.rollback(name, ALIAS)
-        else:
-            found = self._catalog.promote(name, stack[-1], ALIAS)
-        ended = time.monotonic_ns()
+            call = functools.partial(self._catalog.promote, name, stack[-1], ALIAS)
+        began, found, ended = time.monotonic_ns(), call(), time.monotonic_ns()
         self.errors += found.number != stack[-1]
         self.moves.append(Move(k, began, ended, stack[-1], "rollback" if back else "promote"))
 
     def run(self, count: int, what: str) -> list[Move]:
         """``count`` moves, the policies in turn."""
-        progress, first = Progress(what, count), len(self.moves)
-        for k in range(count):
+        first = len(self.moves)
+        for k in timing.counted(what, range(count)):
             self.move(k % len(self._policies))
-            progress.update(k + 1)
         return self.moves[first:]
 
 
@@ -149,66 +144,56 @@ def _latency(moves: Sequence[Move]) -> dict[str, Any]:
     }
 
 
-def _wait(events: Sequence[Any]) -> None:
-    if not all(event.wait(READY_S) for event in events):
-        raise UserError(
-            f"no reader resolved {ALIAS!r} within {READY_S:.0f} s: look at what else this machine"
-            " does"
-        )
-
-
 def measure(config: Any, folder: Path, database: str | None, what: str) -> dict[str, Any]:
     """Measures all on one database: a URL, or None for SQLite in the folder."""
     plan = Plan(config.entries, config.per_policy, config.batch, config.seed)
     filled = fill(folder, plan, database)
     rng = np.random.default_rng(config.seed)
     policies = rng.choice(plan.policies, config.policies, replace=False).tolist()
-    spawn = multiprocessing.get_context("spawn")
-    stop, ready = spawn.Event(), spawn.Event()
+    spawn, found = multiprocessing.get_context("spawn"), queue.SimpleQueue[_Found]()
+    stop, ready = spawn.Event(), [spawn.Event() for _ in range(config.threads + 1)]
     theirs, answer = spawn.Pipe(duplex=False)
-    found: list[tuple[array, int]] = []
-    started = [threading.Event() for _ in range(config.threads)]
+    where = str(folder), database
+    other = spawn.Process(
+        target=_read_elsewhere, args=(where, plan, policies, stop, ready[-1], answer), daemon=True
+    )
     with open_catalog(folder, database, actor="operator") as catalog:
         writer = _Writer(catalog, plan, policies, config.seed)
         quiet = writer.run(config.moves // 2, f"{what}: moves without readers")
         readers = [
             threading.Thread(
-                target=lambda i=i: found.append(_read(catalog, plan, policies, i, stop, started[i]))
+                target=lambda i=i: found.put(_read(catalog, plan, policies, i, stop, ready[i]))
             )
             for i in range(config.threads)
         ]
-        process = spawn.Process(
-            target=_read_elsewhere,
-            args=((str(folder), database), plan, policies, stop, ready, answer),
-            daemon=True,
-        )
-        process.start()
-        answer.close()
         try:
-            for other in readers:
-                other.start()
-            _wait([ready, *started])
+            for one in (other, *readers):
+                one.start()
+            answer.close()
+            if not all(event.wait(READY_S) for event in ready):
+                raise UserError(
+                    f"no reader resolved {ALIAS!r} within {READY_S:.0f} s: look at what else this"
+                    " machine does"
+                )
             began = time.monotonic()
             busy = writer.run(config.moves, f"{what}: moves under traffic")
             seconds = time.monotonic() - began
         finally:
             stop.set()
-            for other in readers:
-                if other.ident is not None:
-                    other.join()
+            for one in readers:
+                if one.ident is not None:
+                    one.join()
         if not theirs.poll(READY_S):
             raise UserError("the other process that reads has ended without its results")
-        reads, errors = theirs.recv()
-        process.join(READY_S)
-        elsewhere = np.frombuffer(reads, np.int64).reshape(-1, _FIELDS)
+        all_found: list[_Found] = [theirs.recv(), *(found.get() for _ in readers)]
+        other.join(READY_S)
         # the audit log knows each of them
         log, most = sum(move.policy == 0 for move in writer.moves), len(writer.moves) + 2
         kept = len(catalog.audit(plan.policy(policies[0]), alias=ALIAS, limit=most)) - 1
-    here = [np.frombuffer(reads, np.int64).reshape(-1, _FIELDS) for reads, _ in found]
-    first = busy[0].began
-    both = np.concatenate([*here, elsewhere])
-    during = both[both[:, 1] >= first]
-    verdict = judge(writer.moves, both, 1)
+    reads = [np.frombuffer(one, np.int64).reshape(-1, _FIELDS) for one, _ in all_found]
+    both = np.concatenate(reads)
+    during = both[both[:, 1] >= busy[0].began]
+    errors = sum(count for _, count in all_found) + writer.errors + abs(log - kept)
     return {
         "entries": plan.entries,
         "policies": config.policies,
@@ -217,10 +202,10 @@ def measure(config: Any, folder: Path, database: str | None, what: str) -> dict[
         "quiet": _latency(quiet),
         "moves_per_s": round(len(busy) / seconds, 1),
         "reads": len(both),
-        "reads_elsewhere": len(elsewhere),
+        "reads_elsewhere": len(reads[0]),
         "reads_per_s": round(2 * len(during) / seconds),
-        **verdict,
-        "errors": errors + sum(e for _, e in found) + writer.errors + abs(log - kept),
+        **judge(writer.moves, both, 1),
+        "errors": errors,
         "fill_entries_per_s": filled["entries_per_s"],
     }
 
@@ -235,7 +220,8 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
             found = measure(config, folder, database, what)
         return found | {"load_average": [round(began, 1), round(os.getloadavg()[0], 1)]}
 
-    report["sqlite"] = on("SQLite")
+    both = [on("SQLite")]
+    report["sqlite"] = both[0]
     try:
         server = PostgresServer() if config.postgres else None
     except RuntimeError as error:
@@ -245,7 +231,7 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
             report["postgres"] = on("PostgreSQL", server.url)
         finally:
             server.stop()
-    both = [report[name] for name in ("sqlite", "postgres") if report[name] is not None]
+        both.append(report["postgres"])
     return report | {
         key: sum(row[key] for row in both) for key in ("reads", "stale_reads", "errors")
     }

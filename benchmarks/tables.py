@@ -89,9 +89,9 @@ class Reports:
         The interval of a ratio of two figures spans the ends of both.
         """
         if " over " in path:
-            other, _, below = path.partition(" over ")[2].rpartition(":")
-            above = self.field(name, path.partition(" over ")[0])
-            divisor = self.field(other or name, below)
+            top, _, below = path.partition(" over ")
+            other, _, below = below.rpartition(":")
+            above, divisor = self.field(name, top), self.field(other or name, below)
             if not timing.is_figure(above):
                 return above / divisor
             (low, high), (least, most) = above["interval"], divisor["interval"]
@@ -121,13 +121,11 @@ class Reports:
 def _row(report: Mapping[str, Any], grid: str, settings: str, figure: str) -> Any:
     """Returns a figure of the one row of a sweep that has these settings."""
     wanted = dict(one.split("=", 1) for one in re.split(r",(?=\w+=)", settings) if one)
-    rows = [row for at in report["points"] if at["grid"] == grid for row in at["rows"]]
-    found = [
-        row["figures"][figure]
-        for row in rows
-        if all(str(row["settings"].get(name)) == value for name, value in wanted.items())
-        and figure in row["figures"]
-    ]
+    found = []
+    for row in (row for at in report["points"] if at["grid"] == grid for row in at["rows"]):
+        own = {key: str(value) for key, value in row["settings"].items()}
+        if wanted.items() <= own.items() and figure in row["figures"]:
+            found.append(row["figures"][figure])
     if len(found) != 1:
         raise KeyError(f"{len(found)} rows of {report['sweep']} have {grid}[{settings}].{figure}")
     return found[0]
@@ -162,14 +160,11 @@ def fill(template: str) -> str:
     reports, lines = Reports(), []
     for line in template.splitlines():
         spread: list[str] = []
-        for field in list(FIELD.finditer(line)):
-            value = shown(reports.field(field[1], field[2]), field[3], spread)
-            line = line.replace(field[0], value, 1)
+        line = FIELD.sub(lambda at, s=spread: shown(reports.field(at[1], at[2]), at[3], s), line)
         lines.append(line.replace("{spread}", " / ".join(spread)))
-    text = "\n".join(lines)
+    text = "\n".join(lines).replace("{sources}", reports.sources())
     if "{accelerators}" in text:
         text = text.replace("{accelerators}", _accelerators())
-    text = text.replace("{sources}", reports.sources())
     wrapped = [
         line if line.startswith("|") else textwrap.fill(line, 118, break_on_hyphens=False)
         for line in text.splitlines()
@@ -193,11 +188,9 @@ def _accelerators() -> str:
 
 def render(page: str) -> str:
     """Returns a page with its tables filled in."""
-
-    def block(match: re.Match) -> str:
-        return match[1] + fill((TEMPLATES / f"{match[2]}.md").read_text()) + match[3]
-
-    return _BLOCK.sub(block, page)
+    return _BLOCK.sub(
+        lambda at: at[1] + fill((TEMPLATES / f"{at[2]}.md").read_text()) + at[3], page
+    )
 
 
 def write() -> None:

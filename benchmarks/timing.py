@@ -6,20 +6,59 @@ normal approximation of the binomial; at n = 5 the smallest and largest, 94 %). 
 medians is the 95 % percentile bootstrap over rounds, each of which ran both sides.
 """
 
+import functools
 import math
 import statistics
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
 from mint_jax.metrics import Progress
 
+T = TypeVar("T")
 Figure = dict[str, Any]
 VALUES = ("median", "mean", "percentile", "total")  # what the value of a figure may be
 BOOTSTRAPS = 4000
+
+
+def seconds_of(call: Callable[[], Any], clock: Callable[[], float] = time.perf_counter) -> float:
+    """Seconds of a call."""
+    began = clock()
+    call()
+    return clock() - began
+
+
+def counted(what: str, items: Iterable[T], total: int | None = None) -> Iterator[T]:
+    """Yields the items, with progress; ``total`` where they have no length."""
+    progress = Progress(what, len(items) if isinstance(items, Sized) else total or 0)
+    for done, item in enumerate(items, 1):
+        yield item
+        progress.update(done)
+
+
+def collect(
+    what: str, sides: Mapping[str, Callable[[], T]], n: int, warm: int = 1
+) -> dict[str, list[T]]:
+    """Results of every side, ``n`` calls each, in turn, so that a slow spell of the machine meets
+    all of them.
+
+    Args:
+        warm: calls of each side before (compilation, caches).
+    """
+    for _ in range(warm):
+        for call in sides.values():
+            call()
+    out: dict[str, list[T]] = {name: [] for name in sides}
+    progress = Progress(what, n)
+    for done in range(1, n + 1):
+        for name, call in sides.items():
+            out[name].append(call())
+        last = [f"{name} {x[-1]:.2f} s" for name, x in out.items() if isinstance(x[-1], float)]
+        progress.update(done, " ".join(last))
+    return out
 
 
 def in_turn(
@@ -29,27 +68,9 @@ def in_turn(
     warm: int = 1,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Seconds of every side, ``n`` times each, in turn, so that a slow spell of the machine meets
-    all of them.
-
-    Args:
-        sides: each call must return only when its work is done.
-        warm: calls of each side before the clock starts (compilation, caches).
-    """
-    for _ in range(warm):
-        for call in sides.values():
-            call()
-    out: dict[str, list[float]] = {name: [] for name in sides}
-    progress = Progress(what, n)
-    for k in range(n):
-        for name, call in sides.items():
-            began = clock()
-            call()
-            out[name].append(clock() - began)
-        progress.update(
-            k + 1, " ".join(f"{name} {values[-1]:.2f} s" for name, values in out.items())
-        )
-    return out
+    """Seconds of every side, as in ``collect``; a call returns when its work is done."""
+    timed = {name: functools.partial(seconds_of, call, clock) for name, call in sides.items()}
+    return collect(what, timed, n, warm)
 
 
 def median(values: Iterable[float], scale: float = 1.0) -> Figure:
@@ -57,7 +78,7 @@ def median(values: Iterable[float], scale: float = 1.0) -> Figure:
     return _quantile(values, 0.5, scale, "median")
 
 
-def medians_of(times: Mapping[str, list[float]], scale: float = 1.0) -> dict[str, Figure]:
+def medians_of(times: Mapping[str, Sequence[float]], scale: float = 1.0) -> dict[str, Figure]:
     """``median`` of every side."""
     return {name: median(values, scale) for name, values in times.items()}
 
@@ -97,21 +118,16 @@ def total(values: Iterable[float]) -> Figure:
 
 
 def ratio(
-    times: Mapping[str, list[float]], slow: str, fast: str, less: float = 0.0, q: float = 50
+    times: Mapping[str, Sequence[float]], slow: str, fast: str, less: float = 0.0, q: float = 50
 ) -> Figure:
     """Returns the q-th percentile of ``slow`` over that of ``fast``; ``less`` is subtracted
     (1 makes it an overhead).
     """
     a, b = (np.array(times[name]) for name in (slow, fast))
-    draws = _draws(len(a))
+    draws, name = _draws(len(a)), "median" if q == 50 else "percentile"
+    whole = np.percentile(a, q) / np.percentile(b, q)
     ratios = np.percentile(a[draws], q, axis=1) / np.percentile(b[draws], q, axis=1)
-    return {
-        "median" if q == 50 else "percentile": _short(
-            np.percentile(a, q) / np.percentile(b, q) - less
-        ),
-        "interval": _ends(ratios - less),
-        "n": len(a),
-    }
+    return {name: _short(whole - less), "interval": _ends(ratios - less), "n": len(a)}
 
 
 def merge(runs: Sequence[Any]) -> Any:

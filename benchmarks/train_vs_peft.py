@@ -14,12 +14,12 @@ import numpy as np
 
 from benchmarks import timing
 from benchmarks.bases import open_base
-from benchmarks.peft_peer import Options, PeftPeer, Work, fastest
+from benchmarks.torch_peer import PeftPeer, Work, fastest
 from mint_jax import params as params_lib
 from mint_jax.lora.peft import write_peft
 from mint_jax.lora.tree import AdapterConfig
-from mint_jax.models import hf
 from mint_jax.models.base import Base
+from mint_jax.models.outline import peft_tables
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Request
 from mint_jax.train.batch import Group, TrainSequence
@@ -54,27 +54,24 @@ class _Workload:
         self, config: Any, vocab: int, prompt: int, shared: bool, rng: np.random.Generator
     ):
         P, B, T = config.policies, config.rows, config.tokens
-        self.prompt = prompt
+        self.prompt, self.shared = prompt, shared
         self.tokens_PBT = rng.integers(20, vocab, (P, B, T))
         if shared:
             self.tokens_PBT[:, :, :prompt] = self.tokens_PBT[:, :1, :prompt]
         self.advantages_PB = rng.normal(0, 1, (P, B)).astype(np.float32)
         self.old_logp = np.full((P, B, T - prompt), -10.0, np.float32)
-        self.shared = shared
 
     def groups(self, p: int) -> list[Group]:
-        B, T = self.tokens_PBT.shape[1:]
-        count = T - self.prompt
+        prompts, answers = np.split(self.tokens_PBT[p], [self.prompt], axis=1)
+        B, count = answers.shape
         sequences = []
-        for b in range(B):
-            tokens = self.tokens_PBT[p, b, self.prompt :].tolist()
-            weights, old = [1 / (B * count)] * count, self.old_logp[p, b].tolist()
+        for b, tokens in enumerate(answers.tolist()):
             advantages = [float(self.advantages_PB[p, b])] * count
-            sequences.append(TrainSequence(tokens, weights, advantages, old))
-        prefixes = self.tokens_PBT[p, :, : self.prompt].tolist()
+            how = [1 / (B * count)] * count, advantages, self.old_logp[p, b].tolist()
+            sequences.append(TrainSequence(tokens, *how))
         if self.shared:
-            return [Group(prefixes[0], sequences)]
-        return [Group(prefix, [s]) for prefix, s in zip(prefixes, sequences)]
+            return [Group(prompts[0].tolist(), sequences)]
+        return [Group(prompt, [s]) for prompt, s in zip(prompts.tolist(), sequences)]
 
     def torch_updates(self, count: int) -> list[tuple[Any, ...]]:
         """The peer's updates of the first ``count`` policies."""
@@ -97,41 +94,31 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
     report |= {name: config[name] for name in ("policies", "rows", "tokens", "rank")}
     with tempfile.TemporaryDirectory(dir=workdir) as folder:
         made = (base.directory, _export(trainer, base, Path(folder)), LEARNING_RATE)
-        rows = _Rows(config, base, rng)
+        names = [f"p{i % config.policies}" for i in range(config.sample_rows)]
+        shape = config.sample_rows, config.sample_prompt
+        prompts = rng.integers(20, base.cfg.vocab_size, shape)
         works = {
             name: Work("updates", (workload.torch_updates(2),))
             for name, workload in workloads.items()
         }
-        works["sample"] = Work("generate", (rows.prompts, rows.names, config.trial_tokens))
-        best, report["peer_candidates_s"] = fastest(PeftPeer(*made), made, works, config.compile_s)
+        works["sample"] = Work("generate", (prompts, names, config.trial_tokens))
+        best, report["peer_candidates_s"] = fastest(made, works, config.compile_s)
         report["peer_options"] = {name: str(options) for name, options in best.items()}
         peer = PeftPeer(*made)  # the one that was tried has moved
     # before training moves the two sides apart
-    report |= _sample(config, base, trainer, peer, best["sample"], rows)
+    peer.use(best["sample"])
+    report |= _sample(config, base, trainer, peer, names, prompts)
     for name, workload in workloads.items():
         peer.use(best[name])
         report |= _train(name, workload, config, base, trainer, peer)
     return report
 
 
-class _Rows:
-    """Prompts to sample from, each with its adapter."""
-
-    def __init__(self, config: Any, base: Base, rng: np.random.Generator):
-        self.names = [f"p{i % config.policies}" for i in range(config.sample_rows)]
-        self.prompts = rng.integers(
-            20, base.cfg.vocab_size, (config.sample_rows, config.sample_prompt)
-        )
-
-
 def _export(trainer: Trainer, base: Base, folder: Path) -> dict[str, Path]:
-    out = {}
-    for name in trainer.policies:
-        adapter = trainer.adapter(name)
-        paths = {path.rsplit("/", 1)[0] for path, _ in params_lib.leaves_with_path(adapter)}
-        out[name], names = folder / name, hf.module_names(base.cfg, paths)
-        write_peft(out[name], adapter, trainer.policies[name].adapter, names)
-    return out
+    names, _ = peft_tables(base.cfg)
+    for name, policy in trainer.policies.items():
+        write_peft(folder / name, trainer.adapter(name), policy.adapter, names)
+    return {name: folder / name for name in trainer.policies}
 
 
 def _train(
@@ -158,14 +145,13 @@ def _train(
 
 
 def _sample(
-    config: Any, base: Base, trainer: Trainer, peer: PeftPeer, options: Options, rows: _Rows
+    config: Any, base: Base, trainer: Trainer, peer: PeftPeer, names: list[str], prompts: np.ndarray
 ) -> dict[str, Any]:
     greedy = {"max_tokens": config.sample_tokens, "temperature": 0.0}
     requests = [
         Request(tuple(prompt), trainer.slots[name], **greedy)
-        for prompt, name in zip(rows.prompts.tolist(), rows.names)
+        for prompt, name in zip(prompts.tolist(), names)
     ]
-    peer.use(options)
     engine = Engine(base)
     last: dict[str, np.ndarray] = {}
 
@@ -173,13 +159,12 @@ def _sample(
         last["ours"] = np.array([c[0].tokens for c in engine.generate(requests, trainer.stacks)])
 
     def peers() -> None:
-        last["peer"] = peer.generate(rows.prompts, rows.names, config.sample_tokens)
+        last["peer"] = peer.generate(prompts, names, config.sample_tokens)
 
     times = timing.in_turn("sample", {"ours": ours, "peer": peers}, config.n)
-    count = config.sample_rows * config.sample_tokens
     return {
         "ratio_sample": timing.ratio(times, "peer", "ours"),
         "sample_seconds": timing.medians_of(times),
-        "sample_tokens": count,
+        "sample_tokens": config.sample_rows * config.sample_tokens,
         "sample_same_tokens": round(float((last["ours"] == last["peer"]).mean()), 3),
     }

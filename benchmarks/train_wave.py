@@ -4,7 +4,7 @@
 extra time of ``together`` over it. ``one_by_one``: a step per policy with its part of the rows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,7 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
         )
     base = open_base(config)
     many, single = trainer(config, base, config.policies), trainer(config, base, 1)
-    rng = np.random.default_rng(config.seed)
-    rows = [group(config, base, rng) for _ in range(config.rows)]
+    rows = random_groups(config, base, config.rows)
     parts = {name: rows[p :: config.policies] for p, name in enumerate(many.policies)}
     [lone] = single.policies
 
@@ -66,10 +65,17 @@ def trainer(config: Any, base: Base, policies: int) -> Trainer:
     )
 
 
-def group(config: Any, base: Base, rng: np.random.Generator) -> Group:
+def group(tokens: Sequence[int]) -> Group:
     """One row: a token, and those that follow it, all of them targets."""
-    tokens = rng.integers(3, base.cfg.vocab_size, config.tokens + 1).tolist()
-    return Group(tokens[:1], [TrainSequence(tokens[1:], [1 / config.tokens] * config.tokens)])
+    first, *targets = tokens
+    return Group([first], [TrainSequence(targets, [1 / len(targets)] * len(targets))])
+
+
+def random_groups(config: Any, base: Base, count: int) -> list[Group]:
+    """Rows of random tokens, ``config.tokens`` behind the first of each."""
+    rng = np.random.default_rng(config.seed)
+    shape = count, config.tokens + 1
+    return [group(row) for row in rng.integers(3, base.cfg.vocab_size, shape).tolist()]
 
 
 def step(trainer: Trainer, groups: dict[str, list[Group]]) -> Callable[[], None]:

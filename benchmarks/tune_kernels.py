@@ -8,7 +8,6 @@ to the cache where programs look for them.
 
 import functools
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -100,12 +99,8 @@ def _check(made: Any, wanted: Any) -> None:
 
 def _side(made: Callable[..., Any], args: tuple[Any, ...], least_s: float) -> Side:
     once = functools.partial(_repeated, made, args)
-    seconds = []
-    for _ in range(3):
-        began = time.perf_counter()
-        once(1)
-        seconds.append(time.perf_counter() - began)
-    return functools.partial(once, max(1, round(least_s / statistics.median(seconds))))
+    seconds = statistics.median(timing.seconds_of(lambda: once(1)) for _ in range(3))
+    return functools.partial(once, max(1, round(least_s / seconds)))
 
 
 def _repeated(made: Callable[..., Any], args: tuple[Any, ...], times: int) -> None:

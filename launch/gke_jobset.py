@@ -18,31 +18,19 @@ import math
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+import command
 import yaml
+from command import Failed, Parser
 
 TEMPLATE = Path(__file__).with_name("gke_jobset.yaml")
 PORT = 8476
 STARTS_POLL_S, ENDS_POLL_S = 5, 1
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise Failed(message, 2)
-
-
-class Failed(Exception):
-    """Error that ends the program, with a message and a status."""
-
-    def __init__(self, message: str, status: int = 1):
-        super().__init__(message)
-        self.status = status
 
 
 def options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -51,83 +39,51 @@ def options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     Raises:
         Failed: an option is missing or contradicts another.
     """
-    parser = Parser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--name", metavar="NAME", help="of the JobSet; needed, as are image and hosts"
-    )
-    parser.add_argument(
-        "--image",
-        metavar="IMAGE",
-        help="this repository with its .venv, which is its working directory",
-    )
-    parser.add_argument("--hosts", metavar="N", type=int, help="pods, one for each host")
-    parser.add_argument("--accelerator", help="of TPU nodes, such as tpu-v5p-slice")
-    parser.add_argument("--topology", help="of the TPU slice, such as 2x2x4")
-    parser.add_argument(
-        "--gpus", type=int, default=0, help="of a node; without them and --accelerator, CPU nodes"
-    )
-    parser.add_argument(
-        "--claim",
-        default="mint-jax-runs",
-        help="PersistentVolumeClaim that many nodes may write, seen at /runs",
-    )
-    parser.add_argument("--namespace", default="default")
-    parser.add_argument("--restarts", type=int, default=3, help="after a failure; the job resumes")
-    parser.add_argument(
-        "--wait",
-        type=int,
-        default=3600,
-        help="seconds until all pods have to run, images and new nodes included",
-    )
-    parser.add_argument("--keep", action="store_true", help="leave the JobSet with its logs")
-    parser.add_argument(
-        "--dry_run",
-        action="store_true",
-        help="print the JobSet, every command and each host's variables",
-    )
-    before, after = (
-        (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
-    )
-    args = parser.parse_args(before)
-    for needed, example in (("name", "my-run"), ("image", "REGISTRY/mint_jax:TAG"), ("hosts", "2")):
-        if getattr(args, needed) is None:
-            raise Failed(f"--{needed} is missing: give --{needed}={example}", 2)
-    for needed in ("config", "workdir"):
-        if not any(one.startswith(f"--{needed}=") for one in after):
-            raise Failed(f"no {needed} behind --: give -- --config=FILE --workdir=/runs/NAME", 2)
-    if not next(one for one in after if one.startswith("--workdir=")).startswith(
-        "--workdir=/runs/"
-    ):
-        raise Failed(
-            "--workdir is outside /runs, which all hosts see: give --workdir=/runs/NAME", 2
-        )
+    parser = Parser(__doc__)
+    add = parser.add_argument
+    add("--name", metavar="NAME", help="of the JobSet; needed, as are image and hosts")
+    add("--image", help="this repository with its .venv, which is its working directory")
+    add("--hosts", metavar="N", type=int, help="pods, one for each host")
+    add("--accelerator", help="of TPU nodes, such as tpu-v5p-slice")
+    add("--topology", help="of the TPU slice, such as 2x2x4")
+    cpus = "of a node; without them and --accelerator, CPU nodes"
+    add("--gpus", type=int, default=0, help=cpus)
+    claim = "PersistentVolumeClaim that many nodes may write, seen at /runs"
+    add("--claim", default="mint-jax-runs", help=claim)
+    add("--namespace", default="default")
+    add("--restarts", type=int, default=3, help="after a failure; the job resumes")
+    wait = "seconds until all pods have to run, images and new nodes included"
+    add("--wait", type=int, default=3600, help=wait)
+    add("--keep", action="store_true", help="leave the JobSet with its logs")
+    dry_run = "print the JobSet, every command and each host's variables"
+    add("--dry_run", action="store_true", help=dry_run)
+    needed = {"name": "my-run", "image": "REGISTRY/mint_jax:TAG", "hosts": "2"}
+    args, given, job = parser.parse(argv, needed, "--config=FILE --workdir=/runs/NAME")
+    if not given["workdir"].startswith("/runs/"):
+        raise Failed("--workdir is outside /runs, which all hosts see: give --workdir=/runs/NAME")
     if not re.fullmatch(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", args.name):
         raise Failed(
-            f"--name={args.name}: expected up to 40 lower-case letters, digits and hyphens, a letter first",  # noqa: E501
-            2,
+            f"--name={args.name}: expected up to 40 lower-case letters, digits and hyphens, a"
+            " letter first"
         )
     if args.hosts < 1:
-        raise Failed(f"--hosts={args.hosts}: expected at least 1", 2)
+        raise Failed(f"--hosts={args.hosts}: expected at least 1")
     if bool(args.accelerator) != bool(args.topology):
         raise Failed(
-            "--accelerator and --topology describe a TPU slice together: give both, or neither for GPU and CPU nodes",  # noqa: E501
-            2,
+            "--accelerator and --topology describe a TPU slice together: give both, or neither for"
+            " GPU and CPU nodes"
         )
     if args.accelerator and args.gpus:
-        raise Failed("--gpus with --accelerator: a node has TPUs or GPUs, give one of them", 2)
+        raise Failed("--gpus with --accelerator: a node has TPUs or GPUs, give one of them")
     if args.topology and (
         not re.fullmatch(r"\d+(x\d+){1,2}", args.topology)
         or chips(args) * args.hosts != slice_chips(args)
     ):
         raise Failed(
-            f"--topology={args.topology} is not a slice that --hosts={args.hosts} share evenly: expected AxB or AxBxC chips",  # noqa: E501
-            2,
+            f"--topology={args.topology} is not a slice that --hosts={args.hosts} share evenly:"
+            " expected AxB or AxBxC chips"
         )
-    return args, after
+    return args, job
 
 
 def slice_chips(args: argparse.Namespace) -> int:
@@ -152,24 +108,17 @@ def jobset(args: argparse.Namespace, job: list[str]) -> dict[str, Any]:
     container |= {"image": args.image, "args": [f"--distributed={args.hosts}", *job]}
     pod["volumes"][0]["persistentVolumeClaim"]["claimName"] = args.claim
     if args.accelerator:
-        selected = (args.accelerator, args.topology)
-        pod["nodeSelector"] = dict(
-            zip(
-                ("cloud.google.com/gke-tpu-accelerator", "cloud.google.com/gke-tpu-topology"),
-                selected,
-            )
-        )
+        selected = {"accelerator": args.accelerator, "topology": args.topology}
+        pod["nodeSelector"] = {f"cloud.google.com/gke-tpu-{k}": v for k, v in selected.items()}
         container["resources"]["limits"] = {"google.com/tpu": chips(args)}
         return out
     del out["metadata"]["annotations"], pod["nodeSelector"], container["resources"]
     if args.gpus:
         container["resources"] = {"limits": {"nvidia.com/gpu": args.gpus}}
     index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+    first = f"{args.name}-{workers['name']}-0-0.{args.name}:{PORT}"
     container["env"] = [
-        {
-            "name": "MINT_COORDINATOR",
-            "value": f"{args.name}-{workers['name']}-0-0.{args.name}:{PORT}",
-        },
+        {"name": "MINT_COORDINATOR", "value": first},
         {"name": "MINT_PROCESSES", "value": str(args.hosts)},
         {"name": "MINT_PROCESS", "valueFrom": {"fieldRef": {"fieldPath": index}}},
     ]
@@ -181,7 +130,8 @@ def commands(args: argparse.Namespace, attempt: int = 0, tail: int = -1) -> dict
     pods.
     """
     kubectl = ["kubectl", f"--namespace={args.namespace}"]
-    of = f"--selector=jobset.sigs.k8s.io/jobset-name={args.name},jobset.sigs.k8s.io/restart-attempt={attempt}"  # noqa: E501
+    labels = {"jobset-name": args.name, "restart-attempt": attempt}
+    of = "--selector=" + ",".join(f"jobset.sigs.k8s.io/{k}={v}" for k, v in labels.items())
     logs = [*kubectl, "logs", of, "--container=mint-jax", "--prefix"]
     return {
         "create": [*kubectl, "create", "--filename=-"],
@@ -200,20 +150,19 @@ def show(args: argparse.Namespace, job: list[str]) -> None:
         "pods": f"until all run, {args.wait} s at most",
         "status": "until Completed or Failed",
     }
-    for name, command in commands(args).items():
+    for name, each in commands(args).items():
         if name != "delete" or not args.keep:
-            print(f"# {shlex.join(command)}" + (f"  # {notes[name]}" if name in notes else ""))
+            print(f"# {shlex.join(each)}" + (f"  # {notes[name]}" if name in notes else ""))
     for host in range(args.hosts):
-        if args.accelerator:
-            print(
-                f"# host {host}: TPU_WORKER_ID and TPU_WORKER_HOSTNAMES from GKE; coordinator: the first of these names, port 8482"  # noqa: E501
-            )
-        else:
-            [container] = created["spec"]["replicatedJobs"][0]["template"]["spec"]["template"][
-                "spec"
-            ]["containers"]
-            shown = " ".join(f"{one['name']}={one.get('value', host)}" for one in container["env"])
-            print(f"# host {host}: {shown}")
+        shown = (
+            "TPU_WORKER_ID and TPU_WORKER_HOSTNAMES from GKE; coordinator: the first of these,"
+            " port 8482"
+        )
+        if not args.accelerator:
+            pod = created["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+            env = pod["containers"][0]["env"]
+            shown = " ".join(f"{one['name']}={one.get('value', host)}" for one in env)
+        print(f"# host {host}: {shown}")
 
 
 def follow(args: argparse.Namespace) -> None:
@@ -237,13 +186,11 @@ def follow(args: argparse.Namespace) -> None:
         if ended == "Completed":
             return
         if ended:
-            why = next(
-                (one.get("message") for one in state.get("conditions", []) if one["type"] == ended),
-                None,
-            )
-            raise Failed(
-                f"the JobSet {args.name} failed after {attempt} restarts: {why or 'see the log above'}"  # noqa: E501
-            )
+            whys = [
+                one.get("message") for one in state.get("conditions", []) if one["type"] == ended
+            ]
+            why = next(filter(None, whys), "see the log above")
+            raise Failed(f"the JobSet {args.name} failed after {attempt} restarts: {why}", 1)
         time.sleep(ENDS_POLL_S)
 
 
@@ -260,29 +207,20 @@ def started(args: argparse.Namespace, attempt: int) -> None:
         if (len(pods) >= args.hosts and "Pending" not in phases) or "Failed" in phases:
             return
         if time.monotonic() > until:
-            late = next((pod for pod in pods if pod["status"].get("phase") == "Pending"), None)
-            said = (
-                [
-                    one["message"]
-                    for one in late["status"].get("conditions", [])
-                    if one.get("message")
-                ]
-                if late
-                else []
-            )
-            which = (
-                f"{late['metadata']['name']}: {'; '.join(said) or 'Pending'}"
-                if late
-                else f"{len(pods)} pods were made"
-            )
-            raise Failed(f"not all {args.hosts} hosts came in {args.wait} s; {which}")
+            which = f"{len(pods)} pods were made"
+            if "Pending" in phases:
+                late = pods[phases.index("Pending")]
+                said = (one.get("message") for one in late["status"].get("conditions", []))
+                words = "; ".join(filter(None, said)) or "Pending"
+                which = f"{late['metadata']['name']}: {words}"
+            raise Failed(f"not all {args.hosts} hosts came in {args.wait} s; {which}", 1)
         time.sleep(STARTS_POLL_S)
 
 
-def answer(command: list[str]) -> dict[str, Any]:
-    done = subprocess.run(command, capture_output=True, text=True)
+def answer(asked: list[str]) -> dict[str, Any]:
+    done = subprocess.run(asked, capture_output=True, text=True)
     if done.returncode:
-        raise Failed(f"{shlex.join(command)}: {done.stderr.strip()}")
+        raise Failed(f"{shlex.join(asked)}: {done.stderr.strip()}", 1)
     return json.loads(done.stdout)
 
 
@@ -293,35 +231,25 @@ def main(argv: list[str]) -> None:
         return
     if shutil.which("kubectl") is None:
         raise Failed(
-            "kubectl is not installed: see kubernetes.io, and take the credentials of the cluster",
-            2,
+            "kubectl is not installed: see kubernetes.io, and take the credentials of the cluster"
         )
-    run = commands(args)
-    made = subprocess.run(
-        run["create"], input=yaml.safe_dump(jobset(args, job), sort_keys=False), text=True
-    )
-    if made.returncode:
+    run, created = commands(args), yaml.safe_dump(jobset(args, job), sort_keys=False)
+    if subprocess.run(run["create"], input=created, text=True).returncode:
         raise Failed(
-            "the JobSet was not created (above): is JobSet installed, and is the name free?"
+            "the JobSet was not created (above): is JobSet installed, and is the name free?", 1
         )
     try:
         follow(args)
     finally:
+        delete = shlex.join(run["delete"])
         if args.keep:
-            print(f"left; delete it with: {shlex.join(run['delete'])}", file=sys.stderr)
+            print(f"left; delete it with: {delete}", file=sys.stderr)
         elif subprocess.run(run["delete"]).returncode:
             print(
-                f"error: the JobSet was not deleted and may hold its nodes: {shlex.join(run['delete'])}",  # noqa: E501
+                f"error: the JobSet was not deleted and may hold its nodes: {delete}",
                 file=sys.stderr,
             )
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        main(sys.argv[1:])
-    except Failed as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.status)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    command.run(main)

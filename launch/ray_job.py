@@ -17,30 +17,19 @@ import argparse
 import os
 import shlex
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import time
 import uuid
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
+
+import command
+from command import Failed, Parser
 
 GRACE_S = 150  # seconds for the other processes to notice a failure: heartbeats take 100 s
 MISTAKE = 2  # status of mint_jax.launch for a mistake, which a restart would repeat
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise Failed(message, 2)
-
-
-class Failed(Exception):
-    """Error that ends the program, with a message and a status."""
-
-    def __init__(self, message: str, status: int = 1):
-        super().__init__(message)
-        self.status = status
 
 
 def options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -49,60 +38,35 @@ def options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     Raises:
         Failed: an option is missing or invalid.
     """
-    parser = Parser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--address",
-        help="of the cluster's job server: http://HEAD:8265; needed, as are nodes and directory",
-    )
-    parser.add_argument("--nodes", type=int, help="one process on each")
-    parser.add_argument(
-        "--directory",
-        help="this repository with its .venv, at the same absolute path on every node",
-    )
-    parser.add_argument("--gpus", type=int, default=0, help="of a node")
-    parser.add_argument("--tpus", type=int, default=0, help="chips of a node")
-    parser.add_argument(
-        "--wait", type=int, default=600, help="seconds limit until the nodes are free"
-    )
-    parser.add_argument("--restarts", type=int, default=0, help="after a failure; the job resumes")
-    parser.add_argument(
-        "--dry_run", action="store_true", help="print every command and each node's variables"
-    )
-    parser.add_argument("--driver", action="store_true", help=argparse.SUPPRESS)
-    before, after = (
-        (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
-    )
-    args = parser.parse_args(before)
-    for needed, example in (
-        ("address", "http://HEAD:8265"),
-        ("nodes", "2"),
-        ("directory", "/shared/mint_jax"),
-    ):
-        if getattr(args, needed) is None:
-            raise Failed(f"--{needed} is missing: give --{needed}={example}", 2)
-    for needed in ("config", "workdir"):
-        if not any(one.startswith(f"--{needed}=") for one in after):
-            raise Failed(
-                f"no {needed} behind --: give -- --config=FILE --workdir=FOLDER, one that all nodes see",  # noqa: E501
-                2,
-            )
+    parser = Parser(__doc__)
+    add = parser.add_argument
+    address = "of the cluster's job server: http://HEAD:8265; needed, as are nodes and directory"
+    add("--address", help=address)
+    add("--nodes", type=int, help="one process on each")
+    directory = "this repository with its .venv, at the same absolute path on every node"
+    add("--directory", help=directory)
+    add("--gpus", type=int, default=0, help="of a node")
+    add("--tpus", type=int, default=0, help="chips of a node")
+    add("--wait", type=int, default=600, help="seconds limit until the nodes are free")
+    add("--restarts", type=int, default=0, help="after a failure; the job resumes")
+    add("--dry_run", action="store_true", help="print every command and each node's variables")
+    add("--driver", action="store_true", help=argparse.SUPPRESS)
+    needed = {"address": "http://HEAD:8265", "nodes": "2", "directory": "/shared/mint_jax"}
+    example = "--config=FILE --workdir=FOLDER, one that all nodes see"
+    args, _, job = parser.parse(argv, needed, example)
     if args.nodes < 1:
-        raise Failed(f"--nodes={args.nodes}: expected at least 1", 2)
+        raise Failed(f"--nodes={args.nodes}: expected at least 1")
     if not args.directory.startswith("/"):
         raise Failed(
-            f"--directory={args.directory}: expected an absolute path, the same on every node", 2
+            f"--directory={args.directory}: expected an absolute path, the same on every node"
         )
     if args.gpus and args.tpus:
-        raise Failed("--gpus and --tpus: a node has one or the other", 2)
+        raise Failed("--gpus and --tpus: a node has one or the other")
     if not args.address.startswith(("http://", "https://")):
         raise Failed(
-            f"--address={args.address}: expected the job server's, such as http://HEAD:8265", 2
+            f"--address={args.address}: expected the job server's, such as http://HEAD:8265"
         )
-    return args, after
+    return args, job
 
 
 def job_command(args: argparse.Namespace, job: list[str]) -> list[str]:
@@ -121,31 +85,23 @@ def variables(args: argparse.Namespace, coordinator: str, process: int) -> dict[
 
 
 def submission(args: argparse.Namespace, argv: list[str], name: str) -> list[str]:
+    where = [f"--working-dir={Path(__file__).parent}", f"--submission-id={name}"]
     driver = ["python", Path(__file__).name, "--driver", *argv]
-    where = [
-        f"--address={args.address}",
-        f"--working-dir={Path(__file__).parent}",
-        f"--submission-id={name}",
-    ]
-    return ["ray", "job", "submit", *where, "--", *driver]
+    return ["ray", "job", "submit", f"--address={args.address}", *where, "--", *driver]
 
 
 def show(args: argparse.Namespace, argv: list[str], job: list[str]) -> None:
     print(shlex.join(submission(args, [one for one in argv if one != "--dry_run"], "NAME")))
     print(
-        f"# its driver takes {share(args)} on each of {args.nodes} nodes, which it waits for {args.wait} s, and runs in {args.directory}:"  # noqa: E501
+        f"# its driver takes {share(args)} on each of {args.nodes} nodes, which it waits for"
+        f" {args.wait} s, and runs in {args.directory}:"
     )
-    print(
-        f"# {shlex.join(job_command(args, job))}  # once more after a failure: {args.restarts} times"  # noqa: E501
-    )
+    again = f"once more after a failure: {args.restarts} times"
+    print(f"# {shlex.join(job_command(args, job))}  # {again}")
     for i in range(args.nodes):
-        shown = " ".join(
-            f"{key}={value}"
-            for key, value in variables(args, "ADDRESS_OF_NODE_0:FREE_PORT", i).items()
-        )
-        print(
-            f"# node {i}: {shown or 'process numbers and coordinator from the metadata of the TPU'}"
-        )
+        own = variables(args, "ADDRESS_OF_NODE_0:FREE_PORT", i)
+        shown = " ".join(f"{key}={value}" for key, value in own.items())
+        print(f"# node {i}: {shown or 'process numbers and coordinator from the TPU metadata'}")
 
 
 def submit(args: argparse.Namespace, argv: list[str]) -> None:
@@ -156,7 +112,7 @@ def submit(args: argparse.Namespace, argv: list[str]) -> None:
     """
     if shutil.which("ray") is None:
         raise Failed(
-            "ray is not installed here: pip install 'ray[default]' of the cluster's version", 2
+            "ray is not installed here: pip install 'ray[default]' of the cluster's version"
         )
     name = f"mint_jax-{uuid.uuid4().hex[:8]}"
     try:
@@ -165,7 +121,7 @@ def submit(args: argparse.Namespace, argv: list[str]) -> None:
         subprocess.run(["ray", "job", "stop", f"--address={args.address}", name])
         raise
     if status:
-        raise Failed(f"the job {name} failed (above)")
+        raise Failed(f"the job {name} failed (above)", 1)
 
 
 class Node:
@@ -200,11 +156,8 @@ class Node:
 
 def share(args: argparse.Namespace) -> dict[str, float]:
     """Returns the process's share of a node's resources."""
-    return (
-        {"CPU": 1.0}
-        | ({"GPU": float(args.gpus)} if args.gpus else {})
-        | ({"TPU": float(args.tpus)} if args.tpus else {})
-    )
+    wanted = {"CPU": 1, "GPU": args.gpus, "TPU": args.tpus}
+    return {name: float(count) for name, count in wanted.items() if count}
 
 
 def attempt(args: argparse.Namespace, job: list[str]) -> int:
@@ -217,40 +170,37 @@ def attempt(args: argparse.Namespace, job: list[str]) -> int:
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    group = placement_group([share(args)] * args.nodes, strategy="STRICT_SPREAD")
+    wanted = share(args)
+    group = placement_group([wanted] * args.nodes, strategy="STRICT_SPREAD")
     try:
         if not group.wait(args.wait):
-            free = [
-                (one["NodeManagerAddress"], one["Resources"]) for one in ray.nodes() if one["Alive"]
-            ]
-            alive = [
-                f"{address} { ({key: have[key] for key in share(args) if key in have}) }"
-                for address, have in free
-            ]
+            alive = []
+            for one in filter(lambda one: one["Alive"], ray.nodes()):
+                have = {key: one["Resources"][key] for key in wanted if key in one["Resources"]}
+                alive.append(f"{one['NodeManagerAddress']} {have}")
             raise Failed(
-                f"{args.nodes} nodes with {share(args)} free did not come in {args.wait} s; alive are: {'; '.join(alive)}"  # noqa: E501
+                f"{args.nodes} nodes with {wanted} free did not come in {args.wait} s; alive are:"
+                f" {'; '.join(alive)}",
+                1,
             )
-        taken = {
-            "num_cpus": 1,
-            "num_gpus": args.gpus,
-            "resources": {"TPU": args.tpus} if args.tpus else None,
-            "max_concurrency": 2,
-        }
+        taken = {"num_cpus": 1, "num_gpus": args.gpus, "max_concurrency": 2}
+        taken["resources"] = {"TPU": args.tpus} if args.tpus else None
         nodes = []
         for i in range(args.nodes):
             place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i)
             nodes.append(ray.remote(Node).options(**taken, scheduling_strategy=place).remote())
         coordinator = ray.get(nodes[0].address.remote(), timeout=args.wait)
-        command = job_command(args, job)
-        return watch(
-            [
-                node.run.remote(command, args.directory, variables(args, coordinator, i))
-                for i, node in enumerate(nodes)
-            ],
-            nodes,
-        )
+        how = job_command(args, job), args.directory
+        running = [
+            node.run.remote(*how, variables(args, coordinator, i)) for i, node in enumerate(nodes)
+        ]
+        return watch(running, nodes)
     finally:
         remove_placement_group(group)
+
+
+def say(message: str) -> None:
+    print(f"[ray_job] {message}", file=sys.stderr, flush=True)
 
 
 def watch(running: list[Any], nodes: list[Any]) -> int:
@@ -270,11 +220,7 @@ def watch(running: list[Any], nodes: list[Any]) -> int:
                     status, said = 1, f"is lost: {str(error).splitlines()[0]}"
                 if status and not first:
                     first, until = status, time.monotonic() + GRACE_S
-                    print(
-                        f"[ray_job] process {i} {said}: the others have {GRACE_S} s to end",
-                        file=sys.stderr,
-                        flush=True,
-                    )
+                    say(f"process {i} {said}: the others have {GRACE_S} s to end")
         return first
     finally:
         for i in waiting.values():
@@ -288,35 +234,23 @@ def drive(args: argparse.Namespace, job: list[str]) -> int:
     import ray
 
     ray.init()
-    for number in range(args.restarts + 1):
+    for number in range(1, args.restarts + 2):
         status = attempt(args, job)
-        print(
-            f"[ray_job] the job ended with status {status}, attempt {number + 1} of {args.restarts + 1}",  # noqa: E501
-            file=sys.stderr,
-            flush=True,
-        )
+        say(f"the job ended with status {status}, attempt {number} of {args.restarts + 1}")
         if status in (0, MISTAKE):
             break
     return status
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str]) -> None:
     args, job = options(argv)
     if args.driver:
-        return drive(args, job)
+        sys.exit(drive(args, job))
     if args.dry_run:
         show(args, argv, job)
     else:
         submit(args, argv)
-    return 0
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except Failed as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.status)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    command.run(main)

@@ -95,12 +95,8 @@ class Point(NamedTuple):
 
     def arguments(self) -> list[str]:
         """Config and options of the command line, with places still to be filled in."""
-        places = {"workdir": "{workdir}"}
-        templates = (f"--config={self.of.config}", *self.of.options)
-        return [
-            _fill(template, self.settings | places, f"grids.{self.grid}.options")
-            for template in templates
-        ]
+        values, where = self.settings | {"workdir": "{workdir}"}, f"grids.{self.grid}.options"
+        return [_fill(t, values, where) for t in (f"--config={self.of.config}", *self.of.options)]
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """The settings of each row that the point's run measures."""
@@ -112,23 +108,20 @@ def points_of(grids: Mapping[str, Grid]) -> list[Point]:
     """All points, grid by grid."""
     points = []
     for name, grid in grids.items():
-        for where, axes in (("axes", grid.axes), ("each", grid.each)):
-            for axis, values in axes.items():
-                if not isinstance(values, tuple | list) or not values:
-                    raise UserError(
-                        f"grids.{name}.{where}.{axis} is {values!r}; expected a tuple with at least"
-                        " one value"
-                    )
+        for axis, values in (*grid.axes.items(), *grid.each.items()):
+            if not isinstance(values, tuple | list) or not values:
+                raise UserError(
+                    f"grids.{name}: {axis} is {values!r}; expected a tuple with at least one value"
+                )
         whole = [dict(zip(grid.axes, values)) for values in itertools.product(*grid.axes.values())]
+        without = [dict(one).items() for one in grid.without]
         points += [
-            Point(name, grid, one)
-            for one in whole
-            if not any(dict(w).items() <= one.items() for w in grid.without)
+            Point(name, grid, one) for one in whole if not any(w <= one.items() for w in without)
         ]
-    for point in points:
+    for point in points:  # before any of them runs
         point.arguments()
         for row in point.rows():
-            for path in grids[point.grid].figures.values():
+            for path in point.of.figures.values():
                 _fill(path, row, f"grids.{point.grid}.figures")
     names = [point.name for point in points]
     if twice := {name for name in names if names.count(name) > 1}:

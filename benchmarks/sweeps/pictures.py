@@ -1,6 +1,6 @@
 """Draws a sweep: figures over a setting, and curves with bands."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,30 +24,36 @@ def draw(pictures: Mapping[str, Picture], report: Mapping[str, Any], workdir: Pa
     return drawn
 
 
-def _panels(picture: Picture, rows: Sequence[Any]) -> Iterator[tuple[str, list[Any]]]:
-    """Rows of each panel, with its title."""
-    if not picture.panels:
-        yield "", list(rows)
-        return
-    for value in dict.fromkeys(row["settings"][picture.panels] for row in rows):
-        own = [row for row in rows if row["settings"][picture.panels] == value]
-        yield f"{picture.panels} {value}", own
-
-
-def _series(picture: Picture, rows: Sequence[Any]) -> dict[str, list[Any]]:
-    """Rows of each line, by its label."""
-    out: dict[str, list[Any]] = {}
+def _grouped(rows: Iterable[Any], names: Iterable[str]) -> dict[str, list[Any]]:
+    """Rows by the values of some settings, as a label: ``rank 8, policy adder``."""
+    names, out = list(names), dict[str, list[Any]]()
     for row in rows:
-        label = ", ".join(f"{name} {row['settings'][name]}" for name in picture.by)
-        out.setdefault(label or "ours", []).append(row)
+        label = ", ".join(f"{name} {row['settings'][name]}" for name in names)
+        out.setdefault(label, []).append(row)
     return out
 
 
+def _panels(picture: Picture, rows: Sequence[Any]) -> tuple[Any, list[tuple[Any, list[Any]]]]:
+    """Returns a figure with a panel for each value of ``picture.panels``, and their rows."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    panels = _grouped(rows, filter(None, [picture.panels]))
+    size = (4.6 * len(panels), 3.6)
+    figure, axes = plt.subplots(1, len(panels), figsize=size, squeeze=False, sharey=True)
+    for ax, title in zip(axes.flat, panels):
+        ax.set_title(title)
+        ax.grid(alpha=0.3)
+    axes.flat[0].set_ylabel(picture.y)
+    return figure, list(zip(axes.flat, panels.values()))
+
+
 def _lines(picture: Picture, rows: Sequence[Any], references: Sequence[Any], path: Path) -> None:
-    panels = list(_panels(picture, rows))
-    figure, axes = _figure(len(panels))
-    for ax, (title, shown) in zip(axes, panels):
-        for label, line in _series(picture, shown).items():
+    figure, panels = _panels(picture, rows)
+    for ax, shown in panels:
+        for label, line in _grouped(shown, picture.by).items():
             points = [(row["settings"][picture.x], row["figures"].get(picture.y)) for row in line]
             points = [(x, y) for x, y in points if y is not None]
             if not points:
@@ -56,19 +62,17 @@ def _lines(picture: Picture, rows: Sequence[Any], references: Sequence[Any], pat
             middle = [timing.value(y) for _, y in points]
             low = [max(0.0, m - end[0]) for m, end in zip(middle, ends)]
             high = [max(0.0, end[1] - m) for m, end in zip(middle, ends)]
-            style = {"marker": "o", "ms": 4, "capsize": 2, "label": label}
+            style = {"marker": "o", "ms": 4, "capsize": 2, "label": label or "ours"}
             ax.errorbar([x for x, _ in points], middle, yerr=[low, high], **style)
         _references(ax, picture, references)
-        ax.set(title=title, xlabel=picture.x)
+        ax.set_xlabel(picture.x)
         if "x" in picture.log:
             ax.set_xscale("log", base=2)
             values = sorted({row["settings"][picture.x] for row in shown})
             ax.set_xticks(values, [_short(x) for x in values], minor=False)
         if "y" in picture.log:
             ax.set_yscale("log")
-        ax.grid(alpha=0.3)
         ax.legend(fontsize=7)
-    axes[0].set_ylabel(picture.y)
     _save(figure, path)
 
 
@@ -93,35 +97,22 @@ def _references(ax: Any, picture: Picture, references: Sequence[Any]) -> None:
 
 
 def _curves(picture: Picture, rows: Sequence[Any], references: Sequence[Any], path: Path) -> None:
-    panels = list(_panels(picture, rows))
-    figure, axes = _figure(len(panels))
+    figure, panels = _panels(picture, rows)
     lines: dict[str, Any] = {}  # one legend for all panels, below them: curves leave no corner free
-    for ax, (title, shown) in zip(axes, panels):
-        series = _series(picture, shown)
+    for ax, shown in panels:
+        series = _grouped(shown, picture.by)
         for label, [row, *_] in series.items():
             curve = row["curve"]
             [line] = ax.plot(curve["steps"], curve["median"])
             look = {"alpha": 0.5 / max(3, len(series)), "color": line.get_color()}
             ax.fill_between(curve["steps"], curve["low"], curve["high"], **look)
-            lines.setdefault(f"{label}, n {curve['n']}", line)
-        ax.set(title=title, xlabel="step")
-        ax.grid(alpha=0.3)
-    axes[0].set_ylabel(picture.y)
+            lines.setdefault(f"{label or 'ours'}, n {curve['n']}", line)
+        ax.set_xlabel("step")
     wide = 0.065 * max(map(len, lines)) + 0.6  # inches, of an entry
     across = max(1, min(len(lines), int(figure.get_figwidth() / wide)))
     rows_of_legend = -(-len(lines) // across)
     figure.legend(lines.values(), lines, fontsize=8, loc="lower center", ncols=across)
     _save(figure, path, below=0.06 * rows_of_legend + 0.02)
-
-
-def _figure(panels: int) -> tuple[Any, list[Any]]:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, panels, figsize=(4.6 * panels, 3.6), squeeze=False, sharey=True)
-    return figure, list(axes.flat)
 
 
 def _save(figure: Any, path: Path, below: float = 0.0) -> None:

@@ -39,39 +39,29 @@ def entry_of(point: Point, records: Mapping[str, dict[str, Any]], workdir: Path)
         rows = [_row(point, settings, results, runs, workdir) for settings in point.rows()]
     except KeyError as error:
         return entry | {"state": "failed", "reason": str(error.args[0])}
-    stamps = [result["stamp"] for result in results]
     extra = {"seeds": list(point.of.seeds)} if point.of.seeds else {}
-    return entry | {"rows": rows} | extra | {name: stamps[-1][name] for name in STAMP}
+    return entry | {"rows": rows} | extra | {name: results[-1]["stamp"][name] for name in STAMP}
 
 
 def _row(
-    point: Point,
-    settings: dict[str, Any],
-    results: Sequence[Any],
-    runs: Sequence[Run],
-    workdir: Path,
+    point: Point, settings: dict[str, Any], results: list[Any], runs: list[Run], workdir: Path
 ) -> dict[str, Any]:
-    figures = {
-        name: merged([figure_at(result, path, settings) for result in results])
-        for name, path in point.of.figures.items()
-    }
-    row: dict[str, Any] = {"settings": settings, "figures": figures}
-    if point.of.curve:
-        name = point.of.curve_of.format(**settings)
-        row["curve"] = band(
-            [_column(run.folder(workdir) / "metrics.jsonl", name, point.of.curve) for run in runs]
-        )
+    of, row = point.of, {"settings": settings, "figures": {}}
+    for name, path in of.figures.items():
+        found = [figure_at(result, path, settings) for result in results]
+        row["figures"][name] = found[0] if len(found) == 1 else timing.merge(_numbers(found))
+    if of.curve:
+        name = of.curve_of.format(**settings)
+        files = [run.folder(workdir) / "metrics.jsonl" for run in runs]
+        row["curve"] = _band([_column(file, name, of.curve) for file in files])
     return row
 
 
-def merged(values: Sequence[Any]) -> Any:
-    """One run's figure as it is; of several the median, smallest and largest value."""
-    if len(values) == 1:
-        return values[0]
-    return timing.merge([float(timing.value(value)) for value in values])
+def _numbers(figures: Sequence[Any]) -> list[float]:
+    return [float(timing.value(figure)) for figure in figures]
 
 
-def band(columns: Sequence[Mapping[int, float]]) -> dict[str, list[float] | int]:
+def _band(columns: Sequence[Mapping[int, float]]) -> dict[str, list[float] | int]:
     """Median, smallest and largest of each step that all runs have."""
     steps = sorted(set.intersection(*(set(column) for column in columns)))
     at = [[column[step] for column in columns] for step in steps]

@@ -134,21 +134,6 @@ def check_witness(report):
     assert honest["beyond_gap"] == honest["drawn_otherwise"] == 0
 
 
-CHECKS = {
-    "active_wave": check_active_wave,
-    "canary": check_canary,
-    "engine": check_engine,
-    "fleet": check_fleet,
-    "gpu": check_gpu,
-    "handoff": check_handoff,
-    "packed_load": check_packed_load,
-    "recipes": check_recipes,
-    "service": check_service,
-    "service_load": check_service_load,
-    "witness": check_witness,
-}
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_the_short_form_of_a_bench_runs(name, tmp_path):
@@ -159,6 +144,6 @@ def test_the_short_form_of_a_bench_runs(name, tmp_path):
     assert found or name in NOT_ON_CPUS, "a bench measures something"
     assert ("this is cpu" in report.get("empty", "")) == (name in NOT_ON_CPUS)
     assert all(figure["n"] >= 1 for figure in found)
-    CHECKS.get(name, lambda _: None)(report)
+    globals().get(f"check_{name}", lambda _: None)(report)
     left = {path.name for path in tmp_path.iterdir() if path.is_dir()}
     assert not left, "what a bench makes on the disk is removed"
