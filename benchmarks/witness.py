@@ -133,7 +133,6 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
         report |= {name: config[name] for name in ("tokens", "temperature", "steps", "run_tokens")}
         report |= {"alpha": audit.ALPHA, "gap": ROUNDING.gap, "rate": ROUNDING.rate}
         report["against"] = [BASE if v == BASE else k for k, v in lab.against.items()]
-        report["cost"] = _cost(lab)
         report["faults"] = {name: _summary(*found) for name, found in _faults(lab).items()}
         report["adjacent"] = [
             {
@@ -144,6 +143,7 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
             for d, drawn in _adjacent(lab)
         ]
         report["honest"] = _honest(lab)
+        report["cost"] = _cost(lab)  # the only times: the machine may be busy until here
         catalog.close()
     _print(report)
     _draw(report["adjacent"], workdir / "witness.png")
