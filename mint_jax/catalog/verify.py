@@ -80,4 +80,6 @@ def _revisions_of(catalog: Handle, digest: bytes) -> tuple[str, ...]:
     query = sa.select(policies.c.tenant, policies.c.name, revisions.c.number)
     query = query.join_from(policies, revisions, revisions.c.policy_id == policies.c.id)
     found = catalog.database.rows(query.where(revisions.c.digest == digest))
-    return tuple(sorted(f"{full_name(tenant, name)}@{number}" for tenant, name, number in found))
+    return tuple(
+        sorted(f"{full_name(tenant, name)}@{number}" for tenant, name, number in map(tuple, found))
+    )

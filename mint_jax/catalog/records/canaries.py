@@ -120,7 +120,7 @@ def open_canary(
             "opened_at": change.now,
             "updated_at": change.now,
         }
-        number = connection.scalar(table.insert().returning(table.c.id), values)
+        number = connection.execute(table.insert().returning(table.c.id), values).scalar_one()
         own = (aliases.c.policy_id == row.id, aliases.c.name == alias)
         connection.execute(aliases.update().where(*own).values(canary_id=number))
         change.record("open canary", {"canary": number, **terms}, before=target.number)
