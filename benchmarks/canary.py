@@ -333,5 +333,6 @@ def _draw(rows: list[dict[str, Any]], file: Path) -> None:
         ax.set(ylabel=f"{label}; a mark a candidate")
     axes[0].axhline(0.05, color="0.5", lw=0.8)
     axes[1].set_yscale("symlog", linthresh=1)
+    axes[1].set_ylim(bottom=-0.2)
     figure.savefig(file, dpi=110, bbox_inches="tight")
     plt.close(figure)

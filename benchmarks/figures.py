@@ -102,6 +102,7 @@ RUNS = (
     Run("service", "bench/service.py", 15),
     Run("service_load", "bench/service_load.py", 25),
     Run("revision_stores", "bench/revision_stores.py", 3),
+    Run("canary", "bench/canary.py", 20, pictures=(("canary.png", "canary.png"),)),
     Run("fleet_timed", "bench/fleet_timed.py", 8),
     Run("fleet_real", "bench/fleet_real.py", 20),
     Run("fleet", "bench/fleet.py", 15, pictures=_FLEET),

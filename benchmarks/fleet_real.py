@@ -5,7 +5,7 @@ clients that go on under kills.
 - ``front_ms``: what the front adds to a request of one token, direct and through it in turn.
 - ``gap_s``: the longest pause of a stream whose engine is killed in its middle (SIGKILL), and which
   another engine goes on with: ``killed``, one that has compiled all programs; ``killed_again``, one
-  that was itself killed before and has just begun to serve again.
+  that was itself killed before and serves again, its programs not compiled yet.
 - ``kills``: samples and training steps while an engine is killed every ``every_s`` seconds:
   errors that a client saw, texts and losses that differ from the undisturbed ones.
 """
@@ -58,11 +58,11 @@ class _Fleet:
         self.body = {"model": self.base, "prompt": "Count: one two three", "seed": 5}
         self.body |= {"temperature": 1.0, "ignore_eos": True, "max_tokens": config.tokens}
 
-    def engines(self, are: str = "up") -> dict[str, Any]:
+    def engines(self, state: str = "up") -> dict[str, Any]:
         """Returns the state of each engine, once all are up, or ready: every program compiled."""
         while True:
             found = httpx.get(f"{self.url}/debug/state", timeout=600).json()["engines"]
-            if all(one[are] for one in found.values()):
+            if all(one[state] for one in found.values()):
                 return found
             time.sleep(0.1)
 

@@ -27,7 +27,10 @@ CPU, PODS = REPORTS / "cpu-2-cores", REPORTS / "tpu-aot"
 TEMPLATES = Path(__file__).with_name("templates")
 PAGES = (
     stamp.ROOT / "README.md",
-    *(stamp.ROOT / "docs" / f"{name}.md" for name in ("numbers", "kernels", "pods", "sweeps")),
+    *(
+        stamp.ROOT / "docs" / f"{name}.md"
+        for name in ("numbers", "kernels", "pods", "sweeps", "beyond")
+    ),
 )
 _BLOCK = re.compile(r"(<!-- figures:(\w+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
 FIELD = re.compile(r"\{([\w/-]+):([^{}|]+)\|(\w+)\}")

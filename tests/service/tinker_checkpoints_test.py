@@ -16,6 +16,7 @@ import torch
 from tinker import types
 
 from mint_jax.service import keys as keys_
+from mint_jax.service.checkpoints import SNAPSHOTS_S
 from mint_jax.service.keys import SCOPES
 from tests import oracles
 from tests.service.sites import adam, datum_of, logprobs_of
@@ -118,7 +119,7 @@ def test_a_checkpoint_ends_with_its_time(site, monkeypatch):
     assert paths() == {other}
     user_error(trainer.load_state(path), "there is no checkpoint")
     site.server.maintain()
-    assert site.server.book.remove_expired() == 0
+    assert site.server.book.remove_expired(SNAPSHOTS_S) == 0
     assert trainer.load_state(other).result().path == other
     rest.set_checkpoint_ttl_from_tinker_path(other, 4000).result()
     monkeypatch.setattr(site.server.book, "clock", lambda: now + 8000)
