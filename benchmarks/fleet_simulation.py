@@ -88,6 +88,14 @@ class Traffic:
     prewarm: int = 0
     warm: int = 0
 
+    def asks(self, seed: int) -> tuple[np.random.Generator, list["Ask"]]:
+        """Returns all requests of a seed, and the generator that drew them."""
+        rng = np.random.default_rng(seed)
+        found = draws(self.kind, self.names, self.warm + self.requests, self.zipf, rng).tolist()
+        names = [*range(self.prewarm), *found]
+        tokens = rng.geometric(1 / self.tokens, len(names)).tolist()
+        return rng, [Ask(k, f"{n:016x}", t) for k, (n, t) in enumerate(zip(names, tokens))]
+
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Ask:
@@ -222,13 +230,10 @@ class Fleet:
 
     def run(self, router: str, traffic: Traffic, seed: int) -> dict[str, Any]:
         """Serves all requests, the same ones for one seed; returns shares, seconds and counts."""
-        rng, count = np.random.default_rng(seed), traffic.warm + traffic.requests
-        found = draws(traffic.kind, traffic.names, count, traffic.zipf, rng).tolist()
-        numbers, unmeasured = [*range(traffic.prewarm), *found], traffic.prewarm + traffic.warm
-        tokens = rng.geometric(1 / traffic.tokens, len(numbers)).tolist()
-        asks = iter([Ask(k, f"{n:016x}", t) for k, (n, t) in enumerate(zip(numbers, tokens))])
+        rng, requests = traffic.asks(seed)
+        asks, unmeasured, left = iter(requests), traffic.prewarm + traffic.warm, len(requests)
         order, once = ROUTERS[router]
-        seconds, errors, refused, loads, left = {}, [], [], (0, 0), len(numbers)
+        seconds, errors, refused, loads = {}, [], [], (0, 0)
 
         def loaded() -> tuple[int, int]:
             return sum(e.cold for e in self.engines), sum(e.warm for e in self.engines)
@@ -271,14 +276,17 @@ class Fleet:
 
         self.ended = ended
         report()
-        gaps = rng.exponential(1 / traffic.rate, len(numbers)) if traffic.rate else ()
-        for time in np.cumsum(gaps) if traffic.rate else np.zeros(traffic.concurrency):
-            self.at(float(time), send)
+        times = np.zeros(traffic.concurrency)
+        if traffic.rate:
+            times = np.cumsum(rng.exponential(1 / traffic.rate, len(requests)))
+        for time in times.tolist():
+            self.at(time, send)
         while self._events:
             self.now, _, call = heapq.heappop(self._events)
             call()
-        if len(seconds) + len(errors) != len(numbers):
-            raise RuntimeError(f"{len(seconds)} answers, {len(errors)} errors of {len(numbers)}")
+        if len(seconds) + len(errors) != len(requests):
+            raise RuntimeError(f"{len(seconds)} answers, {len(errors)} errors of {len(requests)}")
+        names = {ask.digest for ask in requests}
         p50, p95 = np.quantile([s for k, s in seconds.items() if k >= unmeasured], (0.5, 0.95))
         return {
             "errors": sum(k >= unmeasured for k in errors) / traffic.requests,
@@ -287,7 +295,7 @@ class Fleet:
             "p95_s": float(p95),
             "cold_loads": loaded()[0] - loads[0],
             "host_loads": loaded()[1] - loads[1],
-            "distinct": len({*numbers} - {*numbers[traffic.prewarm : unmeasured]}),
+            "distinct": len(names - {ask.digest for ask in requests[traffic.prewarm : unmeasured]}),
         }
 
     def _count(self, i: int, ask: Ask, one: int) -> None:

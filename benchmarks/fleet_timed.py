@@ -19,6 +19,7 @@ import aiohttp
 import numpy as np
 import uvicorn
 from prometheus_client import CollectorRegistry
+from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 
 from benchmarks import catalog_fill, timing
@@ -28,6 +29,7 @@ from mint_jax.fleet.engine import EngineReport
 from mint_jax.fleet.front import Front, make
 from mint_jax.fleet.view import FleetEngine, FleetView
 from mint_jax.metrics import Progress
+from mint_jax.service import pins
 from mint_jax.service.gate import Limits
 
 COMPARED = "p50_s", "p95_s", "cold_loads"
@@ -77,7 +79,8 @@ class _Timed:
 
     async def answer(self, i: int, scope: Any, receive: Any, send: Any) -> None:
         """Answers one request of engine ``i``, as an ASGI application."""
-        body = json.loads((await receive())["body"])
+        header = Headers(scope=scope).get(pins.HEADER)
+        body = json.loads(pins.split(header, (await receive())["body"])[1])
         ask = Ask(body["seed"], body["model"], body["max_tokens"])
         if wait := self.engines[i].offer(ask):
             headers = {"retry-after-ms": str(int(1e3 * wait) + 1)}

@@ -74,7 +74,7 @@ class _Stack:
         def layer(x, inputs):
             p, number = inputs
             p = stacked.attach(p, stacks, number)["moe"]
-            h = rms_norm(x, p["norm"], self.cfg.norm_eps)
+            h: Any = rms_norm(x, p["norm"], self.cfg.norm_eps)
             assert self.cfg.experts is not None
             route = moe.route(h, p, None, self.cfg.experts)
             delta = None if lora is None else lora.in_layer(number).at("experts")
