@@ -297,6 +297,9 @@ def _require(holds: bool, message: str) -> None:
         raise UserError(f"{message}: config.json is damaged or of another model")
 
 
+MOST_LAYERS = 10_000  # a larger number is a damaged file
+
+
 class _Fields(dict[str, Any]):
     """Fields of a ``config.json``, those that a class reads over its defaults."""
 
@@ -315,6 +318,12 @@ class _Fields(dict[str, Any]):
         value = self.number(name, cast)
         _require(value > 0, f"{name} is {value}")
         return value
+
+    def layers(self, default: Any = None) -> int:
+        name = "num_hidden_layers"
+        count = self.number(name, default=default)
+        _require(0 < count <= MOST_LAYERS, f"{name} is {count}; expected 1 to {MOST_LAYERS}")
+        return count
 
     def or_zero(self, name: str) -> int:
         return 0 if self.get(name) is None else self.number(name)
@@ -497,7 +506,7 @@ def _kimi_linear(given: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]
                 given.get(name, out[name]) == out[name],
                 f"{theirs} is {out[name]!r}, and {name} is {given.get(name)!r}",
             )
-    layers = out.number("num_hidden_layers", default=known["num_hidden_layers"])
+    layers = out.layers(known["num_hidden_layers"])
     nested = out.pop("linear_attn_config", None) or {}
     _require(isinstance(nested, dict), f"linear_attn_config is {nested!r}; expected an object")
     inner = {"head_dim": "head_dim", "num_heads": "num_heads"}
@@ -550,7 +559,8 @@ def _only_parts(given: dict[str, Any], fields: _Fields) -> tuple[str, ...]:
     name = "layers_block_type" if blocks else "hybrid_override_pattern"
     known, found = _BLOCKS if blocks else _LETTERS, blocks or letters or "ME*-"
     _require(
-        isinstance(found, str | list) and set(found) <= known.keys(),
+        isinstance(found, str | list)
+        and all(isinstance(one, str) and one in known for one in found),
         f"{name} is {found!r}; expected one of {', '.join(known)} for each layer",
     )
     layers = given.get("num_hidden_layers")
@@ -669,7 +679,7 @@ def from_hf(given: dict[str, Any]) -> ModelConfig:
     fields = _Fields({name: given.get(name, default) for name, default in known.items()})
     only = _only_parts(given, fields) if "layers_block_type" in known else None
     heads = fields.positive("num_attention_heads")
-    layers = len(only) if only else fields.number("num_hidden_layers")
+    layers = len(only) if only else fields.layers()
     if fields["num_key_value_heads"] is None:
         fields["num_key_value_heads"] = heads
     kv_heads = fields.number("num_key_value_heads")
@@ -745,7 +755,12 @@ def _by_type() -> dict[str, str]:
 
 def _text_of(given: dict[str, Any]) -> dict[str, Any]:
     """Returns the fields of the text model, which classes of several media nest."""
-    name = str((given.get("architectures") or [None])[0])
+    named = given.get("architectures") or []
+    _require(
+        isinstance(named, list) and all(isinstance(one, str) for one in named),
+        f"architectures is {named!r}; expected a list of names",
+    )
+    name = str((named or [None])[0])
     if name not in WRAPPERS:
         return given
     text: Any = given.get("text_config")

@@ -70,6 +70,22 @@ SPELLINGS = [
 ]
 
 
+MALFORMED = (3, "x", {}, [], [3], [{}], [[1]], None, -1, 0, 1.5, True, float("nan"), 10**30)
+
+
+@pytest.mark.parametrize("name", names.SHAPES)
+def test_a_malformed_field_is_read_or_refused_with_a_message(name):
+    """Never a crash of another kind, nor a loop over 10^30 layers."""
+    refused = 0
+    for field in names.SHAPES[name]:
+        for value in MALFORMED:
+            try:
+                from_hf(names.SHAPES[name] | {field: value})
+            except UserError:
+                refused += 1
+    assert refused > 4 * len(names.SHAPES[name])
+
+
 @pytest.mark.parametrize("spelling", SPELLINGS, ids=range(len(SPELLINGS)))
 def test_rotary_frequencies_are_those_of_transformers_in_every_spelling(spelling):
     fields = GOOD | {"model_type": "llama", "head_dim": 32, "max_position_embeddings": 256}
