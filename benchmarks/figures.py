@@ -62,6 +62,7 @@ _MISMATCHES = {  # report -> options by which the trainer differs from the sampl
     "grpo_moe_dtype": ("--config.dtype=bfloat16", "--config.trainer_dtype=float32"),
 }
 _REPLAY = {"": (), "_no_replay": ("--config.policies.*.sampling.replay=False",)}
+_WITNESS = ("--config.n=8", "--config.steps=7", "--config.honest=24576")  # a part of its size
 _FLEET = tuple(
     (f"fleet_{name}.png", f"fleet_{name}.png") for name in ("errors", "cold_loads", "million")
 )
@@ -103,6 +104,10 @@ RUNS = (
     Run("service_load", "bench/service_load.py", 25),
     Run("revision_stores", "bench/revision_stores.py", 3),
     Run("canary", "bench/canary.py", 20, pictures=(("canary.png", "canary.png"),)),
+    Run(
+        *("witness", "bench/witness.py", 15, _WITNESS),
+        pictures=(("witness.png", "witness.png"),),
+    ),
     Run("fleet_timed", "bench/fleet_timed.py", 8),
     Run("fleet_real", "bench/fleet_real.py", 20),
     Run("fleet", "bench/fleet.py", 15, pictures=_FLEET),

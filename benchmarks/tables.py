@@ -57,6 +57,7 @@ PLAIN: dict[str, Callable[[Any], str]] = {
     "MB": lambda x: f"{timing.value(x) / 1e6:,.0f} MB",
     "GB": lambda x: f"{timing.value(x) / 1e9:.1f} GB",
     "most_GB": lambda x: f"{max(x['interval']) / 1e9:.1f} GB",
+    "median": lambda x: f"{timing.value(x):g}",
     "share": lambda x: f"{x:.3f}",
     "part": lambda x: f"{100 * x:.1f} %",
     "whole_part": lambda x: f"{100 * x:.0f} %",
