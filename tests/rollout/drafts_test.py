@@ -36,11 +36,12 @@ def same(some: list[list[Completion]], others: list[list[Completion]]) -> None:
 
 
 def spoiled(rng, completions: list[Completion]) -> tuple[tuple[int, ...], ...]:
-    """Tokens of which some are wrong, so that drafts are accepted in part."""
+    """Tokens of which some are wrong, the middle one always: drafts are accepted in part."""
     out = []
     for c in completions:
-        wrong = rng.random(len(c.tokens)) < 0.15
-        out.append(tuple(np.where(wrong, rng.integers(3, 96, len(wrong)), c.tokens).tolist()))
+        wrong, tokens = rng.random(len(c.tokens)) < 0.15, np.array(c.tokens)
+        wrong[len(wrong) // 2] = True
+        out.append(tuple(np.where(wrong, (tokens + 1) % 96, tokens).tolist()))
     return tuple(out)
 
 
