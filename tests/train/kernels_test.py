@@ -32,7 +32,7 @@ FORMS = {
 CALLS = {
     "xla": set(),
     "pallas_tpu": {("pallas_tpu", "ADD"), ("pallas_tpu", "BACKWARD")},
-    "pallas_gpu": {("pallas_gpu", "ADD"), ("pallas_gpu", "BACKWARD"), ("pallas_gpu", "grouped")},
+    "pallas_gpu": {("pallas_gpu", "ADD"), ("pallas_gpu", "BACKWARD"), ("pallas_gpu", "GROUPED")},
     "one pass": {("pallas_tpu", "MATMUL")},
 }
 
