@@ -37,7 +37,7 @@ def get_config(size: str = "default") -> ConfigDict:
     config.alternatives = 4
     config.honest = 200 if tiny else 100_000  # tokens
     config.run_tokens = 8 if tiny else 32
-    config.each = 50  # one of so many answers is audited
+    config.each = 50  # an audit of one answer in 50
     config.audited = 1 if tiny else 4  # together
     config.cost_n = 1 if tiny else 3
     return config

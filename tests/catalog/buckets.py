@@ -38,8 +38,10 @@ class FaultyServer:
         if type(fault) is not int:
             return self._app(environ, start_response)
         environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
-        text = f"<Error><Code>{NAMES[fault]}</Code><Message>told to fail</Message></Error>".encode()
-        start_response(f"{fault} told to fail", [("Content-Length", str(len(text)))])
+        text = (
+            f"<Error><Code>{NAMES[fault]}</Code><Message>asked to fail</Message></Error>".encode()
+        )
+        start_response(f"{fault} asked to fail", [("Content-Length", str(len(text)))])
         return [text]
 
 

@@ -49,8 +49,8 @@ def run(folder, capsys):
 
 
 @pytest.fixture
-def told(run):
-    """``told("ls", ...)`` -> the JSON document of a command that succeeds."""
+def output_of(run):
+    """``output_of("ls", ...)`` -> the JSON document of a command that succeeds."""
 
     def call(*argv: str):
         code, out, err = run(*argv, "--json")
@@ -69,98 +69,98 @@ def refused(run, *argv) -> str:
     return err
 
 
-def test_ls_lists_policies_and_revisions_page_by_page(run, told):
-    page = told("ls", "--limit=1")
-    rest = told("ls", "--limit=1", f"--after={page['next']}")
+def test_ls_lists_policies_and_revisions_page_by_page(run, output_of):
+    page = output_of("ls", "--limit=1")
+    rest = output_of("ls", "--limit=1", f"--after={page['next']}")
     [bot], [chat] = page["policies"], rest["policies"]
     assert (bot["policy"], chat["policy"]) == ("acme/bot", "chat")
     assert (chat["revisions"], chat["schema"]["rank"]) == (3, 1)
     assert chat["aliases"] == ["latest@3", "serving@2"]
-    assert told("ls", "--limit=1", f"--after={rest['next']}") == {"policies": [], "next": None}
+    assert output_of("ls", "--limit=1", f"--after={rest['next']}") == {"policies": [], "next": None}
     for option, names in (
         ("--tenant=acme", ["acme/bot"]),
         ("--match=ha", ["chat"]),
         ("--match=%", []),  # no pattern
         ("--match=acme", []),  # a tenant is not in its policies' names
     ):
-        assert [one["policy"] for one in told("ls", option)["policies"]] == names
-    page = told("ls", "chat", "--limit=2")
+        assert [one["policy"] for one in output_of("ls", option)["policies"]] == names
+    page = output_of("ls", "chat", "--limit=2")
     assert [(one["number"], one["step"]) for one in page["revisions"]] == [(1, 0), (2, 10)]
-    [last] = told("ls", "chat", f"--after={page['next']}")["revisions"]
+    [last] = output_of("ls", "chat", f"--after={page['next']}")["revisions"]
     assert last["number"] == 3
     assert "serving@2" in run("ls")[1]
     assert "--after is 'x'" in refused(run, "ls", "chat", "--after=x")
     assert "leave --tenant" in refused(run, "ls", "chat", "--tenant=acme")
 
 
-def test_moves_states_and_retention(run, told):
+def test_moves_states_and_retention(run, output_of):
     def moved(*argv: str) -> int:
-        return told(*argv)["alias"]["number"]
+        return output_of(*argv)["alias"]["number"]
 
     assert moved("promote", "chat@3", "--by=bob", "--why=try it") == 3
     assert moved("rollback", "chat", "--by=bob", "--why=worse") == 2
     assert moved("rollback", "chat", "--to=1") == 1
     assert moved("promote", "chat@2", "--alias=candidate") == 2
     assert moved("promote", "chat@candidate") == 2
-    moves = told("audit", "chat@serving")["entries"]
+    moves = output_of("audit", "chat@serving")["entries"]
     assert [(one["actor"], one["why"]) for one in moves[2:4]] == [
         ("bob", "try it"),
         ("bob", "worse"),
     ]
-    assert told("audit", "chat@serving", "--limit=1")["next"] == str(moves[0]["id"])
-    assert told("audit", f"--after={moves[0]['id']}", "--limit=1")["entries"] == [moves[1]]
+    assert output_of("audit", "chat@serving", "--limit=1")["next"] == str(moves[0]["id"])
+    assert output_of("audit", f"--after={moves[0]['id']}", "--limit=1")["entries"] == [moves[1]]
     assert "never had an alias 'nightly'" in refused(run, "audit", "chat@nightly")
     for name in ("chat@1", "acme/bot"):
-        told("retire", name)
-    told("pin", "chat@2")
-    assert told("show", "chat@1")["revision"]["state"] == "retired"
-    assert told("show", "chat@2")["revision"]["pinned"]
-    assert [one["policy"] for one in told("ls", "--state=retired")["policies"]] == ["acme/bot"]
+        output_of("retire", name)
+    output_of("pin", "chat@2")
+    assert output_of("show", "chat@1")["revision"]["state"] == "retired"
+    assert output_of("show", "chat@2")["revision"]["pinned"]
+    assert [one["policy"] for one in output_of("ls", "--state=retired")["policies"]] == ["acme/bot"]
     for name in ("chat@1", "acme/bot"):
-        told("restore", name)
-    told("unpin", "chat@2")
-    assert told("show", "chat@1")["revision"]["state"] == "live"
-    assert not told("show", "chat@2")["revision"]["pinned"]
+        output_of("restore", name)
+    output_of("unpin", "chat@2")
+    assert output_of("show", "chat@1")["revision"]["state"] == "live"
+    assert not output_of("show", "chat@2")["revision"]["pinned"]
     assert "named by candidate" in refused(run, "retire", "chat@2")
     assert "names no revision" in refused(run, "pin", "chat")
     assert "ends with '@'" in refused(run, "retire", "chat@")
-    assert told("keep-last", "chat", "1") == {"policy": "chat", "keep_last": 1}
+    assert output_of("keep-last", "chat", "1") == {"policy": "chat", "keep_last": 1}
     assert "would be removed" in run("gc", "--dry-run")[1]
-    assert told("gc", "--dry-run", "--grace=0")["revisions"] == ["chat@1"]
-    assert told("keep-last", "chat", "all")["keep_last"] is None
-    assert told("gc", "--grace=0")["revisions"] == []
-    told("keep-last", "chat", "1")
-    done = told("gc", "--grace=0")
+    assert output_of("gc", "--dry-run", "--grace=0")["revisions"] == ["chat@1"]
+    assert output_of("keep-last", "chat", "all")["keep_last"] is None
+    assert output_of("gc", "--grace=0")["revisions"] == []
+    output_of("keep-last", "chat", "1")
+    done = output_of("gc", "--grace=0")
     assert (done["revisions"], done["payload_bytes"]) == (["chat@1"], len(packed(0)))
 
 
-def test_show_a_policy_and_a_revision(run, told, folder):
-    shown = told("show", "chat")
+def test_show_a_policy_and_a_revision(run, output_of, folder):
+    shown = output_of("show", "chat")
     assert shown["policy"]["state"] == "active"
     assert {one["name"]: one["number"] for one in shown["aliases"]} == {"latest": 3, "serving": 2}
-    assert [one["number"] for one in told("show", "chat", "--limit=2")["revisions"]] == [2, 3]
-    one = told("show", "chat@serving")
+    assert [one["number"] for one in output_of("show", "chat", "--limit=2")["revisions"]] == [2, 3]
+    one = output_of("show", "chat@serving")
     assert one["revision"]["number"] == 2
     assert [alias["name"] for alias in one["aliases"]] == ["serving"]
     digest = one["revision"]["digest"]
-    assert told("show", digest[:12]) == told("show", "chat@2") == one
+    assert output_of("show", digest[:12]) == output_of("show", "chat@2") == one
     assert digest in run("show", "chat@2")[1]
     with Catalog.open(folder) as catalog:
         catalog.open_session("chat", "trainer-7", 3600)
         score = {"metrics": {"reward": 0.5, "n": 3}, "isolated": 0.5, "shared": 0.5, "seed": 3}
         about = {"renderer": "plain", "scorer": "exact", "dataset": "ab" * 32}
         catalog.record_evaluation("chat@2", **about, **score)
-    assert told("show", "chat")["policy"]["session_owner"] == "trainer-7"
-    (found,) = told("show", "chat@2")["evaluations"]
+    assert output_of("show", "chat")["policy"]["session_owner"] == "trainer-7"
+    (found,) = output_of("show", "chat@2")["evaluations"]
     assert (found["number"], found["metrics"], found["seed"]) == (2, {"reward": 0.5, "n": 3}, 3)
-    assert told("show", "chat")["evaluations"] == [found]
+    assert output_of("show", "chat")["evaluations"] == [found]
     assert "n=3, reward=0.5" in run("show", "chat")[1]
 
 
-def test_rollouts_are_listed_newest_first_and_read_back(run, told, folder):
-    assert told("rollouts", "list", "chat") == {"rollouts": []}
+def test_rollouts_are_listed_newest_first_and_read_back(run, output_of, folder):
+    assert output_of("rollouts", "list", "chat") == {"rollouts": []}
     assert "no rollouts: list them" in refused(run, "rollouts", "show", "chat")
-    digest = told("show", "chat@1")["revision"]["digest"]
+    digest = output_of("show", "chat@1")["revision"]["digest"]
     with Catalog.open(folder) as catalog:
         for step in (1, 2):
             made = Rollouts(
@@ -168,31 +168,31 @@ def test_rollouts_are_listed_newest_first_and_read_back(run, told, folder):
                 np.array([[step / 4]]),
             )  # fmt: skip
             catalog.rollout("chat", step, pack_rollouts(made), tokens=2, mean_reward=step / 4)
-    found = told("rollouts", "list", "chat")["rollouts"]
+    found = output_of("rollouts", "list", "chat")["rollouts"]
     assert [(one["step"], one["tokens"], one["mean_reward"]) for one in found] == [
         (2, 2, 0.5),
         (1, 2, 0.25),
     ]
-    assert len(told("rollouts", "list", "chat", "--limit=1")["rollouts"]) == 1
+    assert len(output_of("rollouts", "list", "chat", "--limit=1")["rollouts"]) == 1
     sample = {"prompt": [5, 6], "tokens": [7, 1], "logprobs": [-0.5, -1.0]}
     sample |= {"revisions": [digest] * 2, "reward": 0.25}
-    shown = told("rollouts", "show", "chat", "--step=1")
+    shown = output_of("rollouts", "show", "chat", "--step=1")
     assert shown == {"policy": "chat", "step": 1, "samples": [sample]}
-    assert told("rollouts", "show", "chat")["step"] == 2
+    assert output_of("rollouts", "show", "chat")["step"] == 2
     assert "no rollouts of step 9" in refused(run, "rollouts", "show", "chat", "--step=9")
     assert "'nobody' is not in the catalog" in refused(run, "rollouts", "list", "nobody")
 
 
-def test_tags_and_the_removal_of_a_policy(run, told):
-    tagged = told("tag", "chat", "team=a", "use=tests", "--why=order")
+def test_tags_and_the_removal_of_a_policy(run, output_of):
+    tagged = output_of("tag", "chat", "team=a", "use=tests", "--why=order")
     assert tagged == {"name": "chat", "tags": {"team": "a", "use": "tests"}}
-    assert told("tag", "chat@2", "best=yes")["tags"] == {"best": "yes"}
-    assert told("tag", "chat", "--remove=use")["tags"] == {"team": "a"}
+    assert output_of("tag", "chat@2", "best=yes")["tags"] == {"best": "yes"}
+    assert output_of("tag", "chat", "--remove=use")["tags"] == {"team": "a"}
     assert "team=a" in run("ls")[1]
-    assert [one["policy"] for one in told("ls", "--tag=team=a")["policies"]] == ["chat"]
-    assert told("ls", "--tag=team=a", "--tag=use=tests")["policies"] == []
-    assert told("show", "chat")["tags"] == {"team": "a"}
-    assert told("show", "chat@serving")["tags"] == {"best": "yes"}
+    assert [one["policy"] for one in output_of("ls", "--tag=team=a")["policies"]] == ["chat"]
+    assert output_of("ls", "--tag=team=a", "--tag=use=tests")["policies"] == []
+    assert output_of("show", "chat")["tags"] == {"team": "a"}
+    assert output_of("show", "chat@serving")["tags"] == {"best": "yes"}
     assert "write KEY=VALUE" in refused(run, "tag", "chat")
     message = refused(run, "tag", "chat", "team=b", "--remove=team")
     assert "'team' is to be set and removed" in message
@@ -200,21 +200,21 @@ def test_tags_and_the_removal_of_a_policy(run, told):
         run("tag", "chat", "team")
     assert "retire it first" in refused(run, "delete", "chat")
     assert run("retire", "chat")[0] == 0
-    assert told("delete", "chat", "--why=done") == {"policy": "chat", "is": "deleted"}
-    assert [one["policy"] for one in told("ls")["policies"]] == ["acme/bot"]
-    deleted = told("ls", "--state=deleted")["policies"]
+    assert output_of("delete", "chat", "--why=done") == {"policy": "chat", "is": "deleted"}
+    assert [one["policy"] for one in output_of("ls")["policies"]] == ["acme/bot"]
+    deleted = output_of("ls", "--state=deleted")["policies"]
     assert [one["name"].split("@")[0] for one in deleted] == ["chat"]
 
 
-def test_the_command_line_opens_shows_and_ends_canaries(run, told, folder):
-    opened = told("promote", "chat@3", "--canary=0.05", f"--guard={GUARD}")
+def test_the_command_line_opens_shows_and_ends_canaries(run, output_of, folder):
+    opened = output_of("promote", "chat@3", "--canary=0.05", f"--guard={GUARD}")
     assert (opened["state"], opened["share"], opened["e_needed"]) == ("open", 0.05, 20)
     with Catalog.open(folder) as catalog:
         catalog.observe(opened["id"], "a", list(rewards(10, 0.0, 1.0)))
-    shown = told("canary", "chat@serving")["canaries"]
+    shown = output_of("canary", "chat@serving")["canaries"]
     assert [(one["candidate_answers"], one["parent_reward"]) for one in shown] == [(2, 1.0)]
     assert "serving" in run("canary", "chat")[1]
-    assert told("canary", "chat", "--end")["state"] == "ended"
+    assert output_of("canary", "chat", "--end")["state"] == "ended"
     message = "--canary and --guard need each other: give both, or neither"
     assert message in refused(run, "promote", "chat@3", "--canary=0.05")
 
@@ -246,9 +246,9 @@ def test_verify_names_what_is_damaged(run, folder):
     assert "damaged" in refused(run, "export", "chat@2", f"--packed={folder / 'x'}")
 
 
-def test_export_packed_is_the_bytes_and_replaces_nothing(told, run, tmp_path):
+def test_export_packed_is_the_bytes_and_replaces_nothing(output_of, run, tmp_path):
     target = tmp_path / "out" / "one.safetensors"
-    assert told("export", "chat@2", f"--packed={target}")["number"] == 2
+    assert output_of("export", "chat@2", f"--packed={target}")["number"] == 2
     assert target.read_bytes() == packed(1)
     assert sorted(path.name for path in target.parent.iterdir()) == [target.name]
     assert "exists" in refused(run, "export", "chat@1", f"--packed={target}")
@@ -284,13 +284,13 @@ def test_a_catalog_that_is_not_there_is_not_made(tmp_path, capsys):
     assert "--catalog is missing" in capsys.readouterr().err
 
 
-def test_text_of_strangers_is_neither_control_characters_nor_markup(run, told, folder):
+def test_text_of_strangers_is_neither_control_characters_nor_markup(run, output_of, folder):
     why = "\x1b[2Jgone\u202e"
-    told("promote", "chat@1", f"--why={why}")
+    output_of("promote", "chat@1", f"--why={why}")
     out = run("audit", "chat@serving")[1]
     assert not re.search("[\x1b\u202e]", out)
     assert "\\x1b[2Jgone\\u202e" in out
-    assert told("audit", "chat@serving")["entries"][-1]["why"] == why
+    assert output_of("audit", "chat@serving")["entries"][-1]["why"] == why
     assert "\x1b" not in refused(run, "show", "a\x1b[31m")
     with Catalog.open(folder) as catalog:
         catalog.create_policy("[bold]x[/bold]", SCHEMA)

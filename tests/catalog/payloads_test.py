@@ -144,7 +144,7 @@ def test_leftovers_are_swept_and_living_writers_are_not(rng, store):
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
-        (500, "no answer within|InternalError|told to fail"),
+        (500, "no answer within|InternalError|asked to fail"),
         (403, r"PERMISSION_DENIED.*set AWS_ACCESS_KEY_ID"),
         (60.0, r"no answer within 2 s\): check that the storage is up"),
     ],

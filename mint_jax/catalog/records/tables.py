@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from mint_jax.catalog.records.names import full_name
 
 T = TypeVar("T")
-VERSION = 9  # of these tables; a database of another version is refused
+VERSION = 10  # of these tables; a database of another version is refused
 
 metadata = sa.MetaData()
 version = sa.Table("catalog_version", sa.MetaData(), sa.Column("version", sa.Integer))

@@ -50,7 +50,7 @@ def test_nothing_is_collected_from_a_damaged_database(tmp_path):
 
 @pytest.mark.parametrize("how", ["flip", "cut", "gone"])
 def test_a_damaged_pack_concerns_its_revisions_only(catalog, place, choice, how):
-    """Several objects in each of two packs; damage in one is told of what it hits, and all others
+    """Several objects in each of two packs; what the damage of one hits is reported, and all others
     load.
     """
     values = {f"{side}{i}": 100 * number + i for number, side in enumerate("ab") for i in range(6)}

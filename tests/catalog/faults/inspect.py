@@ -15,7 +15,7 @@ from tests.catalog.faults.deeds import SHARED, TRASH
 
 
 def deeds_of(folder: str) -> dict[str, dict]:
-    """What all workers said of each deed, by its author. A deed is ``done``, ``refused``, or in
+    """Returns what all workers reported of each deed, by its author: ``done``, ``refused``, or in
     flight: at most one of each worker.
     """
     found: dict[str, dict] = {}
