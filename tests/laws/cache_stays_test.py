@@ -187,7 +187,7 @@ def test_a_pod_samples_without_moving_the_cache(cfg):
         check(m.text, pool)
         assert m.aliased >= here, "the pool is written where it is"
         assert m.temporaries < here / 8
-        assert m.unknown_loops == 0, "the turns of each loop over runs are stated"
+        assert m.cost.unknown_loops == 0, "the turns of each loop over runs are stated"
         is_kernel = any(f"%{kind}_attention" in m.text for kind in ("paged", "latent"))
         assert is_kernel == (cfg.indexer is None), "read by the kernel"
 
