@@ -29,14 +29,18 @@ SAMPLING = [  # the base and each policy meet each of these
 ]
 
 
-def adapter_of(rank: int) -> AdapterConfig:
-    return AdapterConfig(rank, 2.0 * rank) if rank else AdapterConfig(kind="bias")
+def adapter_of(base, rank: int) -> AdapterConfig:
+    if rank:
+        return AdapterConfig(rank, 2.0 * rank)
+    # routed experts take no bias
+    return AdapterConfig(kind="bias", **({"targets": ("q", "v", "o")} if base.cfg.routed else {}))
 
 
 def trainer_with_random_adapters(base, rng) -> Trainer:
     specs = transformer.abstract(base.cfg)
     policies = [
-        PolicyConfig(name, adapter_of(rank), loss=LossConfig("ppo")) for name, rank in RANKS.items()
+        PolicyConfig(name, adapter_of(base, rank), loss=LossConfig("ppo"))
+        for name, rank in RANKS.items()
     ]
     trainer = Trainer(base, policies)
     # about as large as after a long run: h B with h of order 1 then adds about 0.05 to every
@@ -55,7 +59,9 @@ def prompt_of(base, rng, length) -> tuple[int, ...]:
     return tuple(base.tokenizer.encode(f"Sums of digits: {sums}")[:length])
 
 
-@pytest.mark.parametrize("model", first(1, ["qwen3", "gemma3", "gemma4_shared", "smollm2"]))
+@pytest.mark.parametrize(
+    "model", first(1, ["qwen3", "qwen3_moe", "gemma3", "gemma4_shared", "smollm2"])
+)
 def test_sampler_scorer_and_trainer_agree(model, tiny_base, rng, request):
     base = request.getfixturevalue("smollm2") if model == "smollm2" else tiny_base(model)
     trainer = trainer_with_random_adapters(base, rng)
