@@ -34,6 +34,7 @@ _NAMES = {  # name -> module
     "LossConfig": "train.config",
     "OptimizerConfig": "train.config",
     "AdapterConfig": "lora.config",
+    "MergeConfig": "lora.merge",
     "Group": "train.batch",
     "TrainSequence": "train.batch",
     "Engine": "rollout.engine",

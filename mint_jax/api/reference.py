@@ -12,7 +12,15 @@ from typing import Any
 
 import mint_jax
 
-SETTINGS = ("LossConfig", "OptimizerConfig", "AdapterConfig", "PolicyConfig", "Request", "Tokens")
+SETTINGS = (
+    "LossConfig",
+    "OptimizerConfig",
+    "AdapterConfig",
+    "MergeConfig",
+    "PolicyConfig",
+    "Request",
+    "Tokens",
+)
 SETTINGS = (*SETTINGS, "Group", "TrainSequence")
 SECTIONS = {
     "Functions": (

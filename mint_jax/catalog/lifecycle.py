@@ -13,6 +13,7 @@ from pathlib import Path
 
 from mint_jax.catalog import cards as _cards
 from mint_jax.catalog import gc as _gc
+from mint_jax.catalog import merging as _merging
 from mint_jax.catalog import verify as _verify
 from mint_jax.catalog.records import aliases as _aliases
 from mint_jax.catalog.records import canaries as _canaries
@@ -63,6 +64,7 @@ class Catalog(Handle):
     evaluations = training_records.list_evaluations
 
     card = _cards.card
+    merge = _merging.merge
 
     gc, stats = _gc.collect, _gc.stats
     verify = _verify.verify

@@ -237,6 +237,10 @@ class Interpolate(Body):
 
     source_paths: Annotated[list[Text], Field(min_length=1)]
     coefficients: Annotated[list[Number], Field(min_length=1)]
+    method: Literal["sum", "ties", "dare", "dare_ties"] = "sum"
+    density: Number = 1.0
+    rank: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int, Field(ge=0)] = 0
     output_checkpoint_type: Literal["sampler"] = "sampler"
     output_path: str | None = None
 

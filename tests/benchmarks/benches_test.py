@@ -125,6 +125,17 @@ def check_canary(report):
             assert row["rolled_back"]["mean"] == 0
 
 
+def check_merges(report):
+    """Every way is there, and sums that fit omit nothing."""
+    rows = report["rows"]
+    assert [row["k"] for row in rows[:8]] == [1] * 4 + [2] * 2 + [3] * 2
+    assert {row["way"] for row in rows if row["k"] == 4} == {
+        *("average", "average cut", "sum x 2", "sum x 4", "ties", "dare", "dare_ties")
+    }
+    assert [row["omitted"] == 0 for row in rows] == [True] * 11 + [False] * 4
+    assert report["curve"]["error 4"]["n"] == 1
+
+
 def check_witness(report):
     """Every fault is found in every answer, and none in honest ones."""
     assert len(report["faults"]) == 7

@@ -23,6 +23,7 @@ from mint_jax.catalog.records.training_records import Evaluation
 from mint_jax.catalog.rollouts import unpack_rollouts
 from mint_jax.errors import UserError
 from mint_jax.files import write_file
+from mint_jax.lora.merge import METHODS, MergeConfig
 
 Args = argparse.Namespace
 Run = Callable[[Args, Any], Result]
@@ -180,6 +181,33 @@ def _without_rewards(one: Evaluation) -> Evaluation:
 def _card(args: Args, catalog: Catalog) -> Result:
     found = catalog.resolve(args.name)
     return Result(catalog.card(found.policy, found.number, args.parent))
+
+
+def _numbers(text: str) -> list[float]:
+    try:
+        return [float(one) for one in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not numbers with commas") from None
+
+
+@command(
+    "merge",
+    "make one revision of several",
+    arg("policy", help="of the merge; created if it is missing"),
+    arg("members", nargs="+", metavar="REVISION", help=REVISION),
+    arg("--weights", type=_numbers, metavar="W,W,…", help="default: the average"),
+    arg("--method", choices=METHODS, default=METHODS[0], help="default sum"),
+    arg("--density", type=float, default=1.0, help="share of entries kept by ties and dare"),
+    arg("--rank", type=NATURAL, default=0, help="default: the sum of the members' ranks"),
+    arg("--seed", type=NATURAL, default=0, help="of dare's choice"),
+    *SIGNED,
+)
+def _merge(args: Args, catalog: Catalog) -> Result:
+    how = MergeConfig(args.method, args.density, args.rank, args.seed)
+    about = {"by": args.by, "why": args.why}
+    return Result(
+        {"revision": catalog.merge(args.policy, args.members, args.weights, how, **about)}
+    )
 
 
 @command(

@@ -45,6 +45,7 @@ class Export:
     force: bool = False  # accept NaN and infinite weights, for debugging
     sampling: Mapping[str, Any] | None = None  # parameters of training rollouts, for evaluations
     training: Mapping[str, float] | None = None  # see ``Revision``
+    merge: Mapping[str, Any] | None = None  # see ``Revision``
 
 
 class Prepared(NamedTuple):
@@ -111,7 +112,7 @@ def prepare(item: Export) -> Prepared:
             " run has diverged, export an earlier step, or this one with force"
         )
     columns: dict[str, Any] = {"step": step, "origin": note("origin", item.origin)}
-    for name in ("sampling", "training"):
+    for name in ("sampling", "training", "merge"):
         facts = getattr(item, name)
         text = None if facts is None else json.dumps(dict(facts), sort_keys=True, allow_nan=False)
         columns[name] = text

@@ -47,6 +47,8 @@ class Revision:
     sampling: dict[str, Any] | None = None  # of training rollouts, by the fields of ``Request``
     # since the export before: ``updates``, target ``tokens``, and means of the updates' metrics
     training: dict[str, float] | None = None
+    # how it was merged, its ``members`` and their weights; None: it was trained or imported
+    merge: dict[str, Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +133,7 @@ def as_revision(row: Any, policy: Any = None) -> Revision:
     """
     owner = row if policy is None else policy
     full = full_name(owner.tenant, owner.name)
-    texts = {"sampling": row.sampling, "training": row.training}
+    texts = {name: getattr(row, name) for name in ("sampling", "training", "merge")}
     read = {name: None if text is None else json.loads(text) for name, text in texts.items()}
     return as_record(Revision, row, policy=full, bytes=row.length, **read)
 

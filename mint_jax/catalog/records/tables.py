@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from mint_jax.catalog.records.names import full_name
 
 T = TypeVar("T")
-VERSION = 10  # of these tables; a database of another version is refused
+VERSION = 11  # of these tables; a database of another version is refused
 
 metadata = sa.MetaData()
 version = sa.Table("catalog_version", sa.MetaData(), sa.Column("version", sa.Integer))
@@ -115,6 +115,7 @@ revisions = _table(
     _column("created_at", _Time),
     sa.Column("sampling", sa.Text),  # JSON, of training rollouts; null: none, or unknown
     sa.Column("training", sa.Text),  # JSON, of the updates since the export before; null: unknown
+    sa.Column("merge", sa.Text),  # JSON, of a merge: method, members and weights; null: no merge
     sa.UniqueConstraint("policy_id", "number"),
     sa.Index("revisions_digest", "digest", "policy_id"),
 )
