@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mint_jax.catalog.packed import unpack
+from mint_jax.lora.merge import MergeConfig, merge
 from tests.lora.merge_test import deltas
 from tests.service.bad_world import Tenant, batch
 from tests.service.sites import SIZES
@@ -90,12 +91,33 @@ def test_a_sum_is_a_checkpoint_of_the_first_source_and_is_sampled(old, saved, rn
 
 
 @pytest.mark.long
+def test_ties_are_asked_for_by_further_fields(old, saved):
+    paths, how = [path for _, path in saved], {"method": "ties", "density": 0.5, "seed": 3}
+    made = old.result(PATH, body_of(paths, [1.0, 2.0]) | how | {"rank": 4})
+    assert {name: made[name] for name in (*how, "rank")} == how | {"rank": 4}
+    assert made["relative_error"] > 0
+    loaded = [
+        (adapter, schema.config)
+        for adapter, schema in (
+            unpack(old.site.server.catalog.load(old.site.server.checkpoints.digest("default", one)))
+            for one in paths
+        )
+    ]
+    wanted = merge(loaded, [1.0, 2.0], MergeConfig("ties", 0.5, 4, 3))
+    for name, one in deltas(wanted.adapter, wanted.config).items():
+        np.testing.assert_allclose(delta(old, made["path"])[name], one, atol=1e-6)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("change", "status", "reason"),
     [
         ({"coefficients": [1.0]}, 400, "2 source_paths and 1 coefficients"),
         ({"output_checkpoint_type": "training"}, 400, "expected 'sampler'"),
         ({"output_path": "a/b"}, 400, "name"),
+        ({"method": "slerp"}, 400, "expected 'sum'"),
+        ({"method": "ties", "density": 0}, 400, "density is 0"),
+        ({"rank": 16}, 400, "adapters have at most 8"),
         ({"source_paths": ["tinker://none:train:0/sampler_weights/a"] * 2}, 404, "no checkpoint"),
         ({"source_paths": ["tinker://none:train:0/weights/a"] * 2}, 400, "sampler"),
     ],
