@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import mint_jax as mint
-from mint_jax import api, launch, mesh
+from mint_jax import api, launch, mesh, recipes
 from mint_jax.harness import settings
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.recipes import sft
@@ -56,10 +56,15 @@ def test_the_lines_of_the_readme_run(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.long
 def test_the_lines_of_the_page_of_jobs_run(tmp_path, monkeypatch, capsys):
-    [code] = re.findall(
+    [rollouts, code] = re.findall(
         r"```python\n(.*?)```", (Path(__file__).parents[1] / "docs/jobs.md").read_text(), re.DOTALL
     )
     monkeypatch.chdir(tmp_path)
+    exec(rollouts, found := {})
+    job = {"job": "sft", "base": "tiny-random", "catalog": "other", "steps": 1}
+    policy = {"data": found["data"], "adapter": {"rank": 2}}
+    read = recipes.read(job | {"policies": {"a": policy}})
+    assert read.policies["a"].data.min_reward == 1.0
     exec(code.replace("smollm2-135m-instruct", "tiny-random").replace("steps=4", "steps=1"), {})
     policy, base = ast.literal_eval(capsys.readouterr().out.splitlines()[-1])
     assert isinstance(policy, str)
