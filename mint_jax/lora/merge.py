@@ -167,7 +167,7 @@ def _projection(
     total = omitted = 0.0
     for at in np.ndindex(shape):  # one by one: float64 and whole deltas take memory
         if how.method == "sum":
-            a, b, values = _nearest(
+            a, b, whole, lost = _nearest(
                 np.concatenate([np.float64(part.a[at]) for part in parts]),
                 np.concatenate(
                     [part.weight * part.scale * np.float64(part.b[at]) for part in parts]
@@ -175,11 +175,8 @@ def _projection(
                 rank,
             )
         else:
-            delta = _combined(parts, at, how, path)
-            u, values, v = np.linalg.svd(delta, full_matrices=False)
-            roots = np.sqrt(values[:rank, None])
-            a, b = roots * u[:, :rank].T, roots * v[:rank]
-        total, omitted = total + (values**2).sum(), omitted + (values[rank:] ** 2).sum()
+            a, b, whole, lost = _nearest_dense(_combined(parts, at, how, path), rank)
+        total, omitted = total + whole, omitted + lost
         rows.append((_padded(_float32(a), rank), _padded(_float32(b), rank)))
     arrays = {
         name: np.stack(some).reshape(*shape, *some[0].shape) for name, some in zip("ab", zip(*rows))
@@ -222,15 +219,42 @@ def _kept(delta: np.ndarray, how: MergeConfig, seed: list[int]) -> np.ndarray:
     return delta * (np.random.default_rng(seed).random(delta.shape) < how.density) / how.density
 
 
-def _nearest(a: np.ndarray, b: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns factors of the nearest ``a^T b`` of at most ``rank``, each with the root of the
-    singular values, and all of these.
+class _Nearest(NamedTuple):
+    """Factors of the nearest delta of a rank, each with the root of the singular values; the
+    squared norm of the whole delta and of what is omitted.
     """
+
+    a: np.ndarray
+    b: np.ndarray
+    whole: float
+    omitted: float
+
+
+def _nearest(a: np.ndarray, b: np.ndarray, rank: int) -> _Nearest:
+    """Returns the nearest to ``a^T b``."""
     # a^T = q_a r_a, so that the SVD is of a matrix of at most R rows
     (q_a, r_a), (q_b, r_b) = (np.linalg.qr(factor.T) for factor in (a, b))
     u, values, v = np.linalg.svd(r_a @ r_b.T, full_matrices=False)
-    roots = np.sqrt(values[:rank, None])
-    return roots * (q_a @ u[:, :rank]).T, roots * (v[:rank] @ q_b.T), values
+    roots, squares = np.sqrt(values[:rank, None]), values**2
+    factors = roots * (q_a @ u[:, :rank]).T, roots * (v[:rank] @ q_b.T)
+    return _Nearest(*factors, squares.sum(), squares[rank:].sum())
+
+
+def _nearest_dense(delta: np.ndarray, rank: int) -> _Nearest:
+    """Returns the nearest to a delta of full rank, from eigenvectors of the smaller Gram matrix. An
+    SVD takes 6 times as long where a projection of SmolLM2 is 576 x 1536.
+    """
+    if delta.shape[0] > delta.shape[1]:
+        b, a, *rest = _nearest_dense(delta.T, rank)
+        return _Nearest(a, b, *rest)
+    squares, u = np.linalg.eigh(delta @ delta.T)
+    u = u[:, ::-1][:, :rank].T
+    rows = u @ delta
+    # lengths of these rows: the squares of small values are rounding alone
+    roots = np.sqrt(np.linalg.norm(rows, axis=1, keepdims=True))
+    b = np.divide(rows, roots, out=np.zeros_like(rows), where=roots > 0)
+    omitted = squares[: max(0, len(squares) - rank)].clip(0).sum()
+    return _Nearest(roots * u, b, squares.clip(0).sum(), omitted)
 
 
 def _float32(array: Any) -> np.ndarray:
