@@ -67,7 +67,8 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
         for name, merge in zip(errors, merges)
     ]
     own = [losses[name][at] for at, name in enumerate(languages)]
-    report = {"languages": len(languages)} | {n: config[n] for n in ("steps", "rank", "fit")}
+    report: dict[str, Any] = {"languages": len(languages), "fit": list(config.fit)}
+    report |= {name: config[name] for name in ("steps", "rank")}
     report["losses"] = {
         "base": timing.mean(losses[BASE]),
         "joint": timing.mean(losses[JOINT]),
