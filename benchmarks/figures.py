@@ -108,7 +108,7 @@ RUNS = (
         *("witness", "bench/witness.py", 15, _WITNESS),
         pictures=(("witness.png", "witness.png"),),
     ),
-    Run("merges", "bench/merges.py", 15, pictures=(("merges.png", "merges.png"),)),
+    Run("merges", "bench/merges.py", 20, pictures=(("merges.png", "merges.png"),)),
     Run("fleet_timed", "bench/fleet_timed.py", 8),
     Run("fleet_real", "bench/fleet_real.py", 20),
     Run("fleet", "bench/fleet.py", 15, pictures=_FLEET),

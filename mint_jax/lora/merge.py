@@ -40,7 +40,9 @@ class MergeConfig(Settings):
         "sum",
     )
     density: float = setting("share of a delta's entries that ties and dare keep", 1.0)
-    rank: Natural = setting("of the merge; 0: the sum of its members' ranks", 0)
+    rank: Natural = setting(
+        f"of the merge; 0: the sum of its members' ranks, at most {MAX_RANK}", 0
+    )
     seed: Natural = setting("of what dare keeps", 0)
 
     def __post_init__(self):
@@ -82,9 +84,11 @@ def merge(
         raise UserError(f"a weight is {strange[0]}; expected finite numbers")
     configs = [config for _, config in members]
     whole = sum(config.rank for config in configs)
-    rank = 0 if not whole else how.rank or min(whole, MAX_RANK)
     if len(kinds := {config.kind for config in configs}) > 1:
         raise UserError("members are of kinds lora and bias: merge those of one kind")
+    if not whole and how.rank:
+        raise UserError(f"rank is {how.rank}, but biases have no rank: leave it out")
+    rank = 0 if not whole else how.rank or min(whole, MAX_RANK)
     flat = [dict(nested.leaves_with_path(adapter)) for adapter, _ in members]
     for i, leaves in enumerate(flat, 1):
         if wrong := [path for path, leaf in leaves.items() if not all_finite(leaf)]:
@@ -213,8 +217,8 @@ def _kept(delta: np.ndarray, how: MergeConfig, seed: list[int]) -> np.ndarray:
         return delta
     if how.method == "ties":
         lost = delta.size - int(how.density * delta.size)
-        smallest = np.argpartition(np.abs(delta), lost, axis=None)[:lost]
-        delta.reshape(-1)[smallest] = 0
+        order = np.argpartition(np.abs(delta), min(lost, delta.size - 1), axis=None)
+        np.put(delta, order[:lost], 0)
         return delta
     return delta * (np.random.default_rng(seed).random(delta.shape) < how.density) / how.density
 

@@ -68,8 +68,10 @@ def _make(
     sources = [(adapter, schema.config) for adapter, schema in unpacked]
     # unless asked for, the smallest rank of a slot in which a sum is exact, else the largest rank
     ranks, whole = sorted(server.sizes.adapters), sum(config.rank for _, config in sources)
-    rank = how.rank or next((rank for rank in ranks if rank >= whole), ranks[-1])
-    adapter, config, error = merge(sources, coefficients, dataclasses.replace(how, rank=rank))
+    if whole and not how.rank:
+        rank = next((rank for rank in ranks if rank >= whole), ranks[-1])
+        how = dataclasses.replace(how, rank=rank)
+    adapter, config, error = merge(sources, coefficients, how)
     config = lora_tree.spelled_out(config, server.specs)
 
     first, schema = rows[0], Schema(server.base.fingerprint, config)

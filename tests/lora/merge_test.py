@@ -13,7 +13,7 @@ from peft.utils import merge_utils
 from mint_jax import params as params_lib
 from mint_jax.errors import UserError
 from mint_jax.lora import tree as lora_tree
-from mint_jax.lora.merge import METHODS, MergeConfig, merge
+from mint_jax.lora.merge import MergeConfig, merge
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.models import transformer
 from tests.adapters import biased_targets
@@ -133,21 +133,32 @@ def test_dare_keeps_its_share_and_members_choose_apart(rng, specs):
     assert abs((kept[0] & kept[1]).mean() - 0.0625) < 6 * (0.0625 / whole.size) ** 0.5 + 1e-3
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_biases_merge_entry_by_entry(rng, tiny_base, method):
+@pytest.mark.parametrize(
+    ("method", "density"),
+    [("sum", 1.0), *((method, density) for method in PEFT for density in (1e-9, 0.01, 0.5, 1.0))],
+)
+def test_biases_merge_entry_by_entry(rng, tiny_base, monkeypatch, method, density):
+    """Down to a density at which nothing is kept."""
     specs = transformer.abstract(tiny_base().cfg)
     config = AdapterConfig(kind="bias", targets=biased_targets(specs))
     members = [draw(rng, specs, config) for _ in range(3)]
-    made = merge(members, WEIGHTS, MergeConfig(method))
+    made = merge(members, WEIGHTS, MergeConfig(method, density, seed=7))
     lora_tree.check_fits(made.adapter, made.config, specs, "the merge")
     assert (made.config.kind, made.error) == ("bias", 0.0)
-    leaves = [dict(params_lib.leaves_with_path(adapter)) for adapter, _ in members]
+    flat = [dict(params_lib.leaves_with_path(adapter)) for adapter, _ in members]
     weights = torch.tensor(WEIGHTS, dtype=torch.float64)
+    judge = PEFT.get(method, lambda tensors, weights, _: sum(map(torch.mul, weights, tensors)))
     for path, leaf in params_lib.leaves_with_path(made.adapter):
-        tensors = [torch.tensor(np.float64(one[path])) for one in leaves]
-        linear = sum(w * tensor for w, tensor in zip(weights, tensors))
-        wanted = merge_utils.ties(tensors, weights, 1.0) if "ties" in method else linear
-        np.testing.assert_allclose(leaf, wanted.numpy(), rtol=1e-5, atol=1e-6)
+        owner = path.removesuffix("/bias")
+        for at in range(len(leaf)):
+            masks = (entries(owner, (at,), i, leaf[at].shape, density) for i in range(3))
+            monkeypatch.setattr(torch, "bernoulli", lambda input, masks=masks: next(masks))
+            wanted = judge(
+                [torch.tensor(np.float64(one[path][at])) for one in flat], weights, density
+            )
+            np.testing.assert_allclose(leaf[at], wanted.numpy(), rtol=1e-6, atol=1e-6)
+    if density == 1e-9:
+        assert not any(leaf.any() for _, leaf in params_lib.leaves_with_path(made.adapter))
 
 
 def test_experts_that_share_factors_are_summed_and_not_cut(rng, tiny_base):
@@ -191,6 +202,7 @@ def test_what_cannot_be_merged_is_refused(rng, specs, members, bad):
         (members, [1.0], MergeConfig(), "3 members and 1 weights"),
         ([], [], MergeConfig(), "0 members"),
         ([members[0], bias], [1.0, 1.0], MergeConfig(), "kinds lora and bias"),
+        ([bias], [1.0], MergeConfig(rank=8), "biases have no rank"),
     ):
         with pytest.raises(UserError, match=message):
             merge(some, weights, how)

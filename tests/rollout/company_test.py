@@ -183,7 +183,7 @@ def test_other_rows_their_order_preemption_and_steps_change_no_bit(world):
         requests = [*world.asked, *others]
         order = world.rng.permutation(len(requests)).tolist()
         engine = world.engine(SMALL, steps=steps)
-        # in every row, so that the cache has its full size and is not made anew
+        # one sample in every row: the cache gets its full size here, and is not allocated again
         engine.generate([dataclasses.replace(twin, max_tokens=1, n=8)], world.stacks)
         answers = engine.generate([requests[i] for i in order], world.stacks)
         found = dict(zip(order, answers, strict=True))
