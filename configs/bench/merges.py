@@ -2,7 +2,7 @@
 three members at most that predicts it for more; sums, TIES and DARE over the same members.
 
 Command: python -m benchmarks --config=configs/bench/merges.py:cpu --workdir=runs/bench/merges
-Default size (:cpu): about 20 minutes on two busy CPU cores. Short: --config=configs/bench/merges.py:ci
+Default size (:cpu): about 20 minutes on two CPU cores. Short: --config=configs/bench/merges.py:ci
 """
 
 from ml_collections import ConfigDict
