@@ -108,6 +108,10 @@ class _Timed:
         )
 
 
+async def _stays(home: str, here: bool) -> None:
+    raise AssertionError(f"no engine is ever gone, {home} is")
+
+
 async def _timed(
     config: Any,
     service: Service,
@@ -124,7 +128,7 @@ async def _timed(
             app = _served(functools.partial(timed.answer, i))
             timed.urls[i] = await serving.enter_async_context(app)
             report = functools.partial(timed.report, i)
-            engines.append(FleetEngine(f"e{i}", report, lambda digest: None))
+            engines.append(FleetEngine(f"e{i}", report, lambda digest: None, _stays))
         view = FleetView(engines)
         front = Front(view, catalog, CollectorRegistry())
         await serving.enter_async_context(view.watching())

@@ -30,6 +30,8 @@ class EngineReport(NamedTuple):
         slots, host: digests in device slots and in host memory.
         places: number of device slots.
         policies: number of policies in training.
+        homes: engines whose folders it serves: its own one, and those that it has adopted.
+        waits: its own folder is served by another engine.
         names: of the bare base.
         failed: why the service has ended by itself.
     """
@@ -47,6 +49,8 @@ class EngineReport(NamedTuple):
     host: frozenset[str] = frozenset()
     places: int = 1
     policies: int = 0
+    homes: tuple[str, ...] = ()
+    waits: bool = False
     names: tuple[str, ...] = ()
     failed: str = ""
 
@@ -71,7 +75,7 @@ class EngineActor:
         serve: Callable[..., Any],
     ):
         prepare()
-        self._url, self._ready = "", False
+        self._name, self._url, self._ready, self._waits = name, "", False, False
         self._web: Any = None
         self._server: Any = None
         self._failed = ""
@@ -84,6 +88,7 @@ class EngineActor:
         def hear(event: dict[str, Any]) -> None:
             url = event["url"].replace("//0.0.0.0:", f"//{ray.util.get_node_ip_address()}:")
             self._url, self._ready = url, event.get("ready", False)
+            self._waits = event.get("waiting", False)
 
         def hold(**parts: Any) -> None:
             vars(self).update(parts)
@@ -107,7 +112,7 @@ class EngineActor:
     def report(self) -> EngineReport:
         """Returns the present state."""
         if (server := self._server) is None or not server.ready:
-            return EngineReport(os.getpid(), self._url, failed=self._failed)
+            return EngineReport(os.getpid(), self._url, waits=self._waits, failed=self._failed)
         rows, residency = server.engine.state()["rows"], server.residency
         return EngineReport(
             pid=os.getpid(),
@@ -123,6 +128,7 @@ class EngineActor:
             host=frozenset(residency.host.resident()),
             places=sum(tier.capacity for tier in residency.device.values()),
             policies=len(server.live.names()),
+            homes=(self._name, *server.guests),
             names=server.weights.names,
         )
 
@@ -130,6 +136,11 @@ class EngineActor:
         """Loads a revision, into a slot if one is free; see ``Residency.prefetch``."""
         server = self._server
         return server is not None and server.residency.prefetch(digest)
+
+    def move(self, home: str, here: bool) -> None:
+        """Begins or ends to serve another engine's folder, see ``Server.adopt``."""
+        if (server := self._server) is not None:
+            (server.adopt if here else server.release)(home)
 
     def stop(self) -> None:
         """Finishes the requests in flight and ends the service."""

@@ -1,11 +1,11 @@
 """The front of a fleet: the service's HTTP doors over many engines.
 
-A request that names something an engine keeps (a session, a model, a sampler, a future) goes to
-that engine, and waits while Ray starts it again. A request to sample may go to any engine: its name
-is resolved once, the revision is leased, and the engines are offered it in the order of
-``chooser.choose`` until one accepts. A stream whose engine dies goes on at the next one, with the
-same revision, seed, position and tokens (``service/pins.py``). The front keeps nothing that a
-client needs: another one on the same port serves the next request.
+A request that names something an engine keeps (a session, a model, a sampler, a future) goes to the
+engine that serves its folder (``homes.py``), and waits while there is none. A request to sample may
+go to any engine: its name is resolved once, the revision is leased, and the engines are offered it
+in the order of ``chooser.choose`` until one accepts. A stream whose engine dies goes on at the next
+one, with the same revision, seed, position and tokens (``service/pins.py``). The front keeps
+nothing that a client needs: another one on the same port serves the next request.
 """
 
 import asyncio
@@ -32,8 +32,9 @@ from mint_jax.catalog.records.leases import Lease
 from mint_jax.errors import UserError
 from mint_jax.fleet import places
 from mint_jax.fleet.chooser import Choice
-from mint_jax.fleet.view import FleetEngine, FleetView
+from mint_jax.fleet.view import PERIOD_S, FleetEngine, FleetView
 from mint_jax.service import pins
+from mint_jax.service.app import HOME
 from mint_jax.service.endpoints import OPENAI_PREFIXES
 from mint_jax.service.errors import OPENAI_PATHS
 from mint_jax.service.exchange import error_body
@@ -56,8 +57,8 @@ CACHE_BYTES = 1 << 20  # of the catalog's pages: at 64 MiB, memory grows with th
 REFUSALS = (404, 429, 503)
 _OWN_HEADERS = {b"connection", b"keep-alive", b"transfer-encoding", b"content-length"}
 _OWN_HEADERS |= {b"expect", b"te", b"trailer", b"upgrade", b"content-encoding", b"date", b"server"}
-# of a client's request; pins are the front's own: a second one would be ignored
-_DROPPED = _OWN_HEADERS | {pins.HEADER.encode(), b"x-forwarded-proto"}
+# of a client's request; pins and homes are the front's own: a second one would be ignored
+_DROPPED = _OWN_HEADERS | {pins.HEADER.encode(), HOME.encode(), b"x-forwarded-proto"}
 
 
 class Leases:
@@ -137,12 +138,12 @@ class Front:
             return await self._list(request, path)
         kind = request.headers.get("content-type", "application/json")
         name = places.named(path, body, "json" in kind)
-        if name in self.view.members:
-            return await self._at(self.view.members[name], request, body)
+        if name in self.view.homes():
+            return await self._at(name, request, body)
         if path == "/api/v1/create_session" and request.method == "POST":
             return await self._open_session(request, body)
         if path.startswith("/console"):  # a browser's session is one engine's
-            return await self._at(next(iter(self.view.members.values())), request, body)
+            return await self._at(next(iter(self.view.members)), request, body)
         return await self._first(request, body)
 
     # -- to engines
@@ -174,19 +175,24 @@ class Front:
         """Returns an engine's whole response. Raises ``aiohttp.ClientError``."""
         return await _read(await self.send(member, request, body, *more))
 
-    async def _at(self, member: FleetEngine, request: Request, body: bytes) -> Response:
-        """Returns the response of the engine that keeps what the request names; waits for it."""
+    async def _at(self, home: str, request: Request, body: bytes) -> Response:
+        """Returns the response of the engine that serves what an engine keeps; waits for it."""
         deadline = time.monotonic() + WAIT_S
         while (left := deadline - time.monotonic()) > 0:
-            if not await self.view.wait(lambda: member.is_up, left):
+            member = await self.view.wait(lambda: self.view.at(home), left)
+            if member is None:
                 break
+            header = [] if member.name == home else [(HOME, home)]
             try:
                 # every request of Tinker's clients may be sent again: they do so themselves
                 with self.view.sending(member, None):
-                    return await self._whole(member, request, body)
+                    response = await self._whole(member, request, body, *header)
+                if response.status_code != 421:
+                    return response
+                await asyncio.sleep(PERIOD_S)  # the home has just moved: the next reports say where
             except aiohttp.ClientError:
                 self.view.lose(member)
-        return _unavailable(request, f"engine {member.name} is being started again")
+        return _unavailable(request, f"engine {home} is being started again")
 
     async def _first(self, request: Request, body: bytes) -> Response:
         """Returns the response of the first engine that does not refuse, the least loaded first."""
@@ -213,7 +219,7 @@ class Front:
             return _unavailable(request, "no engine is up yet")
         member = min(self.view.up(), key=lambda one: (one.report.policies, one.sessions, one.name))
         member.sessions += 1
-        return await self._at(member, request, body)
+        return await self._at(member.name, request, body)
 
     async def _everywhere(self, request: Request, body: bytes) -> Response:
         """Returns the first failure of all engines, else one's success."""
@@ -234,9 +240,7 @@ class Front:
             query |= {"limit": str(limit + offset), "offset": "0"}
         scope = {**request.scope, "query_string": urllib.parse.urlencode(query).encode()}
         asked = Request(scope)
-        answers = await asyncio.gather(
-            *(self._at(member, asked, b"") for member in self.view.members.values())
-        )
+        answers = await asyncio.gather(*(self._at(home, asked, b"") for home in self.view.homes()))
         if (worst := max(answers, key=lambda answer: answer.status_code)).status_code != 200:
             return worst
         read = [json.loads(bytes(answer.body)) for answer in answers]
@@ -305,7 +309,7 @@ class Front:
             shown |= {"ready": report.ready, "in_flight": member.in_flight}
             shown |= {"trouble": member.trouble, "age_s": round(time.monotonic() - member.at, 2)}
             if member.is_up:
-                answer = await self._at(member, request, b"")
+                answer = await self._at(name, request, b"")
                 shown["state"] = json.loads(bytes(answer.body))
             engines[name] = shown
         return JSONResponse({"front": {"pid": os.getpid()}, "engines": engines})

@@ -12,6 +12,7 @@ import ray
 from prometheus_client import CollectorRegistry
 
 from mint_jax.catalog.lifecycle import Catalog
+from mint_jax.fleet import homes
 from mint_jax.fleet.front import CACHE_BYTES, Front, make
 from mint_jax.fleet.view import FleetEngine, FleetView
 from mint_jax.harness.options import FleetSettings
@@ -31,6 +32,7 @@ class FrontActor:
         port: where the front listens, again if it is started again.
         limits: of requests.
         engines: names of their actors.
+        folder: that has the engines' folders.
     """
 
     def __init__(
@@ -40,11 +42,12 @@ class FrontActor:
         port: int,
         limits: Limits,
         engines: Sequence[str],
+        folder: Path,
     ):
         self._started, self._url, self._failed = threading.Event(), "", ""
         self._web: Any = None
         self._view: Any = None
-        given = config, catalog, port, limits, engines
+        given = config, catalog, port, limits, engines, folder
         self._thread = threading.Thread(target=self._serve, args=given)
         self._thread.start()
 
@@ -63,14 +66,23 @@ class FrontActor:
         port: int,
         limits: Limits,
         engines: Sequence[str],
+        folder: Path,
     ) -> None:
         async def ask(actor: Any) -> Any:
             return await actor.report.remote()
 
+        async def move(actor: Any, home: str, here: bool) -> None:
+            await actor.move.remote(home, here)
+
         actors = {name: ray.get_actor(name) for name in engines}  # of this front's namespace
         self._view = FleetView(
             [
-                FleetEngine(name, functools.partial(ask, actor), actor.prefetch.remote)
+                FleetEngine(
+                    name,
+                    functools.partial(ask, actor),
+                    actor.prefetch.remote,
+                    functools.partial(move, actor),
+                )
                 for name, actor in actors.items()
             ]
         )
@@ -99,7 +111,9 @@ class FrontActor:
 
             self._web = Web(front, app, config.host, port, started, **tls)
             async with self._view.watching():
+                moving = asyncio.create_task(homes.keep(self._view, folder, config.move_after_s))
                 await self._web.serve()
+                moving.cancel()
 
     def url(self) -> str:
         """Returns the front's address once it listens. Raises ``RuntimeError`` if it cannot."""

@@ -23,13 +23,27 @@ CONNECT_S = 2.0
 
 
 class FleetEngine:
-    """One engine. ``ask`` returns its next report; ``prefetch`` loads a digest there."""
+    """One engine.
+
+    Args:
+        ask: returns its next report.
+        prefetch: loads a digest there.
+        move: begins or ends to serve another engine's folder there, see ``EngineActor.move``.
+
+    Attributes:
+        alive_at: when its process was last known to live.
+    """
 
     def __init__(
-        self, name: str, ask: Callable[[], Awaitable[EngineReport]], prefetch: Callable[[str], Any]
+        self,
+        name: str,
+        ask: Callable[[], Awaitable[EngineReport]],
+        prefetch: Callable[[str], Any],
+        move: Callable[[str, bool], Awaitable[None]],
     ):
-        self.name, self.ask, self.prefetch = name, ask, prefetch
+        self.name, self.ask, self.prefetch, self.move = name, ask, prefetch, move
         self.report, self.at, self.trouble = EngineReport(), -math.inf, ""
+        self.alive_at = time.monotonic()
         self.in_flight, self.seconds, self.refused_until = 0, 0.0, 0.0
         self.sent = 0  # requests
         self._load: tuple[tuple, Load] | None = None
@@ -61,10 +75,13 @@ class FleetEngine:
 
 
 class FleetView:
-    """All engines of a fleet; for one event loop. ``changed`` is notified by every report."""
+    """All engines of a fleet; for one event loop. ``changed`` is notified by every report;
+    ``folders`` are the engines that have had sessions, those of a larger fleet too.
+    """
 
     def __init__(self, members: list[FleetEngine]):
         self.members = {member.name: member for member in members}
+        self.folders: set[str] = set()
         self.changed = asyncio.Condition()
         self._by_digest: collections.Counter[str] = collections.Counter()  # requests in flight
         # number of engines that a digest needs, and until when at least
@@ -107,6 +124,8 @@ class FleetView:
             if old is not None:
                 await old.close()
         member.report, member.at, member.trouble = report, time.monotonic(), trouble
+        if not trouble:
+            member.alive_at = member.at
         async with self.changed:
             self.changed.notify_all()
 
@@ -120,6 +139,15 @@ class FleetView:
             async with asyncio.timeout(seconds), self.changed:
                 await self.changed.wait_for(lambda: bool(found()))
         return found() or None
+
+    def homes(self) -> list[str]:
+        """Returns the engines that may have sessions."""
+        return sorted(self.members.keys() | self.folders)
+
+    def at(self, home: str) -> FleetEngine | None:
+        """Returns the engine that serves another one's sessions, or its own; None: none does."""
+        serving = [one for one in self.up() if home in one.report.homes]
+        return min(serving, key=lambda one: one.name != home, default=None)
 
     def up(self) -> list[FleetEngine]:
         return [member for member in self.members.values() if member.is_up]

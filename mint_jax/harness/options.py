@@ -615,6 +615,10 @@ class FleetSettings(ServeSettings):
         "where engines listen: empty: loopback; 0.0.0.0: on several machines, which needs keys", ""
     )
 
+    move_after_s: Amount = setting(
+        "seconds without an engine's process after which another engine serves its sessions", 60.0
+    )
+
     def preflight(self) -> None:
         super().preflight()
         need_package("ray", "fleet", "the fleet")

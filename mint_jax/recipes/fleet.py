@@ -80,7 +80,9 @@ def _joined(folder: Path) -> Iterator[Any]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # else Ray reports this to its makers
     import ray
 
-    own: dict[str, Any] = {"object_store_memory": STORE_BYTES, "include_dashboard": False}
+    # without "local" Ray joins a cluster that somebody else has started on this machine
+    own: dict[str, Any] = {"address": "local", "object_store_memory": STORE_BYTES}
+    own |= {"include_dashboard": False}
     if address := os.environ.get("RAY_ADDRESS"):  # nodes have this environment at the same path
         own = {"runtime_env": {"py_executable": sys.executable}}
     space = f"mint_jax-{blake3_of(str(folder).encode())[:16]}"
@@ -108,15 +110,17 @@ def _start(ray: Any, config: FleetSettings, folder: Path) -> tuple[Any, list[Any
     needs = {"num_gpus": config.gpus, "scheduling_strategy": "SPREAD"}
     needs |= {"resources": {"TPU": config.tpus}} if config.tpus else {}
     names = [f"e{i}" for i in range(config.engines)]
+    folders = folder / "engines"
     engines = [
         ray.remote(EngineActor)
         .options(name=name, **again, **needs)
-        .remote(name, settings, folder / "engines" / name, start.prepare, serve.serve)
+        .remote(name, settings, folders / name, start.prepare, serve.serve)
         for name in names
     ]
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     front = ray.remote(FrontActor).options(**again, scheduling_strategy=here)
-    return front.remote(config, settings.catalog, port, serve.limits_of(config), names), engines
+    given = settings.catalog, port, serve.limits_of(config), names, folders
+    return front.remote(config, *given), engines
 
 
 def _watch(ray: Any, front: Any, signals: "queue.SimpleQueue[int]") -> str:

@@ -9,6 +9,7 @@ Everything acknowledged is in the workdir: the same command continues from there
 import contextlib
 import json
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from mint_jax.train.config import BlockShape
 
 # for a server that is still opening when it is stopped; its records are then as after a kill
 STOP_S = 5.0
+BUSY_S = 0.5  # between two attempts to open a folder that another engine serves
 
 
 def sizes_of(config: ServeSettings) -> Any:
@@ -75,7 +77,9 @@ def serve(
 
     Args:
         engine: name of this engine of a fleet.
-        say: called with ``{"listening": true, "url": ...}`` and ``{"ready": true, "url": ...}``.
+        say: called with ``{"listening": true, "url": ...}`` and ``{"ready": true, "url": ...}``;
+            with ``{"waiting": true, "url": ...}`` while another engine of the fleet serves this
+            one's folder.
         on_web, on_server: called with the web server and the ``Server`` once they exist.
     """
     # after the check of the extra's packages
@@ -100,6 +104,13 @@ def serve(
         bars[:] = bars or [Progress("compiling", total)]
         bars[0].update(done, name)
 
+    def wait_for_folder() -> None:
+        starting.doing = "waiting until another engine has left its folder"
+        say({"waiting": True, "url": url})
+        time.sleep(BUSY_S)
+        if web.should_exit:
+            raise UserError("stopped while another engine serves its folder")
+
     def open_server() -> Server:
         base = start.open_base(config)
         return Server(
@@ -114,6 +125,7 @@ def serve(
             adapter_uris=config.adapter_uris,
             quotas=Quotas(default, key_folder),
             engine=engine,
+            on_busy=wait_for_folder if engine else None,
         )
 
     tls: dict[str, Any] = {}

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -29,6 +30,7 @@ from mint_jax.service.tinker_rest import Rest
 from mint_jax.service.tinker_sampling import Sampling
 from mint_jax.service.tokens import Tokens
 
+HOME = "x-mint-home"  # header: the engine whose folder a request is about
 DRAIN_S = 30  # seconds for requests in flight when the server stops
 
 
@@ -59,8 +61,44 @@ def make(
         hosts: see ``Gate``.
         openai_limits: refuse what OpenAI's API refuses beyond the engine.
     """
+    browsers = Browsers(keys)
     server.metrics.register(monitoring.PartsCollector(server))
-    browsers, openai = Browsers(keys), OpenAI(server, openai_limits)
+    metrics = monitoring.HttpMetrics(server.metrics)
+    homes = Homes(server, lambda one: application(one, keys, browsers, openai_limits))
+    gate = Gate(homes, keys, limits, server.quotas, browsers, hosts, metrics)
+    metrics.in_flight.set_function(gate.in_flight.total)
+    return gate
+
+
+class Homes:
+    """Sends each request to the server, or to the guest that the header ``x-mint-home`` names: a
+    front does so (``fleet/front.py``). 421 if that is not a guest here, or no longer.
+    """
+
+    def __init__(self, server: Server, make: Callable[[Server], Starlette]):
+        self._server, self._make, self._own = server, make, make(server)
+        self._guests: dict[str, tuple[Server, Starlette]] = {}
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        app: Any = self._own
+        if home := Headers(scope=scope).get(HOME):
+            app = self._of(home)
+        await app(scope, receive, send)
+
+    def _of(self, home: str) -> Any:
+        if (guest := self._server.guests.get(home)) is None:
+            self._guests.pop(home, None)
+            return JSONResponse({"detail": f"{home[:40]!r} is not served here: ask again"}, 421)
+        if home not in self._guests or self._guests[home][0] is not guest:
+            self._guests[home] = guest, self._make(guest)
+        return self._guests[home][1]
+
+
+def application(
+    server: Server, keys: Keys | None, browsers: Browsers, openai_limits: bool
+) -> Starlette:
+    """Returns the routes over one server, without the gate."""
+    openai = OpenAI(server, openai_limits)
     parts = [kind(server) for kind in (Tinker, Sampling, Rest, monitoring.Operators)]
     tokens = Tokens() if keys is None else keys.tokens
     others = SimpleNamespace(
@@ -74,11 +112,7 @@ def make(
         *endpoints.routes(endpoints.openai_endpoints(), openai),
         *console_routes(server, browsers),
     ]
-    app = Starlette(routes=routes, exception_handlers=HANDLERS | {HTTPException: unrouted})
-    metrics = monitoring.HttpMetrics(server.metrics)
-    gate = Gate(app, keys, limits, server.quotas, browsers, hosts, metrics)
-    metrics.in_flight.set_function(gate.in_flight.total)
-    return gate
+    return Starlette(routes=routes, exception_handlers=HANDLERS | {HTTPException: unrouted})
 
 
 async def exchange(tokens: Tokens, request: Request) -> Response:

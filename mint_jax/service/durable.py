@@ -73,6 +73,7 @@ class Durable:
         live: the policies; only ``slice`` touches them.
         gap_s, idle_gap_s: seconds of a slice, unless the shortest is longer, while rows decode and
             while none does; the latter delays the first token of a new request.
+        counters: of the tenants' service, which other servers over the same devices share.
         every, every_s: changes of a policy, and seconds, after which its snapshot is due.
         store: of checkpoints; requests that load or save need it.
         tenant_of: returns the tenant that a policy's time is charged to.
@@ -94,6 +95,7 @@ class Durable:
         live: Trainer,
         database: ServerDatabase,
         costs: Costs | None = None,
+        counters: Counters | None = None,
         wake: Callable[[], None] = lambda: None,
         gap_s: float = 0.5,
         idle_gap_s: float = 2.0,
@@ -110,7 +112,7 @@ class Durable:
                 " expected at least 1 update, and seconds above 0 with gap_s at most idle_gap_s"
             )
         self.live, self.costs = live, costs or Costs(database)
-        self.counters = counters = Counters()
+        self.counters = counters = counters or Counters()
         self.gap_s, self.idle_gap_s = gap_s, idle_gap_s
         self.gaps: collections.deque[float] = collections.deque(maxlen=KEPT_GAPS)
         self.store, self.tenant_of, self._wake = store, tenant_of, wake
@@ -183,6 +185,8 @@ class Durable:
             self.failed = self.failed or reason
             left, self._inbox = self._inbox, []
         queues, self._queues = self._queues, {}
+        for one in itertools.chain(*queues.values()):
+            self.counters.end(one.payer.tenant)
         for one in itertools.chain(left, *queues.values()):
             if one.request is None and not one.future.done():
                 one.future.set_exception(reason)

@@ -112,16 +112,16 @@ class PartsCollector(Collector):
         gaps = {(q,): seconds for q, seconds in gap_quantiles(server).items()}
         help = "Seconds that decoding rows waited for training."
         yield _gauge("mint_decode_gap_seconds", help, gaps, "quantile")
-        by_tenant = sorted(server.costs.since_start().items())
+        servers = server, *server.guests.values()
+        by_tenant = [one for each in servers for one in each.costs.since_start().items()]
         for unit, suffix, kinds, help in (
             ("seconds", "s", KINDS, "Device seconds by tenant and kind of work."),
             ("tokens", "tokens", COUNTED, "Tokens processed in these seconds."),
         ):
-            spent = {
-                (tenant, kind): getattr(cost, f"{kind}_{suffix}")
-                for tenant, cost in by_tenant
-                for kind in kinds
-            }
+            spent = collections.Counter[tuple[str, str]]()
+            for tenant, cost in by_tenant:
+                for kind in kinds:
+                    spent[tenant, kind] += getattr(cost, f"{kind}_{suffix}")
             yield _counter(f"mint_device_{unit}", help, spent, "tenant", "kind")
         yield from adapters(server.residency, server.weights.names_of)
         yield from load(server.engine.state())
@@ -203,6 +203,7 @@ def state_of(server: Server) -> dict[str, Any]:
     memory = [device.memory_stats() or {} for device in server.base.mesh.local_devices]
     return {
         "base": server.name,
+        "guests": sorted(server.guests),
         "fingerprint": server.base.fingerprint,
         "at": time.time(),
         "up_s": round(time.monotonic() - server.started, 1),

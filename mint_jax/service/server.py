@@ -2,11 +2,13 @@
 
 ``server.db`` (requests, sessions, models, rows of checkpoints), ``training/`` (states of policies),
 ``checkpoints/``, ``catalog/`` (revisions, unless a catalog elsewhere is named), and, not needed
-after a restart, ``spilled/`` (states of idle policies) and ``fetched/`` (adapters of a bucket).
+after a restart, ``spilled/`` (states of idle policies) and ``fetched/`` (adapters of a bucket). A
+server of a fleet also serves the folders of engines that are gone (``Server.adopt``).
 """
 
 import asyncio
 import contextlib
+import copy
 import dataclasses
 import functools
 import logging
@@ -47,13 +49,15 @@ from mint_jax.service.checkpoints import Checkpoints
 from mint_jax.service.costs import Costs, Payer
 from mint_jax.service.curves import Curves
 from mint_jax.service.durable import Durable
+from mint_jax.service.fairness import Counters
 from mint_jax.service.futures import Conflict
 from mint_jax.service.provenance import Sequences
 from mint_jax.service.quotas import OverQuota, Quotas
-from mint_jax.service.server_db import ServerDatabase
+from mint_jax.service.server_db import FolderBusy, ServerDatabase
 from mint_jax.service.tenancy import Tenancy
 from mint_jax.service.tokens import Tokens
 from mint_jax.service.training_calls import Call, ForwardBackward, Refused
+from mint_jax.service.turns import Turns
 from mint_jax.service.weights import Weights
 from mint_jax.train.config import BlockShape
 from mint_jax.train.programs import programs as training_programs
@@ -64,6 +68,7 @@ from mint_jax.train.trainer import Trainer
 ALPHA = 32.0
 PIECE_BYTES = 4 << 20  # of an adapter written into a slot between two turns of the loop
 MAINTENANCE_S = 5.0
+LEAVE_S = 60.0  # for the step that a folder's policies are in when they leave
 TRIM_S = 60.0  # between two times at which freed memory goes back to the kernel
 SAMPLERS = 1 << 16  # that are remembered
 
@@ -113,6 +118,11 @@ class Server:
         peft_folder: PEFT adapters below it may be loaded by path; None: none may.
         adapter_uris: see ``AdapterUris``.
         engine: see ``ServerDatabase``.
+        on_busy: called while another process serves the folder, until that leaves it; None: that is
+            an error, ``FolderBusy``.
+
+    Attributes:
+        guests: servers of further folders over the devices of this one, by engine.
     """
 
     def __init__(
@@ -128,8 +138,9 @@ class Server:
         adapter_uris: Sequence[str] = (),
         quotas: Quotas | None = None,
         engine: str = "",
+        on_busy: Callable[[], None] | None = None,
     ):
-        self.base, self.folder, self.sizes, self.quotas = base, folder, sizes, quotas or Quotas()
+        self.base, self.sizes, self.quotas = base, sizes, quotas or Quotas()
         self.name, self.tokenizer = name or base.name, tokenizer or name or base.name
         self.specs = transformer.abstract(base.cfg)
         self.families = families(self.specs)
@@ -143,29 +154,14 @@ class Server:
             host_bytes=sizes.host_bytes,
             folder=folder / "spilled",
         )
-        self.metrics = CollectorRegistry()
+        self.metrics, self._counters = CollectorRegistry(), Counters()
         with contextlib.ExitStack() as opened:
-            database = ServerDatabase(folder / "server.db", engine=engine)
-            self.database = opened.enter_context(database)
-            self.book = Book(self.database)
             self.catalog = Catalog.open(catalog or folder / "catalog", payloads, actor="service")
             opened.callback(self.catalog.close)
-            self.tenancy = Tenancy(self.book, self.quotas, sizes.session_s)
-            self.checkpoints = Checkpoints(
-                folder / "checkpoints",
-                self.book,
-                self.catalog,
-                base,
-                offer=lambda *new: self.residency.offer(*new),
-                need_room=self.tenancy.need_room,
-            )
-            self.costs = Costs(self.database, self.checkpoints.policy_of, self.book.clock)
-            self.curves = Curves(self.database, self.book.clock)
-            self.canaries = Canaries(self.database, self.catalog, self.book.clock)
             self.weights = Weights(
                 base,
                 self.catalog,
-                self.checkpoints.digest,
+                lambda *path: self.checkpoints.digest(*path),
                 also=(self.name,),
                 folder=peft_folder,
                 uris=AdapterUris(adapter_uris, folder / "fetched"),
@@ -183,11 +179,43 @@ class Server:
                 speculative_tokens=sizes.speculative_tokens,
                 reuse_decoded=sizes.reuse_decoded,
             )
+            self.sequences = Sequences(base.cfg.routed)
+            opened.enter_context(self._open(folder, engine, on_busy))
+            self._opened = opened.pop_all()
+        self.training = Turns(self.durable, self.engine.wake)
+        self.guests: dict[str, Server] = {}  # replaced as a whole
+        self._moving = threading.Lock()  # of changes of ``guests``, and of their maintenance
+        self.ready, self.started = False, time.monotonic()
+        self.programs: Programs | None = None
+        self._ending = threading.Event()
+
+    def _open(
+        self, folder: Path, engine: str, on_busy: Callable[[], None] | None
+    ) -> contextlib.ExitStack:
+        """Opens all that outlives the process; returns what closes it."""
+        base, sizes, self.folder = self.base, self.sizes, folder
+        with contextlib.ExitStack() as opened:
+            self.database = self._database(folder / "server.db", engine, on_busy)
+            opened.callback(self.database.close)
+            self.book = Book(self.database)
+            self.tenancy = Tenancy(self.book, self.quotas, sizes.session_s)
+            self.checkpoints = Checkpoints(
+                folder / "checkpoints",
+                self.book,
+                self.catalog,
+                base,
+                offer=self.residency.offer,
+                need_room=self.tenancy.need_room,
+            )
+            self.costs = Costs(self.database, self.checkpoints.policy_of, self.book.clock)
+            self.curves = Curves(self.database, self.book.clock)
+            self.canaries = Canaries(self.database, self.catalog, self.book.clock)
             self.durable = Durable(
                 folder / "training",
                 self.live,
                 self.database,
                 costs=self.costs,
+                counters=self._counters,
                 wake=self.engine.wake,
                 gap_s=sizes.gap_s,
                 idle_gap_s=sizes.idle_gap_s,
@@ -200,18 +228,24 @@ class Server:
             )
             opened.callback(self.durable.close)
             self.answers = Answers(start=self.book.count_start(), new_id=self.database.new_id)
-            self.sequences = Sequences(base.cfg.routed)
             # by tenant and id: rows that never change
             self.sampler = functools.lru_cache(SAMPLERS)(self.book.sampler)
             # to files, as tokens that name them: whoever has a link needs no key
             self.links = Tokens(folder, self.book.clock)
-            self._opened = opened.pop_all()
-        self.ready, self.started = False, time.monotonic()
-        self.programs: Programs | None = None
-        self._ending = threading.Event()
+            return opened.pop_all()
+
+    @staticmethod
+    def _database(path: Path, engine: str, on_busy: Callable[[], None] | None) -> ServerDatabase:
+        while True:
+            try:
+                return ServerDatabase(path, engine=engine)
+            except FolderBusy:
+                if on_busy is None:
+                    raise
+                on_busy()
 
     def _residency(self, targets: Sequence[str]) -> Residency:
-        base, sizes, charge = self.base, self.sizes, self.costs.charge
+        base, sizes = self.base, self.sizes
         slots = DeviceSlots(
             self.specs, dict(sizes.adapters), targets, mesh=base.mesh, piece_bytes=PIECE_BYTES
         )
@@ -224,7 +258,9 @@ class Server:
             sizes.host_bytes,
             workers=os.cpu_count() or 1,
             metrics=Metrics(self.metrics),
-            wrote=lambda digest, tenant, s: charge("load", s, {Payer(tenant, digest): 1}),
+            wrote=lambda digest, tenant, s: self.costs.charge(
+                "load", s, {Payer(tenant, digest): 1}
+            ),
         )
 
     # -- its life
@@ -249,15 +285,11 @@ class Server:
         # does not run yet
         shutil.rmtree(self.folder / "spilled", ignore_errors=True)
         (self.folder / "spilled").mkdir(parents=True)
-        self.checkpoints.sweep()
-        # a crash came between the end of a session and that of its models' training
-        for model in self.durable.restored:
-            if self.book.has_ended(model):
-                self.durable.forget(model)
+        self._clean()
         keeper = threading.Thread(target=self._maintain, name="maintenance", daemon=True)
         try:
             with self.engine.serving(
-                residency=self.residency, commit_bytes=PIECE_BYTES, coscheduled=self.durable
+                residency=self.residency, commit_bytes=PIECE_BYTES, coscheduled=self.training
             ):
                 keeper.start()
                 self.ready = True
@@ -269,15 +301,69 @@ class Server:
                         self.programs.close()
                     self._ending.set()
                     keeper.join()
-            _attempt(self.costs.flush)
         finally:
-            self.durable.stop(UserError("the server was stopped before this ended: ask again"))
-            self._opened.close()
+            self.training.run_between()
+            with self._moving:
+                for server in (*self.guests.values(), self):
+                    server._end()
+
+    def _clean(self) -> None:
+        """Removes what a process that was killed left in the folder."""
+        self.checkpoints.sweep()
+        # a crash came between the end of a session and that of its models' training
+        for model in self.durable.restored:
+            if self.book.has_ended(model):
+                self.durable.forget(model)
+
+    def _end(self) -> None:
+        """Closes the folder, once the devices' thread works for it no more."""
+        self.durable.stop(UserError("the server was stopped before this ended: ask again"))
+        _attempt(self.costs.flush)
+        self._opened.close()
+
+    # -- folders of other engines
+
+    def adopt(self, engine: str) -> None:
+        """Serves the folder of another engine of the fleet too, until ``release``: its sessions and
+        its training go on here. Raises ``FolderBusy``: that engine is alive, or another one serves
+        its folder; ``UserError``: there is no such folder.
+        """
+        with self._moving:
+            if engine in self.guests or not self.ready:
+                return
+            if not ((folder := self.folder.with_name(engine)) / "server.db").exists():
+                raise UserError(f"engine is {engine!r}; expected one with a folder {folder}")
+            guest = copy.copy(self)
+            guest.guests = {}
+            guest._opened = guest._open(folder, engine, None)
+            guest._clean()
+            self.training.add(guest.durable)
+            self.guests = {**self.guests, engine: guest}
+
+    def release(self, engine: str) -> None:
+        """Gives an adopted folder back. What is unfinished goes on where it is opened next."""
+        with self._moving:
+            if (guest := self.guests.get(engine)) is None or not self.ready:
+                return
+            self.guests = {name: one for name, one in self.guests.items() if one is not guest}
+            guest.end_waits()
+
+            def leave() -> None:
+                self.training.remove(guest.durable)
+                guest.durable.stop(UserError(f"engine {engine} has started again: ask again"))
+                for policy in self.live.names():
+                    if checkpoints.found_or_none(guest.book.owner, policy) is not None:
+                        self.live.leave(policy)
+
+            self.training.between(leave).result(LEAVE_S)
+            guest._end()
 
     def _maintain(self) -> None:
         trimmed = time.monotonic()
         while not self._ending.wait(MAINTENANCE_S):
-            self.maintain()
+            with self._moving:
+                for server in (self, *self.guests.values()):
+                    server.maintain()
             if time.monotonic() - trimmed >= TRIM_S:
                 # The heap keeps what was freed (`host.keep_freed_memory`), and long-lived states
                 # and adapters between temporaries make holes that the next temporaries do not fit:
@@ -327,6 +413,8 @@ class Server:
         self.ready = False
         self.durable.futures.end_waits()
         self.answers.wake_all()
+        for guest in self.guests.values():
+            guest.end_waits()
 
     def end_session(self, id: str) -> None:
         """Ends a session: its models leave training, its checkpoints and samplers stay."""

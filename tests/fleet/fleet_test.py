@@ -20,6 +20,8 @@ from tinker import types
 
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import Schema, pack
+from mint_jax.errors import UserError
+from mint_jax.fleet import homes
 from mint_jax.fleet.engine import EngineReport
 from mint_jax.fleet.front import Front, make
 from mint_jax.fleet.view import FleetEngine, FleetView
@@ -29,6 +31,7 @@ from mint_jax.service.app import Web
 from mint_jax.service.canaries import uniform
 from mint_jax.service.openai import OpenAI
 from mint_jax.service.server import Server, Sizes
+from mint_jax.service.server_db import FolderBusy
 from mint_jax.train.blocks import BlockShape
 from tests.service.openai_world import random_adapter
 from tests.service.sites import Site
@@ -37,20 +40,29 @@ from tests.service.sites import sites as sites
 CONFIG = AdapterConfig(4, 8.0, ("q", "v"))
 SIZES = Sizes(slots={4: 2}, adapters={4: 2}, shapes=(BlockShape(1, 1, 32),), max_rows=4)
 SIZES_S = 60.0
+GONE_S = 0.3
 
 
 class Fleet:
-    """Two sites, ``e0`` and ``e1``, and a front in a thread. ``dead`` engines do not report."""
+    """Two sites, ``e0`` and ``e1``, and a front in a thread. ``dead`` engines do not report, and
+    ``waiting`` ones wait for their folders.
+    """
 
     def __init__(self, sites, folder, base):
         self.catalog = Catalog.open(folder / "catalog")
-        self.sites: dict[str, Site] = {}
-        for name in ("e0", "e1"):
-            kind = functools.partial(Server, catalog=folder / "catalog", engine=name)
-            self.sites[name] = sites(base, folder / "engines" / name, SIZES, kind=kind)
         self.dead: set[str] = set()
+        self.waiting: set[str] = set()
+        self.sites: dict[str, Site] = {}
+        self._site, self._base, self._folder = sites, base, folder
+        for name in ("e0", "e1"):
+            self.start(name)
         self.members = {
-            name: FleetEngine(name, functools.partial(self._ask, name), lambda digest: None)
+            name: FleetEngine(
+                name,
+                functools.partial(self._ask, name),
+                lambda digest: None,
+                functools.partial(self._move, name),
+            )
             for name in self.sites
         }
         self.view = FleetView([*self.members.values()])
@@ -66,7 +78,9 @@ class Fleet:
             front = Front(self.view, self.catalog, self.metrics)
             self.web = Web(front, make(front, keys=None), "127.0.0.1", 0, up)
             async with self.view.watching():
+                moving = asyncio.create_task(homes.keep(self.view, folder / "engines", GONE_S))
                 await self.web.serve()
+                moving.cancel()
 
         self._thread = threading.Thread(target=asyncio.run, args=(main(),))
         self._thread.start()
@@ -75,14 +89,36 @@ class Fleet:
             time.sleep(0.01)
         self.api = openai.OpenAI(base_url=f"{self.url}/v1", api_key="-", max_retries=0)
 
+    def start(self, name: str) -> None:
+        """Starts an engine; waits for its folder."""
+
+        def wait() -> None:
+            self.waiting.add(name)
+            self.dead.discard(name)
+            time.sleep(0.05)
+
+        catalog = self._folder / "catalog"
+        kind = functools.partial(Server, catalog=catalog, engine=name, on_busy=wait)
+        folder = self._folder / "engines" / name
+        self.sites[name] = self._site(self._base, folder, SIZES, kind=kind)
+        self.waiting.discard(name)
+
+    async def _move(self, name: str, home: str, here: bool) -> None:
+        server = self.sites[name].server
+        await asyncio.to_thread(server.adopt if here else server.release, home)
+
     async def _ask(self, name: str) -> EngineReport:
         if name in self.dead:
             raise ConnectionError("dead")
+        if name in self.waiting:
+            return EngineReport(waits=True)
         site = self.sites[name]
         residency = site.server.residency
         slots = frozenset(d for tier in residency.device.values() for d in tier.resident())
         names = site.server.weights.names
-        return EngineReport(0, site.url, True, True, 4, slots=slots, places=2, names=names)
+        own = {"slots": slots, "names": names, "homes": (name, *site.server.guests)}
+        own["policies"] = len(site.server.live.names())
+        return EngineReport(0, site.url, True, True, 4, places=2, **own)
 
     def kill(self, name: str) -> None:
         """Resets an engine's connections, as the kernel does when its process dies."""
@@ -289,6 +325,82 @@ def test_tinkers_clients_train_on_both_engines_and_load_each_others_checkpoints(
     assert {one.training_run_id for one in runs} >= {one.model_id for one in made.values()}
     found = {one.tinker_path for one in rest.list_user_checkpoints().result().checkpoints}
     assert found >= {*trained.values(), *paths}
+
+
+def test_sessions_move_to_another_engine_and_back(fleet, monkeypatch, policy):
+    """Losses, checkpoints and samplers are those of a policy whose engine stays, also of requests
+    that were accepted and not run yet when their engine went.
+    """
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    tokens = [5, 6, 7, 8, 9]
+    inputs = {"target_tokens": np.array(tokens[1:]), "weights": np.ones(4, np.float32)}
+    datum = types.Datum(types.ModelInput.from_ints(tokens[:-1]), inputs)
+    trainers = [
+        tinker.ServiceClient(base_url=fleet.url, api_key="tml-x").create_lora_training_client(
+            "tiny-random", 4, seed=1
+        )
+        for _ in range(2)
+    ]
+    trainers = {one.model_id.partition(".")[0]: one for one in [t.result() for t in trainers]}
+    assert set(trainers) == {"e0", "e1"}
+
+    def steps(name: str, count: int, between=lambda: None) -> list[float]:
+        asked = []
+        for _ in range(count):
+            asked.append(trainers[name].forward_backward([datum], "cross_entropy"))
+            trainers[name].optim_step(types.AdamParams(learning_rate=0.01))
+        between()
+        return [one.result().metrics["loss:sum"] for one in asked]
+
+    def leave() -> None:
+        fleet.kill("e0")
+        fleet.sites["e0"].close()
+
+    undisturbed = steps("e1", 9)
+    losses = steps("e0", 3)
+    path = trainers["e0"].save_state("s").result().path
+    sampler = trainers["e0"].save_weights_and_get_sampling_client()
+    greedy = types.SamplingParams(max_tokens=4, temperature=0.0)
+    prompt = types.ModelInput.from_ints(tokens)
+    drawn = sampler.sample(prompt, 1, greedy).result().sequences[0].tokens
+    losses += steps("e0", 3, leave)
+    assert losses == undisturbed[:6], "served by the other engine"
+    guests = fleet.sites["e1"].server.guests
+    assert set(guests) == {"e0"}
+    assert sampler.sample(prompt, 1, greedy).result().sequences[0].tokens == drawn
+    assert trainers["e0"].load_state(path).result().path == path
+    assert steps("e0", 3) != undisturbed[3:6], "moments are not loaded"
+    trainers["e0"].load_state_with_optimizer(path).result()
+    assert steps("e0", 3) == undisturbed[3:6]
+    rest = tinker.ServiceClient(base_url=fleet.url, api_key="tml-x").create_rest_client()
+    assert path in {c.tinker_path for c in rest.list_user_checkpoints().result().checkpoints}
+    runs = {run.training_run_id for run in rest.list_training_runs().result().training_runs}
+    assert runs >= {one.model_id for one in trainers.values()}
+
+    assert steps("e0", 3, functools.partial(fleet.start, "e0")) == undisturbed[6:9]
+    assert fleet.sites["e1"].server.guests == {}, "its folder was given back"
+    assert trainers["e0"].model_id in fleet.sites["e0"].server.live.names()
+    assert {one.partition(".")[0] for one in fleet.sites["e1"].server.live.names()} == {"e1"}
+    fleet.revive()
+    assert sampler.sample(prompt, 1, greedy).result().sequences[0].tokens == drawn
+
+
+def test_an_engine_that_lives_keeps_its_sessions_though_it_does_not_report(fleet):
+    fleet.dead.add("e0")
+    time.sleep(GONE_S + 2 * homes.PERIOD_S)
+    with pytest.raises(FolderBusy):
+        fleet.sites["e1"].server.adopt("e0")
+    assert fleet.sites["e1"].server.guests == {}
+    with pytest.raises(UserError, match="engine is 'e7'; expected one with a folder"):
+        fleet.sites["e1"].server.adopt("e7")
+    fleet.revive()
+
+
+def test_a_request_for_sessions_that_are_not_there_is_misdirected(fleet):
+    site = fleet.sites["e1"]
+    answer = site.post("create_session", {"tags": [], "sdk_version": "0"}, **{"x-mint-home": "e0"})
+    assert answer.status_code == 421
+    assert "'e0' is not served here" in answer.json()["detail"]
 
 
 def test_operators_see_all_engines(fleet):

@@ -28,7 +28,7 @@ def peak_bytes(folder: Path, names: int) -> int:
         return EngineReport(url="http://127.0.0.1:1", ready=True, serving=True)
 
     async def main() -> None:
-        members = [FleetEngine(f"e{i}", report, lambda digest: None) for i in range(ENGINES)]
+        members = [FleetEngine(f"e{i}", report, print, None) for i in range(ENGINES)]  # type: ignore[arg-type]
         view = FleetView(members)
         front = Front(view, catalog, CollectorRegistry())
         async with view.watching():

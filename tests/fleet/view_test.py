@@ -72,7 +72,7 @@ def test_more_demand_loads_a_revision_on_more_homes_which_count_once_they_have_i
     names = tuple(f"e{i}" for i in range(4))
 
     def engine(name):
-        one = FleetEngine(name, None, lambda digest: loaded.append((name, digest)))  # type: ignore[arg-type]
+        one = FleetEngine(name, None, lambda digest: loaded.append((name, digest)), None)  # type: ignore[arg-type]
         one.at = now[0]
         return one
 
