@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.traffic import draws
-from mint_jax.fleet.chooser import BOUND, HOST_SHARE, Load, choose, homes_of
+from mint_jax.fleet.chooser import BOUND, Load, choose, homes_of
+from mint_jax.residency.loads import HOST_SHARE
 from mint_jax.residency.tier import Tier
 
 FRONT_S = 0.005  # from a refusal to the client's next request

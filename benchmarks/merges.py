@@ -92,7 +92,9 @@ def _short(losses: Any) -> float:
 # -- policies and merges
 
 
-def _rows(config: Any, locale: str, rng: np.random.Generator, count: int) -> list[dict[str, str]]:
+def date_rows(
+    config: Any, locale: str, rng: np.random.Generator, count: int
+) -> list[dict[str, str]]:
     """Returns random dates in a language, after a prompt that names it."""
     first, language = datetime.date(config.year, 1, 1), Locale(locale).english_name
     out = []
@@ -111,10 +113,10 @@ def _train(config: Any, model: Model, rng: np.random.Generator, store: store_lib
     progress = Progress("training", config.steps)
     for step in range(1, config.steps + 1):
         rows: dict[str, Rows] = {
-            name: _rows(config, name, rng, config.batch) for name in config.languages
+            name: date_rows(config, name, rng, config.batch) for name in config.languages
         }
         some = rng.choice(list(config.languages), config.batch).tolist()
-        rows[JOINT] = [_rows(config, name, rng, 1)[0] for name in some]
+        rows[JOINT] = [date_rows(config, name, rng, 1)[0] for name in some]
         metrics = model.train_step({**rows})
         losses = [metrics[name]["loss"] for name in config.languages]
         progress.update(step, f"loss {np.mean(losses):.3f}, joint {metrics[JOINT]['loss']:.3f}")
@@ -153,7 +155,7 @@ def _losses(
     rng, tokenizer = np.random.default_rng([config.seed, 1]), base.need_tokenizer()
     texts, starts = [], []
     for name in config.languages:
-        for row in _rows(config, name, rng, config.held_out):
+        for row in date_rows(config, name, rng, config.held_out):
             prompt = tokenizer.encode(row["prompt"])
             texts.append((*prompt, *tokenizer.encode(row["completion"], special=False)))
             starts.append(len(prompt) - 1)

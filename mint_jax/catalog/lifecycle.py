@@ -17,6 +17,7 @@ from mint_jax.catalog import merging as _merging
 from mint_jax.catalog import verify as _verify
 from mint_jax.catalog.records import aliases as _aliases
 from mint_jax.catalog.records import canaries as _canaries
+from mint_jax.catalog.records import descriptions as _descriptions
 from mint_jax.catalog.records import exports, leases, lookup, sessions, training_records
 from mint_jax.catalog.records import policies as _policies
 from mint_jax.catalog.records import revisions as _revisions
@@ -47,6 +48,8 @@ class Catalog(Handle):
     open_canary, end_canary = _canaries.open_canary, _canaries.end_canary
     canary, canaries = _canaries.canary, _canaries.list_canaries
     observe = _canaries.observe
+
+    describe, descriptions = _descriptions.describe, _descriptions.list_descriptions
 
     export, export_many = exports.export, exports.export_many
     resolve, resolve_many = lookup.resolve, lookup.resolve_many

@@ -16,8 +16,9 @@ from typing import NamedTuple
 
 from blake3 import blake3
 
+from mint_jax.residency.loads import HOST_SHARE
+
 BOUND = 1.25  # times the mean of samples in flight
-HOST_SHARE = 0.25  # of a cold load: 9.0 of 36.7 ms in reports/cpu-2-cores/packed_load.json
 FRESH_S = 2.0  # age up to which a report is taken as it is
 HALF_LIFE_S = 2.0  # of its weight afterwards
 _PRIME = (1 << 30) - 35  # CPython multiplies and sorts numbers of 30 bits fastest

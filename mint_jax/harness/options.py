@@ -558,6 +558,10 @@ class ServeSettings(SamplerSettings):
     )
     snapshot_every: Count = setting("updates of a policy between two snapshots of its state", 16)
     snapshot_s: Amount = setting("seconds after which a snapshot is taken anyway", 60.0)
+    routing: bool = setting(
+        "a policy that suits the prompt answers requests for the model auto", False
+    )
+    wait_cost: Amount = setting("reward that a second of waiting costs the choice of auto", 0.1)
     session_s: Amount = setting("seconds without a request that end a client's session", 86400.0)
     openai_limits: bool = setting("refuse what OpenAI's API refuses beyond the engine", True)
     body_mb: Count = setting("largest request body, MB; 1 MB on paths that take no data", 64)
@@ -592,6 +596,8 @@ class ServeSettings(SamplerSettings):
         super().preflight()
         for module in SERVICE_PACKAGES.split():
             need_package(module, "serve", "the service")
+        if self.routing:
+            need_package("faiss", "route", "routing")
         for name, kind, exists in (
             ("peft_folder", "folder", Path.is_dir),
             ("certificate", "file", Path.is_file),

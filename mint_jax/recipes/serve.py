@@ -40,6 +40,7 @@ def sizes_of(config: ServeSettings) -> Any:
         host_bytes=int(config.host_gib * 2**30),
         every=config.snapshot_every,
         every_s=config.snapshot_s,
+        wait_cost=config.wait_cost if config.routing else None,
         **{name: getattr(config, name) for name in same},
     )
 

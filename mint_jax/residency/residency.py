@@ -20,7 +20,15 @@ from mint_jax.digest import blake3_alone, blake3_of
 from mint_jax.errors import UserError
 from mint_jax.lora.tree import Slot, Stacks
 from mint_jax.residency.admission import Admission, modules_of, verify
-from mint_jax.residency.loads import COLD, PREFETCH, WARM, ColdLoad, ColdLoads, QueueFull
+from mint_jax.residency.loads import (
+    COLD,
+    HOST_SHARE,
+    PREFETCH,
+    WARM,
+    ColdLoad,
+    ColdLoads,
+    QueueFull,
+)
 from mint_jax.residency.metrics import Metrics
 from mint_jax.residency.slots import DeviceSlots
 from mint_jax.residency.tier import Tier
@@ -152,6 +160,13 @@ class Residency:
                 except QueueFull:
                     return False
         return True
+
+    def eta_s(self, digest: str) -> float:
+        """Returns the seconds until a revision could be in a slot, estimated from recent loads."""
+        if any(digest in tier for tier in self.device.values()):
+            return 0.0
+        share = HOST_SHARE if digest in self.host else 1.0
+        return (1 + len(self.loads) / self.loads.workers) * self.loads.expected_s * share
 
     def offer(self, digest: str, buffer: np.ndarray, tenant: str = "default") -> bool:
         """Prefetches a revision whose packed bytes are in memory and must not change; returns True

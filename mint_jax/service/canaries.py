@@ -32,6 +32,11 @@ def uniform(canary: int, key: str) -> float:
     return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest()) / 2**56
 
 
+def key_of(id: str) -> str:
+    """Returns the key in an answer's id."""
+    return id.removeprefix("chat").removeprefix("cmpl-").removeprefix("resp_")
+
+
 class Canaries:
     """Draws and rewards of one server; may be called from any thread. ``clock``: seconds since
     1970.
@@ -67,6 +72,11 @@ class Canaries:
             return model
         return dataclasses.replace(model, digest=found.digest, number=found.candidate)
 
+    def drew(self, tenant: str, id: str) -> bool:
+        """Returns whether a canary drew the answer of this id."""
+        query = "SELECT 1 FROM draws WHERE tenant = ? AND id = ?"
+        return bool(self._database.read(query, tenant, key_of(id)))
+
     def feedback(self, tenant: str, id: str, reward: float) -> Canary | None:
         """Writes the reward of an answer, and judges. Returns the canary after that; None if the
         catalog could not be written: the reward is judged later.
@@ -74,14 +84,14 @@ class Canaries:
         Raises:
             BadRequest: the answer is unknown, or has a reward already.
         """
-        key = id.removeprefix("chat").removeprefix("cmpl-").removeprefix("resp_")
+        key = key_of(id)
         select = "SELECT canary, reward FROM draws LEFT JOIN rewards USING (tenant, id)"
         select += " WHERE tenant = ? AND id = ?"
 
         def insert(connection: Connection) -> int:
             own = connection.execute(select, (tenant, key)).fetchone()
             if own is None:
-                text = "no canary drew it, another tenant asked for it, or it is a week old"
+                text = "no canary and no auto drew it, another tenant asked, or it is a week old"
                 raise BadRequest("id", f"answer {id[:100]!r} takes no reward: {text}", status=404)
             if own["reward"] is not None:
                 text = f"answer {id[:100]!r} has the reward {own['reward']}: an answer has one"

@@ -153,7 +153,12 @@ def openai_endpoints() -> Iterator[Endpoint]:
         stored, load, unload = "responses/{id}", openai.LoadAdapter, openai.UnloadAdapter
         yield get(stored, sample, "Returns a stored response.", call="response")
         yield delete(stored, sample, "Deletes a stored response.", call="delete_response")
-        yield post("feedback", sample, "Rewards an answer of a canary.", openai.FeedbackBody)
+        yield post(
+            "feedback", sample, "Rewards an answer of a canary or of auto.", openai.FeedbackBody
+        )
+        yield post("route", sample, "Returns what auto would draw from.", openai.RouteBody)
+        describe, train = openai.DescribeBody, ("train",)
+        yield post("routes", train, "Says what a policy is for.", describe, call="describe")
         yield post("load_lora_adapter", admin, "Loads an adapter by a name.", load, kinds=(TEXT,))
         yield post("unload_lora_adapter", admin, "Releases the name.", unload, kinds=(TEXT,))
 

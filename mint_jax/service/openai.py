@@ -20,6 +20,8 @@ from starlette.responses import JSONResponse, PlainTextResponse, StreamingRespon
 from starlette.responses import Response as HttpResponse
 
 import mint_jax
+from mint_jax.catalog.records.canaries import Canary
+from mint_jax.catalog.records.names import full_name
 from mint_jax.models.paged import PAGE
 from mint_jax.rollout.request import BadField, ContextExceeded
 from mint_jax.rollout.stream import Piece, Stream
@@ -31,6 +33,7 @@ from mint_jax.service.handover import Handover
 from mint_jax.service.openai_answers import Answer
 from mint_jax.service.pins import Pin
 from mint_jax.service.responses import Response, ResponseBody, Store
+from mint_jax.service.routes import AUTO, RouteOption, need
 from mint_jax.service.server import Server
 from mint_jax.service.text_stream import TokenTexts
 from mint_jax.service.validation import BadRequest, ModelsQuery, body_of, parse, query_of, tenant_of
@@ -62,7 +65,7 @@ class OpenAI:
         pin, raw = pins.split(request.headers.get(pins.HEADER), await request.body())
         answer, streams = await asyncio.to_thread(self._start, raw, tenant, kind, pin)
         headers = {"x-mint-revision": answer.model.digest or "base"}
-        if answer.model.canary is not None:
+        if answer.takes_reward:
             headers["x-mint-feedback"] = answer.id
         if not answer.spec.body.stream:
             async with _watched(streams, request):
@@ -94,27 +97,34 @@ class OpenAI:
         Raises:
             UserError, QueueFull: none of its prompts are left in the engine.
         """
-        body, key = parse(kind, raw), ""
-        model, base = self._model(body.model, tenant, pin), self._server.base
-        if model.canary is not None:
-            key = secrets.token_hex(12) if pin is None else pin.id
-            model = self._server.canaries.drawn(model, tenant, key)
+        body, base = parse(kind, raw), self._server.base
+        key = secrets.token_hex(12) if pin is None else pin.id
+        routed = body.model == AUTO and self._server.routes is not None
+        routed = routed and not (pin is not None and pin.revision)
+        model = Model(AUTO) if routed else self._model(body.model, tenant, pin)
         if not self._server.engine.is_serving:
             raise Unavailable("sampling has stopped: retry once the server is up again")
         # an answer may take the cache's capacity for one sample, less a page at each end
         room = min(base.cfg.context, max(1, self._server.engine.calls.most - 2) * PAGE)
         limits = base.need_tokenizer(), room, self.strict
-        about = model, self._texts, self._fingerprint, pin, key
+        about = self._texts, self._fingerprint, pin, key
         try:
+            items: Any = []
             if isinstance(body, ResponseBody):
                 items = responses.items_of(body, tenant, self._store)
                 spec = types.spec_of(responses.chat_of(body, items), *limits)
-                answer = Response(
-                    body, functools.partial(self._store.put, tenant, items), spec, *about
-                )
             else:
                 spec = types.spec_of(body, *limits)
-                answer = Answer(spec, *about)
+            if routed:
+                model = self._routed(spec, tenant, key, body.mint_budget_s)
+            if model.canary is not None:
+                model = self._server.canaries.drawn(model, tenant, key)
+            if isinstance(body, ResponseBody):
+                put = functools.partial(self._store.put, tenant, items)
+                answer: Answer = Response(body, put, spec, model, *about)
+            else:
+                answer = Answer(spec, model, *about)
+            answer.takes_reward = routed or model.canary is not None
             streams = self._submit(spec, model, tenant, pin)
         except BadRequest as error:
             raise (responses.own_names(error) if kind is ResponseBody else error) from None
@@ -129,8 +139,19 @@ class OpenAI:
         if pin is None or not pin.revision:
             return self._server.weights.resolve(name, tenant)
         if pin.revision == pins.BASE:
-            return Model(name)
-        return dataclasses.replace(self._server.weights.resolve(pin.revision, tenant), name=name)
+            return Model(self._server.name if name == AUTO else name)
+        found = self._server.weights.resolve(pin.revision, tenant)
+        if name == AUTO and found.policy is not None:
+            name = f"{found.policy}@{found.number}"
+        return dataclasses.replace(found, name=name)
+
+    def _routed(self, spec: types.Spec, tenant: str, key: str, budget_s: float | None) -> Model:
+        """Returns the model that answers a request for ``auto``."""
+        if len(spec.prompts) != 1:
+            text = f"prompt has {len(spec.prompts)} prompts; auto takes one: ask one by one"
+            raise BadRequest("prompt", text)
+        [vector] = self._server.vectors([spec.prompts[0].tokens])
+        return need(self._server.routes).choose(tenant, vector, key, budget_s)
 
     def _submit(self, spec: types.Spec, model: Model, tenant: str, pin: Pin | None) -> list[Stream]:
         request = dataclasses.replace(spec.request, revision=model.digest, tenant=tenant)
@@ -208,10 +229,51 @@ class OpenAI:
         return JSONResponse({"id": id, "object": "response", "deleted": True})
 
     async def feedback(self, request: Request) -> HttpResponse:
-        body, give = await body_of(types.FeedbackBody, request), self._server.canaries.feedback
-        found = await asyncio.to_thread(give, tenant_of(request), body.id, body.reward)
+        body, server = await body_of(types.FeedbackBody, request), self._server
+        given = tenant_of(request), body.id, body.reward
+
+        def give() -> Canary | None:
+            routed = server.routes is not None and server.routes.feedback(*given)
+            if routed and not server.canaries.drew(*given[:2]):
+                return None
+            return server.canaries.feedback(*given)
+
+        found = await asyncio.to_thread(give)
         about = {"canary": found.id, "state": found.state} if found else {"state": None}
         return JSONResponse({"object": "feedback", "id": body.id, "reward": body.reward} | about)
+
+    async def route(self, request: Request) -> HttpResponse:
+        body, tenant = await body_of(types.RouteBody, request), tenant_of(request)
+        routes, encode = need(self._server.routes), self._server.base.need_tokenizer().encode
+
+        def look() -> list[RouteOption]:
+            [vector] = self._server.vectors([encode(body.prompt)])
+            return routes.options(tenant, vector, body.mint_budget_s)
+
+        options = [
+            {"model": model.name, "mint_revision": model.digest}
+            | {"cosine": option.arm.cosine, "eta_s": option.arm.eta_s}
+            | {"reward": option.reward, "propensity": option.propensity}
+            for option, model in await asyncio.to_thread(look)
+        ]
+        return JSONResponse({"object": "route", "options": options})
+
+    async def describe(self, request: Request) -> HttpResponse:
+        body, tenant = await body_of(types.DescribeBody, request), tenant_of(request)
+        routes, encode = need(self._server.routes), self._server.base.need_tokenizer().encode
+        name = full_name(tenant, body.model)
+
+        def write() -> None:
+            vector = None
+            if body.prompts:
+                vectors = self._server.vectors([encode(prompt) for prompt in body.prompts])
+                vector = vectors.mean(0)
+            self._server.catalog.describe(name, vector, len(body.prompts), by=tenant)
+            routes.refresh()
+
+        await asyncio.to_thread(write)
+        about = {"model": body.model, "examples": len(body.prompts)}
+        return JSONResponse({"object": "description"} | about)
 
     async def models(self, request: Request) -> HttpResponse:
         query, tenant = query_of(ModelsQuery, request), tenant_of(request)

@@ -47,6 +47,7 @@ class Answer:
 
     end = "data: [DONE]\n\n"  # of a stream
     witness: Callable[[int, int, Completion], Object] | None = None
+    takes_reward = False
 
     def __init__(
         self,
@@ -67,7 +68,7 @@ class Answer:
             "id": f"{'chatcmpl' if spec.chat else 'cmpl'}-{self._pin.id}",
             "object": "chat.completion.chunk" if spec.chat else "text_completion",
             "created": self._pin.at,
-            "model": spec.body.model,
+            "model": model.name,
             "system_fingerprint": fingerprint,
         }
         marker = None if spec.tools is None else spec.tools.marker

@@ -62,6 +62,11 @@ def refusing(base: type[Body], fields: Mapping[str, tuple[Any, ...]]) -> Any:
     return pydantic.create_model(base.__name__, __base__=base, **types)
 
 
+Budget = Annotated[
+    float, Field(ge=0, description="Of auto: seconds until its policy could start, at most.")
+]
+
+
 class StreamOptions(Body):
     include_usage: bool | None = None
 
@@ -85,6 +90,7 @@ class SamplingFields(refusing(Body, UNSUPPORTED)):
     """Fields that all bodies share; null is the same as absent."""
 
     model: Text
+    mint_budget_s: Budget | None = None
     stream: bool | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     temperature: Annotated[float, Field(ge=0, le=1e30)] | None = None
@@ -136,6 +142,19 @@ class ChatBody(ChoicesBody):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     echo: unsupported((None, False)) = None  # type: ignore[valid-type]
+
+
+class RouteBody(Body):
+    prompt: Annotated[Text, Field(min_length=1)]
+    mint_budget_s: Budget | None = None
+
+
+class DescribeBody(Body):
+    model: Annotated[Text, Field(description="A policy.")]
+    prompts: Annotated[
+        list[Annotated[Text, Field(min_length=1)]],
+        Field(max_length=1000, description="What the policy is for; none: it is not for auto."),
+    ]
 
 
 class FeedbackBody(Body):

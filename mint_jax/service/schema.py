@@ -65,6 +65,15 @@ CREATE TABLE rewards (
 CREATE TRIGGER removed_draw AFTER DELETE ON draws BEGIN
     DELETE FROM rewards WHERE tenant = old.tenant AND id = old.id;
 END;
+-- answers of the model ``auto``, and what the rewards of all have taught
+CREATE TABLE choices (
+    tenant TEXT NOT NULL, id TEXT NOT NULL, policy TEXT NOT NULL, propensity REAL NOT NULL,
+    features TEXT NOT NULL, created REAL NOT NULL, reward REAL, PRIMARY KEY (tenant, id)) STRICT;
+CREATE INDEX choices_created ON choices (created);
+CREATE TABLE arms (
+    tenant TEXT NOT NULL, policy TEXT NOT NULL, count INTEGER NOT NULL, total REAL NOT NULL,
+    PRIMARY KEY (tenant, policy)) STRICT;
+CREATE TABLE regressions (tenant TEXT PRIMARY KEY, state TEXT NOT NULL) STRICT;
 CREATE TABLE starts (number INTEGER PRIMARY KEY) STRICT;
 CREATE TABLE costs (
     tenant TEXT NOT NULL, policy TEXT NOT NULL, prefill_s REAL NOT NULL, decode_s REAL NOT NULL,

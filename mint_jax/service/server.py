@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from prometheus_client import CollectorRegistry
 
 from mint_jax import host
@@ -36,6 +37,7 @@ from mint_jax.residency.admission import Admission
 from mint_jax.residency.metrics import Metrics
 from mint_jax.residency.residency import Residency
 from mint_jax.residency.slots import DeviceSlots
+from mint_jax.rollout.embed import Embedder
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.programs import programs as sampling_programs
 from mint_jax.rollout.request import Request
@@ -53,6 +55,7 @@ from mint_jax.service.fairness import Counters
 from mint_jax.service.futures import Conflict
 from mint_jax.service.provenance import Sequences
 from mint_jax.service.quotas import OverQuota, Quotas
+from mint_jax.service.routes import Routes
 from mint_jax.service.server_db import FolderBusy, ServerDatabase
 from mint_jax.service.tenancy import Tenancy
 from mint_jax.service.tokens import Tokens
@@ -82,6 +85,7 @@ class Sizes:
         adapters: number of adapters to sample from by maximum rank.
         experts: form of all these adapters' factors of routed experts, see ``AdapterConfig``.
         max_rows, speculative_tokens: see ``Engine``.
+        wait_cost: of ``auto``, see ``Routes``; None: there is no routing.
         host_bytes: host memory for idle policies' states, and again for cached adapters.
         session_s: seconds without contact after which a session ends.
     """
@@ -100,6 +104,7 @@ class Sizes:
     every: int = 16
     every_s: float = 60.0
     session_s: float = 86400.0
+    wait_cost: float | None = None
 
 
 log = logging.getLogger("mint_jax.service")
@@ -179,6 +184,7 @@ class Server:
                 speculative_tokens=sizes.speculative_tokens,
                 reuse_decoded=sizes.reuse_decoded,
             )
+            self.embedder = None if sizes.wait_cost is None else Embedder(base)
             self.sequences = Sequences(base.cfg.routed)
             opened.enter_context(self._open(folder, engine, on_busy))
             self._opened = opened.pop_all()
@@ -210,6 +216,17 @@ class Server:
             self.costs = Costs(self.database, self.checkpoints.policy_of, self.book.clock)
             self.curves = Curves(self.database, self.book.clock)
             self.canaries = Canaries(self.database, self.catalog, self.book.clock)
+            self.routes: Routes | None = None
+            if sizes.wait_cost is not None:
+                self.routes = Routes(
+                    self.database,
+                    self.catalog,
+                    self.residency,
+                    (self.name, base.fingerprint),
+                    base.cfg.d_model,
+                    sizes.wait_cost,
+                    self.book.clock,
+                )
             self.durable = Durable(
                 folder / "training",
                 self.live,
@@ -269,6 +286,7 @@ class Server:
         """Compiles every program in a thread; a request waits only for its own."""
         todo = sampling_programs(self.engine.active, self.residency.stacks)
         todo = [*todo, *training_programs(self.live)]
+        todo += [] if self.embedder is None else self.embedder.programs()
         self.programs = Programs(todo, self.engine.wake, progress)
         self.engine.active.compiled = self.live.compiled = self.programs
         self.programs.start()
@@ -380,6 +398,8 @@ class Server:
 
         _attempt(self.durable.futures.expire, self.answers.expire, self.checkpoints.expire)
         _attempt(end_silent, self.costs.flush, self.canaries.catch_up)
+        if self.routes is not None:
+            _attempt(self.routes.refresh)
 
     def readiness(self) -> dict[str, Any]:
         """Returns ``status``, ``ready`` once all is compiled, and which requests are served."""
@@ -415,6 +435,13 @@ class Server:
         self.answers.wake_all()
         for guest in self.guests.values():
             guest.end_waits()
+
+    def vectors(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:
+        """Returns prompts' vectors for ``routes``, ``[N, D]``, one prompt between two steps."""
+        assert self.embedder is not None, "it routes"
+        embed = self.embedder
+        found = [self.training.between(functools.partial(embed, [one])) for one in prompts]
+        return np.concatenate([one.result() for one in found])
 
     def end_session(self, id: str) -> None:
         """Ends a session: its models leave training, its checkpoints and samplers stay."""

@@ -72,6 +72,7 @@ class World:
     rng: np.random.Generator
     url: str = ""
     api: Any = None
+    routes: Any = None  # it does not route
 
     def submit(self, request: Request) -> Stream:
         return self.engine.submit(request)

@@ -211,6 +211,25 @@ def _merge(args: Args, catalog: Catalog) -> Result:
 
 
 @command(
+    "descriptions",
+    "list the policies that the model auto may go to, or leave one out",
+    arg("--remove", metavar="POLICY", help="auto goes there no more"),
+    arg("--tenant", help="of this tenant only"),
+    _LIMIT,
+    *SIGNED,
+)
+def _descriptions(args: Args, catalog: Catalog) -> Result:
+    if args.remove is not None:
+        catalog.describe(args.remove, None, by=args.by, why=args.why)
+        return Result({"policy": args.remove, "examples": 0})
+    found, _ = catalog.descriptions(args.tenant, limit=args.limit)
+    rows = [dataclasses.asdict(one) | {"dims": one.vector.size} for one in found]
+    for row in rows:
+        del row["vector"]
+    return Result({"descriptions": rows})
+
+
+@command(
     "audit",
     "list all changes, of one policy, or the moves of one alias",
     arg("name", nargs="?", metavar="POLICY[@ALIAS]", help="default: the whole catalog"),

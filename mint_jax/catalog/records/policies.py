@@ -18,6 +18,7 @@ from mint_jax.catalog.records.tables import (
     as_record,
     canaries,
     checkpoints,
+    descriptions,
     leases,
     policies,
     revisions,
@@ -156,7 +157,7 @@ def delete(catalog: Handle, policy: str, **signed: Unpack[Signed]) -> None:
             )
         query = sa.select(revisions.c.number, revisions.c.digest).where(own)
         found = connection.execute(query.order_by(revisions.c.number)).all()
-        for table in (aliases, canaries, tags, checkpoints, rollouts, revisions):
+        for table in (aliases, canaries, descriptions, tags, checkpoints, rollouts, revisions):
             connection.execute(table.delete().where(table.c.policy_id == row.id))
         details: dict[str, Any] = {"policy": full, "revisions": [one.number for one in found]}
         details["digests"] = [one.digest.hex() for one in found]

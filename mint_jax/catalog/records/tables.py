@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from mint_jax.catalog.records.names import full_name
 
 T = TypeVar("T")
-VERSION = 11  # of these tables; a database of another version is refused
+VERSION = 12  # of these tables; a database of another version is refused
 
 metadata = sa.MetaData()
 version = sa.Table("catalog_version", sa.MetaData(), sa.Column("version", sa.Integer))
@@ -135,6 +135,15 @@ canaries = _table(
     _column("opened_at", _Time),
     _column("updated_at", _Time),
     sa.Index("canaries_policy", "policy_id", "id"),
+)
+
+descriptions = _table(  # for routing
+    "descriptions",
+    _policy(primary_key=True, autoincrement=False),
+    _column("vector", sa.LargeBinary),  # float16; empty: removed
+    _column("examples", sa.Integer),
+    _column("updated_at", _Time),
+    sa.Index("descriptions_updated", "updated_at", "policy_id"),
 )
 
 aliases = _table(

@@ -1,0 +1,407 @@
+"""Routing of prompts over a catalog: what ``auto`` earns and loads, and what requests that name their
+policy and other ways to choose do; and the time of a decision.
+
+Policies that each write the date in one language, ``copies`` of every language by different users,
+are really trained, and every held-out prompt is scored under every policy: its reward is the
+geometric mean probability of the right text's tokens. Then requests are drawn from these, Zipf over
+the policies, and routed one after the other by the product's index and bandit, over a least
+recently used set of ``slots``. ``distractors`` further policies have vectors between those of other
+prompts; one that is chosen answers as a random policy of another language does.
+"""
+
+import dataclasses
+import itertools
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import timing
+from benchmarks.bases import open_base
+from benchmarks.merges import date_rows
+from mint_jax.api import store as store_lib
+from mint_jax.api.model import Model
+from mint_jax.harness import report as report_lib
+from mint_jax.harness.adapters import AdapterSource
+from mint_jax.metrics import Progress
+from mint_jax.residency.pool import AdapterBatch, Pool
+from mint_jax.residency.tier import Tier
+from mint_jax.rollout.embed import Embedder
+from mint_jax.rollout.score import Scorer
+from mint_jax.routing.bandit import Arm, Bandit
+from mint_jax.routing.index import Near, RouteIndex
+
+BASE = "base"
+CANDIDATES = 8  # as of service/routes.py
+OTHER = (
+    *("{0} + {1} =", "Write a poem about {0} cats.", "Is {0} a prime number?", "def add_{0}(x):"),
+    *("The capital of country {0} is", "Translate to French: {0} dogs", "Sort: {1}, {0}, 7"),
+    *("Once upon a time, {0} years ago,", '{{"id": {0}, "value":', "Summarise chapter {0}:"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """Policies and prompts that requests are drawn from; P policies, Q prompts.
+
+    Attributes:
+        policies: names, ``LANGUAGE-COPY``, and the language of each.
+        languages: of each prompt; those of no policy come last.
+        rewards: ``[P + 1, Q]``, the last row is the base's.
+        vectors: of the prompts, ``[Q, dims]``.
+        described: of the policies, ``[P, dims]``.
+        others: of the distractors, ``[n, dims]``.
+    """
+
+    policies: Sequence[str]
+    languages: Sequence[str]
+    rewards: np.ndarray
+    vectors: np.ndarray
+    described: np.ndarray
+    others: np.ndarray
+
+    def of(self, language: str) -> list[int]:
+        """Returns the numbers of a language's policies."""
+        return [i for i, name in enumerate(self.policies) if name.startswith(f"{language}-")]
+
+
+def run(config: Any, workdir: Path) -> dict[str, Any]:
+    """Runs the bench; returns its report."""
+    rng, base = np.random.default_rng(config.seed), open_base(config)
+    with tempfile.TemporaryDirectory() as place, store_lib.open(place, create=True) as store:
+        names = [f"{one}-{i}" for one in config.languages for i in range(config.copies)]
+        with Model(base, config.seed) as model:
+            _train(config, model, rng, names, store)
+        world = _world(config, base, store, names, rng)
+    report: dict[str, Any] = {"policies": len(names), "languages": len(config.languages)}
+    report |= {key: config[key] for key in ("copies", "slots", "requests", "distractors")}
+    report["load_s"], index = config.load_s, _index(world)
+    routers: dict[str, Callable[[np.random.Generator], _Router]] = {
+        "named": lambda rng: _Named(world),
+        **{
+            f"auto, cost {cost:g}": lambda rng, cost=cost: _Auto(world, index, config, cost, rng)
+            for cost in config.costs
+        },
+        "nearest": lambda rng: _Nearest(world, index),
+        "best of the nearest language": lambda rng: _ByTask(world, config),
+        "the base": lambda rng: _Base(world),
+    }
+    report["routers"] = _routers(config, world, routers)
+    report["unseen"] = _unseen(config, world, index)
+    report["decision_ms"] = {
+        str(count): _decision_ms(config, world, count) for count in config.records
+    }
+    _show(report)
+    _draw(report, workdir / "routes.png")
+    return report
+
+
+# -- policies, rewards and vectors
+
+
+def _train(
+    config: Any, model: Model, rng: np.random.Generator, names: Sequence[str], store: Any
+) -> None:
+    for i, name in enumerate(names):
+        model.policy(name, config.rank, alpha=config.alpha, learning_rate=config.rate, seed=i)
+    progress = Progress("training", config.steps)
+    for step in range(1, config.steps + 1):
+        rows = {n: date_rows(config, n.partition("-")[0], rng, config.batch) for n in names}
+        metrics = model.train_step({**rows})
+        progress.update(step, f"loss {np.mean([metrics[n]['loss'] for n in names]):.3f}")
+    for policy in model.policies.values():
+        policy.save(store)
+
+
+def _world(
+    config: Any, base: Any, store: Any, names: Sequence[str], rng: np.random.Generator
+) -> World:
+    tokenizer, embed = base.need_tokenizer(), Embedder(base)
+    languages = [one for one in (*config.languages, *config.unseen) for _ in range(config.held_out)]
+    rows = [date_rows(config, one, rng, 1)[0] for one in languages]
+    prompts = [tokenizer.encode(row["prompt"]) for row in rows]
+    texts = [
+        (*prompt, *tokenizer.encode(row["completion"], special=False))
+        for prompt, row in zip(prompts, rows)
+    ]
+    digests = [store[f"{name}@latest"].digest for name in names] + [None]
+    slots = [digest for digest in digests for _ in texts]
+    scorer, everything = Scorer(base, config.score_tokens), texts * len(digests)
+    with Pool(base, AdapterSource(base, store.place), slots, config.score_slots) as pool:
+
+        def scored(turn: AdapterBatch) -> list[np.ndarray]:
+            own = [everything[i] for i in turn.rows]
+            return scorer.logprobs(own, [turn.slot(slots[i]) for i in turn.rows], turn.stacks)
+
+        found = pool.run(scored)
+    means = [v[len(prompts[i % len(texts)]) - 1 :].mean() for i, v in enumerate(found)]
+    rewards = np.exp(np.reshape(means, (len(digests), len(texts))))
+    described = []
+    for name in timing.counted("describing", names):
+        examples = date_rows(config, name.partition("-")[0], rng, config.examples)
+        described.append(embed([tokenizer.encode(row["prompt"]) for row in examples]).mean(0))
+    other = [text.format(*rng.integers(99, size=2)) for text in OTHER for _ in range(8)]
+    vectors = embed([*prompts, *map(tokenizer.encode, other)])
+    return World(
+        names,
+        languages,
+        rewards,
+        vectors[: len(prompts)],
+        np.array(described),
+        _between(vectors[len(prompts) :], config.distractors, rng),
+    )
+
+
+def _between(vectors: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
+    """Returns random means of three vectors, ``[count, dims]``, with noise of a tenth of their
+    spread.
+    """
+    chosen = vectors[rng.integers(len(vectors), size=(count, 3))].mean(1)
+    return (chosen + 0.1 * vectors.std(0) * rng.normal(size=chosen.shape)).astype(np.float16)
+
+
+def _index(world: World) -> RouteIndex:
+    index = RouteIndex(world.vectors.shape[1])
+    others = [f"other {i}" for i in range(len(world.others))]
+    vectors = np.concatenate([world.described.astype(np.float16), world.others])
+    index.put([*world.policies, *others], vectors)
+    return index
+
+
+# -- routers
+
+
+class _Router:
+    """Chooses the policy of a prompt, ``len(policies)`` for the base, -1 for a distractor."""
+
+    def __init__(self, world: World):
+        self.world = world
+
+    def choose(self, prompt: int, named: int, resident: Callable[[int], bool]) -> int:
+        raise NotImplementedError
+
+    def reward(self, reward: float) -> None:
+        """Takes the reward of the last choice."""
+
+
+class _Named(_Router):
+    def choose(self, prompt, named, resident):
+        return named
+
+
+class _Base(_Router):
+    def choose(self, prompt, named, resident):
+        return len(self.world.policies)
+
+
+class _Nearest(_Router):
+    """The policy of the largest cosine."""
+
+    def __init__(self, world: World, index: RouteIndex):
+        super().__init__(world)
+        number: dict[Any, int] = {name: i for i, name in enumerate(world.policies)}
+        self.first = [number.get(index.nearest(v, 1)[0].key, -1) for v in world.vectors]
+
+    def choose(self, prompt, named, resident):
+        return self.first[prompt]
+
+
+class _ByTask(_Router):
+    """The policy with the best rewards of other held-out prompts, of the language with the nearest
+    mean vector: it needs to know the tasks, and scored examples of each.
+    """
+
+    def __init__(self, world: World, config: Any):
+        super().__init__(world)
+        tasks = list(config.languages)
+        means = np.array([world.described[world.of(task)].mean(0) for task in tasks])
+        centre = means.mean(0)
+        means, vectors = means - centre, world.vectors - centre
+        means /= np.linalg.norm(means, axis=1, keepdims=True)
+        self.best = []
+        for prompt, vector in enumerate(vectors):
+            task = tasks[int(np.argmax(means @ vector))]
+            others = [i for i, one in enumerate(world.languages) if one == task and i != prompt]
+            own = world.of(task)
+            self.best.append(own[int(np.argmax(world.rewards[own][:, others].mean(1)))])
+
+    def choose(self, prompt, named, resident):
+        return self.best[prompt]
+
+
+class _Auto(_Router):
+    """The product's: nearest policies, then the bandit, which learns from every reward."""
+
+    def __init__(
+        self,
+        world: World,
+        index: RouteIndex,
+        config: Any,
+        cost: float,
+        rng: np.random.Generator,
+    ):
+        super().__init__(world)
+        self.bandit, self.rng, self.load_s = Bandit(cost), rng, config.load_s
+        self.number: dict[Any, int] = {name: i for i, name in enumerate(world.policies)}
+        self.near: list[list[Near]] = [index.nearest(v, CANDIDATES) for v in world.vectors]
+        self.drawn: tuple[Any, np.ndarray] | None = None
+
+    def choose(self, prompt, named, resident):
+        arms = [Arm(BASE, None, 0.0)]
+        for key, cosine in self.near[prompt]:
+            eta_s = 0.0 if resident(self.number.get(key, -1)) else self.load_s
+            arms.append(Arm(key, cosine, eta_s))
+        options = self.bandit.options(arms)
+        option = self.bandit.draw(options, self.rng.random())
+        self.drawn = option.arm.key, self.bandit.features(arms)[options.index(option)]
+        if option.arm.key == BASE:
+            return len(self.world.policies)
+        return self.number.get(option.arm.key, -1)
+
+    def reward(self, reward):
+        assert self.drawn is not None
+        self.bandit.learn(*self.drawn, reward)
+
+
+def _routers(
+    config: Any, world: World, routers: Mapping[str, Callable[[np.random.Generator], _Router]]
+) -> dict[str, Any]:
+    """Returns reward, its share of the named policies' reward, and loads, by router."""
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in routers}
+    progress = Progress("routing", config.n * len(routers))
+    for seed, (name, make) in itertools.product(range(config.n), routers.items()):
+        rng = np.random.default_rng([config.seed, 1, seed])
+        found[name].append(_traffic(config, world, make(rng), seed))
+        progress.update(sum(map(len, found.values())), name)
+    named = [one["reward"] for one in found["named"]]
+    out = {}
+    for name, runs in found.items():
+        columns = {key: [one[key] for one in runs] for key in runs[0]}
+        columns["share"] = [one["reward"] / best for one, best in zip(runs, named)]
+        out[name] = {key: timing.mean(values) for key, values in columns.items()}
+    return out
+
+
+def _traffic(config: Any, world: World, router: _Router, seed: int) -> dict[str, float]:
+    """Returns the mean reward of requests and the loads per 1,000 of them: of all, and of the last
+    half alone, ``late``.
+    """
+    rng = np.random.default_rng([config.seed, 2, seed])
+    weights = 1.0 / np.arange(1, len(world.policies) + 1) ** config.zipf
+    order = rng.permutation(len(world.policies))
+    chances = weights / weights.sum()
+    named: list[int] = order[rng.choice(len(order), config.requests, p=chances)].tolist()
+    prompts_of = {
+        name: [i for i, one in enumerate(world.languages) if one == name.partition("-")[0]]
+        for name in world.policies
+    }
+    tier = Tier(config.slots, clock=itertools.count().__next__)
+    rewards, loads = [], []
+    for own in named:
+        prompt = int(rng.choice(prompts_of[world.policies[own]]))
+        chosen = router.choose(prompt, own, lambda i: str(i) in tier)
+        row = chosen
+        if chosen == -1:  # of another language
+            row = int(rng.integers(len(world.policies)))
+            while world.policies[row].partition("-")[0] == world.languages[prompt]:
+                row = int(rng.integers(len(world.policies)))
+        rewards.append(float(world.rewards[row, prompt]))
+        router.reward(rewards[-1])
+        loads.append(chosen != len(world.policies) and not _use(tier, str(chosen)))
+    half = config.requests // 2
+    return {
+        "reward": float(np.mean(rewards)),
+        "late_reward": float(np.mean(rewards[half:])),
+        "loads": 1e3 * float(np.mean(loads)),
+        "late_loads": 1e3 * float(np.mean(loads[half:])),
+    }
+
+
+def _use(tier: Tier, key: str) -> bool:
+    """Returns whether it was there; it is then."""
+    was = tier.lease(key) is not None
+    if not was:
+        tier.reserve(key, 1)
+        tier.confirm(key, 1.0)
+    tier.release(key)
+    return was
+
+
+def _unseen(config: Any, world: World, index: RouteIndex) -> dict[str, Any]:
+    """Returns what prompts of languages that no policy knows get, after as many rewards."""
+    rng = np.random.default_rng([config.seed, 3])
+    router = _Auto(world, index, config, 0.0, rng)
+    prompts = [i for i, one in enumerate(world.languages) if one in config.unseen]
+    rewards, to_base = [], []
+    for _ in range(config.requests // 4):
+        prompt = int(rng.choice(prompts))
+        chosen = router.choose(prompt, 0, lambda i: True)
+        rewards.append(float(world.rewards[chosen if chosen >= 0 else 0, prompt]))
+        router.reward(rewards[-1])
+        to_base.append(chosen == len(world.policies))
+    half = len(rewards) // 2
+    return {
+        "auto": float(np.mean(rewards[half:])),
+        "base": float(world.rewards[-1, prompts].mean()),
+        "best": float(world.rewards[:, prompts].max(0).mean()),
+        "to_base": float(np.mean(to_base[half:])),
+    }
+
+
+# -- time
+
+
+def _decision_ms(config: Any, world: World, count: int) -> dict[str, float]:
+    """Returns quantiles of the time of one decision among ``count`` policies, without the prompt's
+    vector.
+    """
+    rng = np.random.default_rng([config.seed, 4])
+    index, dims = RouteIndex(world.vectors.shape[1]), world.vectors.shape[1]
+    vectors = np.empty((count, dims), np.float16)
+    for first in range(0, count, 1 << 16):
+        some = vectors[first : first + (1 << 16)]
+        some[:] = _between(world.vectors, len(some), rng)
+    index.put(range(count), vectors)
+    bandit, times = Bandit(), []
+    for vector in world.vectors[rng.integers(len(world.vectors), size=config.decisions)]:
+        began = time.perf_counter()
+        arms = [
+            Arm(BASE, None, 0.0),
+            *(Arm(*one, 0.0) for one in index.nearest(vector, CANDIDATES)),
+        ]
+        option = bandit.draw(options := bandit.options(arms), rng.random())
+        features = bandit.features(arms)[options.index(option)]
+        times.append(1e3 * (time.perf_counter() - began))
+        bandit.learn(option.arm.key, features, rng.random())
+    return {f"p{q}": float(np.quantile(times, q / 100)) for q in (50, 99)}
+
+
+# -- output
+
+
+def _show(report: dict[str, Any]) -> None:
+    columns = "share", "reward", "late_reward", "loads", "late_loads"
+    cells = [[name, *(one[c]["mean"] for c in columns)] for name, one in report["routers"].items()]
+    report_lib.table("routers", ("router", *columns), cells)
+    report_lib.table("prompts of no policy", ("what", "reward"), [*report["unseen"].items()])
+    times = [[count, one["p50"], one["p99"]] for count, one in report["decision_ms"].items()]
+    report_lib.table("time of a decision, ms", ("policies", "p50", "p99"), times)
+
+
+def _draw(report: dict[str, Any], file: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, ax = plt.subplots(figsize=(6.4, 3.8))
+    for name, one in report["routers"].items():
+        x, y = one["late_loads"]["mean"], one["late_reward"]["mean"]
+        ax.plot(x, y, "o")
+        ax.annotate(name, (x, y), fontsize=8, xytext=(4, 4), textcoords="offset points")
+    ax.set(xlabel="loads per 1,000 requests", ylabel="mean reward")
+    figure.savefig(file, dpi=110, bbox_inches="tight")
+    plt.close(figure)
