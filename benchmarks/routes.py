@@ -1,5 +1,5 @@
-"""Routing of prompts over a catalog: what ``auto`` earns and loads, and what requests that name their
-policy and other ways to choose do; and the time of a decision.
+"""Routing of prompts over a catalog: what ``auto`` earns and loads, what requests that name their
+policy and other ways to choose do, and the time of a decision.
 
 Policies that each write the date in one language, ``copies`` of every language by different users,
 are really trained, and every held-out prompt is scored under every policy: its reward is the
