@@ -6,7 +6,8 @@ are really trained, and every held-out prompt is scored under every policy: its 
 geometric mean probability of the right text's tokens. Then requests are drawn from these, Zipf over
 the policies, and routed one after the other by the product's index and bandit, over a least
 recently used set of ``slots``. ``distractors`` further policies have vectors between those of other
-prompts; one that is chosen answers as a random policy of another language does.
+prompts; one that is chosen answers as a random policy of another language does. ``auto 10``: of a
+bandit to which a second of waiting costs 10 % of the largest reward.
 """
 
 import dataclasses
@@ -82,7 +83,7 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
     routers: dict[str, Callable[[np.random.Generator], _Router]] = {
         "named": lambda rng: _Named(world),
         **{
-            f"auto, cost {cost:g}": lambda rng, cost=cost: _Auto(world, index, config, cost, rng)
+            f"auto {100 * cost:g}": lambda rng, cost=cost: _Auto(world, index, config, cost, rng)
             for cost in config.costs
         },
         "nearest": lambda rng: _Nearest(world, index),
