@@ -210,12 +210,17 @@ def test_the_canary_of_the_page_on_what_is_beyond(tmp_path, rng):
             catalog.export("adder", pack(data, Schema(base.fingerprint, config)), step, create=True)
     bash(commands_of("docs/beyond.md"), tmp_path)
     assert "relative_error" in bash(commands_of("docs/beyond.md", 1), tmp_path)
-    server = served(tmp_path / "runs/serve", ranks="(2,)")
+    server = served(tmp_path / "runs/serve", ranks="(2,)", routing="True")
     try:
-        [code] = [text for kind, text in blocks("docs/beyond.md", {}) if kind == "python"]
-        (tmp_path / "code.py").write_text(code.replace("http://127.0.0.1:8000", server.ready()))
-        out = bash(f"{sys.executable} code.py", tmp_path)
-        assert "'state': 'open'" in out
+        texts = [text for kind, text in blocks("docs/beyond.md", {}) if kind == "python"]
+        url, shown = server.ready(), []
+        for code in texts:
+            (tmp_path / "code.py").write_text(code.replace("http://127.0.0.1:8000", url))
+            shown.append(bash(f"{sys.executable} code.py", tmp_path))
+        canary, route = shown
+        assert "'state': 'open'" in canary
+        assert "'object': 'route'" in route
+        assert "adder@" in route
     finally:
         server.stop()
     with Catalog.open(tmp_path / "runs/serve/catalog") as catalog:

@@ -108,8 +108,11 @@ class Routes:
         with self._lock:
             near = self._indexes[tenant].nearest(vector, CANDIDATES)
         for policy, cosine in near:
-            found = found_or_none(self._catalog.resolve, policy)
-            if found is None:  # it is retired, or has no revision
+            names = f"{policy}@serving", policy  # its newest revision, without that alias
+            resolved = (found_or_none(self._catalog.resolve, name) for name in names)
+            if (
+                found := next(filter(None, resolved), None)
+            ) is None:  # it is retired, or has no revision
                 with self._lock:
                     self._indexes[tenant].remove(policy)
                 continue

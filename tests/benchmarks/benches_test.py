@@ -136,6 +136,17 @@ def check_merges(report):
     assert report["curve"]["error 4"]["n"] == 1
 
 
+def check_routes(report):
+    """Every router has every seed; the base loads nothing, and a policy that is named is always it."""
+    routers = report["routers"]
+    assert {one["share"]["n"] for one in routers.values()} == {load("routes").n}
+    assert routers["named"]["share"]["mean"] == 1
+    assert routers["the base"]["loads"]["mean"] == 0
+    assert routers["auto 10"]["loads"]["mean"] <= routers["auto 0"]["loads"]["mean"]
+    assert 0 < report["decision_ms"]["100"]["p50"] <= report["decision_ms"]["100"]["p99"]
+    assert 0 <= report["unseen"]["to_base"] <= 1
+
+
 def check_witness(report):
     """Every fault is found in every answer, and none in honest ones."""
     assert len(report["faults"]) == 7

@@ -93,6 +93,24 @@ def test_a_prompt_goes_to_the_policy_that_is_for_it(site):
         assert post(site, "feedback", {"id": id, "reward": 0.5})["state"] is None
 
 
+def test_a_policys_alias_serving_comes_before_its_newest_revision(site, rng):
+    server = site.server
+    data = pack(random_adapter(rng, server.base, CONFIG), Schema(server.base.fingerprint, CONFIG))
+    server.catalog.promote("default/digits", 1)
+    server.catalog.export("default/digits", data, 2)
+    server.catalog.export("default/words", data, 2)
+    options = post(site, "route", {"prompt": "1 2 3 4"})["options"]
+    found = {one["model"].rpartition("/")[2] for one in options}
+    assert found >= {"digits@1", "words@2"}
+    canary = server.catalog.open_canary("digits", 2, share=0.5, guard="reward>=parent-0.1")
+    for _ in range(6):
+        answer = ask(site, "1 2 3 4").parse()
+        if "digits" in answer.model:
+            about = post(site, "feedback", {"id": answer.id, "reward": 1})
+            assert (about["canary"], about["state"]) == (canary.id, "open")
+    assert sum(server.catalog.canary(canary.id).evidence.answers) > 0
+
+
 def test_options_have_the_probabilities_of_the_draw(site):
     """The same vectors and cosines as the base gives, and every draw is written with its own."""
     prompt = "5 6 7 8"
