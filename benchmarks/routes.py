@@ -110,8 +110,11 @@ def _train(
         model.policy(name, config.rank, alpha=config.alpha, learning_rate=config.rate, seed=i)
     progress = Progress("training", config.steps)
     for step in range(1, config.steps + 1):
-        rows = {n: date_rows(config, n.partition("-")[0], rng, config.batch) for n in names}
-        metrics = model.train_step({**rows})
+        metrics: dict[str, Any] = {}
+        for first in range(0, len(names), config.together):  # memory grows with their rows
+            group = names[first : first + config.together]
+            rows = {n: date_rows(config, n.partition("-")[0], rng, config.batch) for n in group}
+            metrics |= model.train_step({**rows})
         progress.update(step, f"loss {np.mean([metrics[n]['loss'] for n in names]):.3f}")
     for policy in model.policies.values():
         policy.save(store)

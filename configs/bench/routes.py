@@ -19,6 +19,7 @@ def get_config(size: str = "cpu") -> ConfigDict:
     config.year, config.days = 1990, 18_262  # dates of 50 years
     # training
     config.steps, config.batch, config.rate = (2, 2, 1e-3) if tiny else (12, 6, 2e-3)
+    config.together = 2 if tiny else 12  # policies of a step
     config.rank, config.alpha = (1, 2.0) if tiny else (4, 8.0)
     # rewards and vectors
     config.held_out, config.examples = (2, 2) if tiny else (4, 8)

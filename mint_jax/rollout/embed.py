@@ -54,19 +54,23 @@ class Embedder:
         for i, prompt in enumerate(prompts):
             end = prompt[-self._lengths[-1] :]
             T = next(length for length in self._lengths if length >= len(end))
-            tokens = np.zeros((1, T), np.int32)
-            tokens[0, : len(end)] = end
+            tokens, lengths = self._inputs(T)
+            tokens[0, : len(end)], lengths[0] = end, len(end)
             with jax.set_mesh(self.base.mesh):
-                lengths = np.array([len(end)], np.int32)
                 found = prompt_vectors(self.base.params, tokens, lengths, cfg=self.base.cfg)
                 out[i] = multihost.to_host(found)[0]
         return out
+
+    def _inputs(self, T: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns tokens and lengths of as many rows as the mesh divides; the first one is used."""
+        rows = self.base.row_multiple
+        return np.zeros((rows, T), np.int32), np.ones(rows, np.int32)
 
     def programs(self) -> list[Program]:
         """Returns the programs of all calls, for compiling ahead."""
 
         def build(length: int) -> None:
-            tokens, lengths = np.zeros((1, length), np.int32), np.ones(1, np.int32)
+            tokens, lengths = self._inputs(length)
             with jax.set_mesh(self.base.mesh):
                 params = abstract(self.base.params)
                 prompt_vectors.lower(params, tokens, lengths, cfg=self.base.cfg).compile()

@@ -153,7 +153,7 @@ class DescribeBody(Body):
     model: Annotated[Text, Field(description="A policy.")]
     prompts: Annotated[
         list[Annotated[Text, Field(min_length=1)]],
-        Field(max_length=1000, description="What the policy is for; none: it is not for auto."),
+        Field(max_length=100, description="What the policy is for; none: it is not for auto."),
     ]
 
 

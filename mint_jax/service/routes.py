@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mint_jax.catalog.lifecycle import Catalog
+from mint_jax.catalog.records.database import DatabaseFailed
 from mint_jax.catalog.records.names import parse_policy
 from mint_jax.errors import UserError
 from mint_jax.residency.residency import Residency
@@ -24,7 +25,7 @@ from mint_jax.routing.bandit import Arm, Bandit, Option, Residuals
 from mint_jax.routing.index import RouteIndex
 from mint_jax.service.canaries import KEEP_S, key_of
 from mint_jax.service.checkpoints import found_or_none
-from mint_jax.service.server_db import Connection, ServerDatabase
+from mint_jax.service.server_db import Connection, Overloaded, ServerDatabase
 from mint_jax.service.validation import BadRequest
 from mint_jax.service.weights import Model
 
@@ -138,7 +139,10 @@ class Routes:
         row = (tenant, key, drawn.arm.key, drawn.propensity, json.dumps(features[at].tolist()))
         query = "INSERT OR REPLACE INTO choices VALUES (?, ?, ?, ?, ?, ?, NULL)"
         change = (*row, self._clock())
-        self._database.write(lambda c: c.execute(query, change).rowcount, len(key)).result()
+        try:
+            self._database.write(lambda c: c.execute(query, change).rowcount, len(key)).result()
+        except (DatabaseFailed, Overloaded) as error:
+            log.warning("an answer of auto takes no reward: %s", error)
         return routes[at].model
 
     def feedback(self, tenant: str, id: str, reward: float) -> bool:

@@ -304,6 +304,8 @@ class Server:
         shutil.rmtree(self.folder / "spilled", ignore_errors=True)
         (self.folder / "spilled").mkdir(parents=True)
         self._clean()
+        if self.routes is not None:
+            self.routes.refresh()
         keeper = threading.Thread(target=self._maintain, name="maintenance", daemon=True)
         try:
             with self.engine.serving(
@@ -379,6 +381,8 @@ class Server:
     def _maintain(self) -> None:
         trimmed = time.monotonic()
         while not self._ending.wait(MAINTENANCE_S):
+            if self.routes is not None:  # guests answer no requests for auto
+                _attempt(self.routes.refresh)
             with self._moving:
                 for server in (self, *self.guests.values()):
                     server.maintain()
@@ -398,8 +402,6 @@ class Server:
 
         _attempt(self.durable.futures.expire, self.answers.expire, self.checkpoints.expire)
         _attempt(end_silent, self.costs.flush, self.canaries.catch_up)
-        if self.routes is not None:
-            _attempt(self.routes.refresh)
 
     def readiness(self) -> dict[str, Any]:
         """Returns ``status``, ``ready`` once all is compiled, and which requests are served."""
@@ -439,6 +441,8 @@ class Server:
     def vectors(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:
         """Returns prompts' vectors for ``routes``, ``[N, D]``, one prompt between two steps."""
         assert self.embedder is not None, "it routes"
+        if not all(prompts):
+            raise UserError("a prompt has no tokens: give at least one")
         embed = self.embedder
         found = [self.training.between(functools.partial(embed, [one])) for one in prompts]
         return np.concatenate([one.result() for one in found])

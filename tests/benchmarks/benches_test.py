@@ -137,7 +137,7 @@ def check_merges(report):
 
 
 def check_routes(report):
-    """Every router has every seed; the base loads nothing, and a policy that is named is always it."""
+    """Every router has every seed; the base loads nothing, and a named policy's share is 1."""
     routers = report["routers"]
     assert {one["share"]["n"] for one in routers.values()} == {load("routes").n}
     assert routers["named"]["share"]["mean"] == 1

@@ -5,6 +5,7 @@ import pytest
 import torch
 from transformers import AutoModel
 
+from mint_jax.models import base as base_lib
 from mint_jax.rollout.embed import Embedder
 
 # dense, windows, experts, latent attention, layers with a state
@@ -25,6 +26,12 @@ def test_vectors_are_those_of_transformers(hf_dirs, tiny_base, rng, family):
             h = model(torch.tensor([prompt])).last_hidden_state[0].double().numpy()
         # float32 through the layers
         np.testing.assert_allclose(vector, h[-1] / np.linalg.norm(h[-1]), atol=2e-5)
+
+
+def test_a_sharded_base_gives_the_same_vectors(mesh, mesh8, rng):
+    prompts = [rng.integers(3, 300, n).tolist() for n in (3, 20)]
+    one, eight = (Embedder(base_lib.load("tiny-random", m))(prompts) for m in (mesh, mesh8))
+    np.testing.assert_allclose(eight, one, atol=2e-5)  # sums in another order
 
 
 def test_of_a_long_prompt_the_last_tokens_count(tiny_base, rng, monkeypatch):

@@ -18,6 +18,7 @@ from mint_jax.models import base as base_lib
 from mint_jax.rollout.embed import Embedder
 from mint_jax.service.routes import BASE, Routes, need
 from mint_jax.service.server import Sizes
+from mint_jax.service.server_db import Overloaded
 from mint_jax.train.blocks import BlockShape
 from tests.configs import load
 from tests.service.openai_world import random_adapter
@@ -172,7 +173,6 @@ def test_rewards_teach_and_outlive_a_restart(site, sites, base, rng):
     before = learned(site)
     site.close()
     again = sites(base, site.server.folder, SIZES)
-    again.server.maintain()
     assert learned(again) == before
     again.close()
 
@@ -241,6 +241,25 @@ def test_routing_needs_its_package(monkeypatch):
     )
     with pytest.raises(UserError, match="routing needs the package faiss"):
         config.preflight()
+
+
+def test_a_disk_that_refuses_costs_the_reward_and_not_the_answer(site, monkeypatch):
+    routes = site.server.routes
+
+    def refuse(*_):
+        raise Overloaded("the queue is full")
+
+    [vector] = site.server.vectors([site.server.base.need_tokenizer().encode("1 2 3")])
+    answer = ask(site, "1 2 3").parse()
+    with monkeypatch.context() as patch:
+        patch.setattr(routes._database, "write", refuse)
+        assert routes.choose("default", vector, "lost").name
+        with pytest.raises(Overloaded):
+            routes.feedback("default", answer.id, 1.0)
+    assert not routes.feedback("default", "lost", 1.0)
+    assert routes._bandit("default").rewards == 0, "what was not acknowledged is not learned"
+    assert routes.feedback("default", answer.id, 1.0)
+    assert routes._bandit("default").rewards == 1
 
 
 def test_one_draw_is_that_of_its_answers_name(site):
