@@ -33,7 +33,7 @@ class Catalog(Handle):
     create_policy = _policies.create_policy
     policy = _policies.policy
     policies = _policies.list_policies
-    keep_last = _policies.keep_last
+    keep_last, stand_in = _policies.keep_last, _policies.stand_in
     delete = _policies.delete
 
     revision, revisions = lookup.revision, lookup.list_revisions

@@ -2,10 +2,10 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Unpack
+from typing import Any, Unpack
 
 from mint_jax.catalog.packed import Schema, pack, unpack
-from mint_jax.catalog.records import exports, lookup
+from mint_jax.catalog.records import exports, lookup, training_records
 from mint_jax.catalog.records.audit import Signed
 from mint_jax.catalog.records.exports import Export
 from mint_jax.catalog.records.handle import Handle
@@ -26,7 +26,7 @@ def merge(
     **signed: Unpack[Signed],
 ) -> Revision:
     """Exports a merge as the next revision of a policy, which is created if it is missing. The same
-    merge again is the same revision.
+    merge again is the same revision. Its record has the newest evaluation of each member.
 
     Args:
         members: names of revisions of one base.
@@ -50,6 +50,7 @@ def merge(
         "relative_error": made.error,
         "members": [
             {"policy": one.policy, "number": one.number, "digest": one.digest, "weight": float(w)}
+            | _scores(catalog, one.digest)
             for one, w in zip(found, weights)
         ],
     }
@@ -57,3 +58,12 @@ def merge(
     item = Export(policy, data, 0, origin=f"merge of {len(found)} revisions", merge=record)
     [revision] = exports.export_many(catalog, [item], create=True, **signed)
     return revision
+
+
+def _scores(catalog: Handle, digest: str) -> dict[str, Any]:
+    """Returns what was measured of a member: its newest evaluation, if there is one."""
+    if not (found := training_records.list_evaluations(catalog, digest)):
+        return {}
+    newest = found[-1]
+    metrics = {name: value for name, value in newest.metrics.items() if name != "rewards"}
+    return {"evaluation": metrics | {"scorer": newest.scorer, "dataset": newest.dataset}}

@@ -264,6 +264,11 @@ class Front:
         # the engine that answers draws the arm of an open canary
         return found.digest, found.digest if found.canary is None else ""
 
+    async def hold(self, digest: str) -> None:
+        """Keeps the bytes that an answer is drawn from; those of no catalog have no lease."""
+        with contextlib.suppress(UserError):
+            await self._leases.hold(digest)
+
     async def _sample(self, request: Request, body: bytes) -> Response:
         try:
             given = json.loads(body)
@@ -361,9 +366,12 @@ class _Offer:
                     header = (pins.HEADER, length)
                     found = await self.front.send(member, self.request, body, header)
                     if found.status not in REFUSALS:
-                        self.member = member
-                        if not self.pin.revision:  # what the first engine resolved the name to
-                            self.pin.revision = found.headers.get("x-mint-revision", "")
+                        self.member, self.pin.accepted = member, True
+                        # the engine resolves a name, and may answer by a stand-in
+                        own = found.headers.get("x-mint-revision", self.pin.revision)
+                        if own not in (self.pin.revision, pins.BASE):
+                            await self.front.hold(own)
+                        self.pin.revision = own
                         return found
                     refused.append(await _read(found))
                 except aiohttp.ClientError:

@@ -119,12 +119,16 @@ class OpenAI:
                 model = self._routed(spec, tenant, key, body.mint_budget_s)
             if model.canary is not None:
                 model = self._server.canaries.drawn(model, tenant, key)
+            # a reward is of the revision that was drawn, and a stream goes on with its own
+            takes_reward = routed or model.canary is not None
+            if not takes_reward and not (pin is not None and pin.accepted):
+                model = self._server.at_once(model, tenant)
             if isinstance(body, ResponseBody):
                 put = functools.partial(self._store.put, tenant, items)
                 answer: Answer = Response(body, put, spec, model, *about)
             else:
                 answer = Answer(spec, model, *about)
-            answer.takes_reward = routed or model.canary is not None
+            answer.takes_reward = takes_reward
             streams = self._submit(spec, model, tenant, pin)
         except BadRequest as error:
             raise (responses.own_names(error) if kind is ResponseBody else error) from None

@@ -36,6 +36,7 @@ class Pin:
         events: number of events that were sent.
         sent: tokens that were sent, by choice.
         ended: choices whose last event was sent.
+        accepted: an engine has accepted it, so ``revision`` answers itself and not its stand-in.
     """
 
     revision: Annotated[str, Field(pattern="^(base|[0-9a-f]{64}|)$")]
@@ -45,6 +46,7 @@ class Pin:
     events: Number = 0
     sent: dict[Number, list[Number]] = dataclasses.field(default_factory=dict)
     ended: list[Number] = dataclasses.field(default_factory=list)
+    accepted: bool = False
 
     def follow(self, comment: str) -> None:
         """Adds what a comment says was sent."""

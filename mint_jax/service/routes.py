@@ -111,9 +111,8 @@ class Routes:
         for policy, cosine in near:
             names = f"{policy}@serving", policy  # its newest revision, without that alias
             resolved = (found_or_none(self._catalog.resolve, name) for name in names)
-            if (
-                found := next(filter(None, resolved), None)
-            ) is None:  # it is retired, or has no revision
+            found = next(filter(None, resolved), None)
+            if found is None:  # it is retired, or has no revision
                 with self._lock:
                     self._indexes[tenant].remove(policy)
                 continue

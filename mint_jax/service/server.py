@@ -17,6 +17,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,9 @@ from mint_jax.lora.tree import AdapterConfig
 from mint_jax.models import transformer
 from mint_jax.models.base import Base
 from mint_jax.residency.admission import Admission
+from mint_jax.residency.loads import QueueFull
 from mint_jax.residency.metrics import Metrics
-from mint_jax.residency.residency import Residency
+from mint_jax.residency.residency import AdapterLease, Residency
 from mint_jax.residency.slots import DeviceSlots
 from mint_jax.rollout.embed import Embedder
 from mint_jax.rollout.engine import Engine
@@ -61,7 +63,7 @@ from mint_jax.service.tenancy import Tenancy
 from mint_jax.service.tokens import Tokens
 from mint_jax.service.training_calls import Call, ForwardBackward, Refused
 from mint_jax.service.turns import Turns
-from mint_jax.service.weights import Weights
+from mint_jax.service.weights import Model, Weights
 from mint_jax.train.config import BlockShape
 from mint_jax.train.programs import programs as training_programs
 from mint_jax.train.trainer import Trainer
@@ -494,6 +496,20 @@ class Server:
         self.book.end_model(model.id)
         return self.checkpoints.copy(tenant, source, model.id, f"copy of {source}", ttl_s)
 
+    def at_once(self, model: Model, tenant: str) -> Model:
+        """Returns the model that answers now: in place of one whose adapter is not in a slot its
+        stand-in, if that is. Both are loaded meanwhile.
+        """
+        if model.digest is None or model.stand_in is None:
+            return model
+        if not self.residency.eta_s(model.digest):
+            return model
+        is_ready = not self.residency.eta_s(model.stand_in)
+        with contextlib.suppress(QueueFull):
+            loaded = self.residency.acquire(model.digest if is_ready else model.stand_in, tenant)
+            loaded.add_done_callback(_release)
+        return dataclasses.replace(model, digest=model.stand_in) if is_ready else model
+
     # -- requests within the tenants' quotas
 
     def submit(self, request: Request) -> Stream:
@@ -525,6 +541,11 @@ class Server:
             if new and ended:  # refused, or the same request again, which has ended already
                 self.quotas.end(key)
         return id
+
+
+def _release(loaded: "Future[AdapterLease]") -> None:
+    if not loaded.cancelled() and loaded.exception() is None:
+        loaded.result().release()
 
 
 def _attempt(*steps: Callable[[], Any]) -> None:

@@ -49,7 +49,7 @@ class Taken(UserError):
 @dataclasses.dataclass(frozen=True)
 class Model:
     """A name as the client sent it, and its revision's digest; None: the bare base. ``canary``: id
-    of the alias's open canary.
+    of the alias's open canary. ``stand_in``: digest that answers while this one is loaded.
     """
 
     name: str
@@ -57,6 +57,7 @@ class Model:
     policy: str | None = None
     number: int | None = None
     canary: int | None = None
+    stand_in: str | None = None
 
 
 class Page(NamedTuple):
@@ -125,7 +126,8 @@ class Weights:
             if (digest := found_or_none(self._sampler, tenant, name)) is not None:
                 return Model(name, digest)
         elif (found := found_or_none(self._catalog.resolve, name, tenant)) is not None:
-            return Model(name, found.digest, found.policy, found.number, found.canary)
+            where = found.policy, found.number, found.canary, found.stand_in
+            return Model(name, found.digest, *where)
         raise NotFound(name)
 
     def load(self, name: str, path: str, tenant: str, inplace: bool = False) -> Model:

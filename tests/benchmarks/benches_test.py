@@ -136,6 +136,13 @@ def check_merges(report):
     assert report["curve"]["error 4"]["n"] == 1
 
 
+def check_stand_in(report):
+    """Every side has its requests, and only cold ones are answered by the stand-in."""
+    assert set(report["first_token_ms"]) == {"warm", "waits", "stands_in"}
+    assert report["requests"] == 10
+    assert 0 < report["stood_in"] <= 1
+
+
 def check_routes(report):
     """Every router has every seed; the base loads nothing, and a named policy's share is 1."""
     routers = report["routers"]

@@ -87,3 +87,15 @@ def test_wrong_merges_are_refused(folder, capsys, args, message):
         assert catalog.revisions("p0")[-1].number == 1
         with pytest.raises(UserError):
             catalog.policy("m")
+
+
+def test_a_merge_keeps_the_newest_evaluation_of_each_member(folder):
+    with Catalog.open(folder) as catalog:
+        about = {"renderer": "text", "scorer": "exact", "dataset": "ab" * 32, "seed": 0}
+        for mean in (0.25, 0.75):
+            metrics = {"mean_reward": mean, "rewards": [mean]}
+            catalog.record_evaluation("p0@1", **about, metrics=metrics, isolated=mean, shared=mean)
+        made = catalog.merge("both", ["p0", "p1"])
+        first, second = made.merge["members"]
+    assert first["evaluation"] == {"mean_reward": 0.75, "scorer": "exact", "dataset": "ab" * 32}
+    assert "evaluation" not in second

@@ -419,6 +419,18 @@ def _delete(args: Args, catalog: Catalog) -> Result:
 
 
 @command(
+    "stand-in",
+    "name the revision that answers while another one of a policy is loaded",
+    arg("policy", help=POLICY),
+    arg("revision", nargs="?", help=f"of the same base: {REVISION} (default: requests wait)"),
+    *SIGNED,
+)
+def _stand_in(args: Args, catalog: Catalog) -> Result:
+    found = catalog.stand_in(args.policy, args.revision, by=args.by, why=args.why)
+    return Result({"policy": args.policy, "stand_in": found})
+
+
+@command(
     "keep-last",
     "set how many newest revisions gc keeps",
     arg("policy", help=POLICY),

@@ -63,6 +63,7 @@ class Resolved:
     revision_id: int
     finite: bool  # all weights are finite, as checked on export
     canary: int | None = None  # id of the alias's open canary
+    stand_in: str | None = None  # digest that answers while this one is loaded
 
 
 _POLICIES = sa.join(policies, revisions, revisions.c.policy_id == policies.c.id)
@@ -79,6 +80,7 @@ _SELECT = sa.select(
     policies.c.tenant,
     policies.c.name,
     policies.c.state.label("policy_state"),
+    policies.c.stand_in,
     packs.c.name.label("pack"),
     payloads.c.offset,
     payloads.c.length,
@@ -278,7 +280,8 @@ def resolved(row: sa.Row) -> Resolved:
     check_live(row)
     place = Place(row.pack, row.offset, row.length)
     canary = getattr(row, "canary_id", None)  # rows found otherwise than by an alias have none
-    about = (row.json, row.id, bool(row.finite), canary)
+    stand_in = None if row.stand_in is None else row.stand_in.hex()
+    about = (row.json, row.id, bool(row.finite), canary, stand_in)
     return Resolved(full, row.number, row.digest.hex(), place, *about)
 
 

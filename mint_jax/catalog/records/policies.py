@@ -8,7 +8,7 @@ from typing import Any, Unpack
 import sqlalchemy as sa
 
 from mint_jax.catalog.packed import Schema, schema_digest
-from mint_jax.catalog.records import audit, names
+from mint_jax.catalog.records import audit, lookup, names
 from mint_jax.catalog.records.audit import Author, Signed
 from mint_jax.catalog.records.database import dialect_insert, insert_new
 from mint_jax.catalog.records.handle import POLICIES, Change, Handle, lock
@@ -48,6 +48,7 @@ class PolicyRecord:
     session_number: int
     session_owner: str | None  # owner of the open training session
     session_expires: float | None
+    stand_in: str | None  # digest of the revision that answers while another one is loaded
 
     @property
     def policy(self) -> str:
@@ -217,6 +218,35 @@ def read_schema(text: str) -> Schema:
 def record_of(row: sa.Row) -> PolicyRecord:
     """Returns the record of a row selected with its schema's ``json``."""
     return as_record(PolicyRecord, row, schema=row.json, revisions=row.last_number)
+
+
+def stand_in(
+    catalog: Handle, policy: str, revision: str | None, **signed: Unpack[Signed]
+) -> str | None:
+    """Names the revision, of any policy of the same tenant and base, that answers requests for a
+    revision of the policy while that is loaded; returns its digest. None: requests wait.
+
+    Raises ``UserError``: there is no such live revision, or it is of another tenant or base.
+    """
+    tenant, _ = names.parse_policy(policy)
+    found = None if revision is None else lookup.resolve(catalog, revision, tenant)
+    digest = None if found is None else found.digest
+
+    def body(change: Change) -> None:
+        if (
+            found is not None
+            and (base := Schema.from_json(found.schema).base) != change.policy.base
+        ):
+            raise UserError(
+                f"revision {revision!r} is of base {base[:12]}, and {change.full!r} of"
+                f" {change.policy.base[:12]}: choose a revision of the same base"
+            )
+        details = {"stand_in": digest, "named": revision}
+        column = None if digest is None else bytes.fromhex(digest)
+        change.record("stand in", details, stand_in=column)
+
+    catalog.change(policy, body, **signed, active=True)
+    return digest
 
 
 def _check_keep_last(keep_last: int | None) -> None:

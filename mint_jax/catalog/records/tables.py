@@ -72,6 +72,7 @@ policies = _table(
     _column("schema_id", _Id, sa.ForeignKey("schemas.id")),
     _column("state", sa.String),  # active | retired | deleted: name free, audit entries stay
     sa.Column("keep_last", sa.Integer),  # null: keep all
+    sa.Column("stand_in", _Digest),  # answers while another revision is loaded; null: none does
     _column("created_at", _Time),
     _column("touched_at", _Time),  # last change; times of one policy never go back
     _column("last_number", sa.Integer),
