@@ -232,6 +232,47 @@ def test_a_stream_whose_engine_dies_goes_on_with_the_same_tokens(fleet, policy, 
         assert [p.finish_reason for p in parts if p.finish_reason] == [choice.finish_reason]
 
 
+@pytest.mark.parametrize("answers", ["stand-in", "own"])
+def test_a_stream_goes_on_with_the_revision_that_began_it(fleet, policy, slow, rng, answers):
+    """A stand-in's answer though the policy is loaded by then, and the policy's own though the next
+    engine has only the stand-in.
+    """
+    name, digest = policy
+    family = f"family{rng.integers(1 << 40)}"
+    other = export(fleet, rng, family, 1)
+    ask = {"prompt": "count", "max_tokens": 48, "seed": 7, "extra_body": {"ignore_eos": True}}
+    for site in fleet.sites.values():
+        api = openai.OpenAI(base_url=f"{site.url}/v1", api_key="-", max_retries=0)
+        assert api.completions.create(model=family, **ask).mint_revision == other
+        if answers == "own":
+            assert api.completions.create(model=name, **ask).mint_revision == digest
+    began = other if answers == "stand-in" else digest
+    whole = fleet.api.completions.create(model=began, **ask).choices[0].text
+    fleet.catalog.stand_in(name, family)
+    text, killed = "", ""
+    with fleet.api.completions.with_streaming_response.create(
+        model=name, stream=True, **ask
+    ) as raw:
+        assert raw.headers["x-mint-revision"] == began
+        for number, event in enumerate(raw.parse()):
+            text += event.choices[0].text
+            if number == 3:
+                killed = serving(fleet)
+                [left] = {"e0", "e1"} - {killed}
+                residency = fleet.sites[left].server.residency
+                if answers == "own":  # the next engine loses it
+                    for each in (family, export(fleet, rng, f"{family}x", 1), family):
+                        site = fleet.sites[left]
+                        api = openai.OpenAI(base_url=f"{site.url}/v1", api_key="-")
+                        api.completions.create(model=each, prompt="a", max_tokens=1)
+                    assert residency.eta_s(digest) > 0
+                fleet.kill(killed)
+    fleet.revive()
+    fleet.catalog.stand_in(name, None)
+    assert killed
+    assert text == whole
+
+
 def test_the_promoted_revision_is_served_by_every_engine_at_once(fleet, policy, rng):
     name, _ = policy
     export(fleet, rng, name, 2)
