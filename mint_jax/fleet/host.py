@@ -86,6 +86,8 @@ class FrontActor:
                 for name, actor in actors.items()
             ]
         )
+        # before the first request: one for a session elsewhere would find nothing
+        self._view.folders = homes.homes_in(folder)
         keys = Keys(Path(config.api_keys)) if config.api_keys else None
         how: dict[str, Any] = {"actor": "fleet", "cache_bytes": CACHE_BYTES}
         with Catalog.open(place, config.payloads or None, **how) as catalog:
