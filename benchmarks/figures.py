@@ -109,7 +109,9 @@ RUNS = (
         pictures=(("witness.png", "witness.png"),),
     ),
     Run("merges", "bench/merges.py", 20, pictures=(("merges.png", "merges.png"),)),
+    Run("routes", "bench/routes.py", 40, pictures=(("routes.png", "routes.png"),)),
     Run("fleet_timed", "bench/fleet_timed.py", 8),
+    Run("fleet_timed_many", "bench/fleet_timed.py:many", 15),
     Run("fleet_real", "bench/fleet_real.py", 20),
     Run("fleet", "bench/fleet.py", 15, pictures=_FLEET),
 )

@@ -402,10 +402,15 @@ def _draw(report: dict[str, Any], file: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, ax = plt.subplots(figsize=(6.4, 3.8))
-    for name, one in report["routers"].items():
-        x, y = one["late_loads"]["mean"], one["late_reward"]["mean"]
+    points = [
+        (one["late_loads"]["mean"], one["late_reward"]["mean"], name)
+        for name, one in report["routers"].items()
+    ]
+    for number, (x, y, name) in enumerate(sorted(points)):  # names above and below in turn
         ax.plot(x, y, "o")
-        ax.annotate(name, (x, y), fontsize=8, xytext=(4, 4), textcoords="offset points")
+        place = (0, 7 if number % 2 else -14)
+        ax.annotate(name, (x, y), fontsize=8, xytext=place, textcoords="offset points", ha="center")
+    ax.margins(0.12)
     ax.set(xlabel="loads per 1,000 requests", ylabel="mean reward")
     figure.savefig(file, dpi=110, bbox_inches="tight")
     plt.close(figure)
