@@ -76,11 +76,11 @@ class Homes:
     """
 
     def __init__(self, server: Server, make: Callable[[Server], Starlette]):
-        self._server, self._make, self._own = server, make, make(server)
+        self._server, self._make, self.app = server, make, make(server)
         self._guests: dict[str, tuple[Server, Starlette]] = {}
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        app: Any = self._own
+        app: Any = self.app
         if home := Headers(scope=scope).get(HOME):
             app = self._of(home)
         await app(scope, receive, send)
