@@ -109,6 +109,7 @@ RUNS = (
         pictures=(("witness.png", "witness.png"),),
     ),
     Run("merges", "bench/merges.py", 20, pictures=(("merges.png", "merges.png"),)),
+    Run("stand_in", "bench/stand_in.py", 6),
     Run("routes", "bench/routes.py", 40, pictures=(("routes.png", "routes.png"),)),
     Run("fleet_timed", "bench/fleet_timed.py", 8),
     Run("fleet_timed_many", "bench/fleet_timed.py:many", 15),
