@@ -22,7 +22,7 @@ from mint_jax.catalog.records.names import parse_policy
 from mint_jax.errors import UserError
 from mint_jax.residency.residency import Residency
 from mint_jax.routing.bandit import Arm, Bandit, Option, Residuals
-from mint_jax.routing.index import RouteIndex
+from mint_jax.routing.index import Near, RouteIndex
 from mint_jax.service.canaries import KEEP_S, key_of
 from mint_jax.service.checkpoints import found_or_none
 from mint_jax.service.server_db import Connection, Overloaded, ServerDatabase
@@ -106,8 +106,10 @@ class Routes:
         ``CANDIDATES`` policies that could start within ``budget_s`` seconds, and the base.
         """
         arms, models = [Arm(BASE, None, 0.0)], [Model(self._name)]
-        with self._lock:
-            near = self._indexes[tenant].nearest(vector, CANDIDATES)
+        near: list[Near] = []  # of a base that overflows: the base alone
+        if np.isfinite(vector).all():
+            with self._lock:
+                near = self._indexes[tenant].nearest(vector, CANDIDATES)
         for policy, cosine in near:
             names = f"{policy}@serving", policy  # its newest revision, without that alias
             resolved = (found_or_none(self._catalog.resolve, name) for name in names)

@@ -262,6 +262,14 @@ def test_a_disk_that_refuses_costs_the_reward_and_not_the_answer(site, monkeypat
     assert routes._bandit("default").rewards == 1
 
 
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+def test_a_prompt_whose_state_is_not_finite_goes_to_the_base(site, wrong):
+    [vector] = site.server.vectors([(1, 2, 3)])
+    vector[3] = wrong
+    [alone] = site.server.routes.options("default", vector)
+    assert (alone.model.digest, alone.option.propensity) == (None, 1.0)
+
+
 def test_one_draw_is_that_of_its_answers_name(site):
     """So a request that is repeated, by a front for example, goes to the same policy."""
     routes: Routes = site.server.routes
