@@ -146,19 +146,21 @@ def test_options_have_the_probabilities_of_the_draw(site):
 
 
 def test_rewards_teach_and_outlive_a_restart(site, sites, base, rng):
-    """Of two policies for the same prompts the one that is rewarded answers in the end."""
+    """Of two policies for the same prompts the one that earns more answers in the end."""
     packed = pack(random_adapter(rng, base, CONFIG), Schema(base.fingerprint, CONFIG))
     site.server.catalog.export("default/numbers", packed, 1, create=True)
     post(site, "routes", {"model": "numbers", "prompts": ["8 8 2 1", "5 6 5 3 1"]})
 
     def reward_of(answer) -> float:
-        return 1.0 if "numbers" in answer.model else 0.0
+        return 1.0 if "numbers" in answer.model else 0.5 if "digits" in answer.model else 0.0
 
-    for _ in range(60):
+    best: list[bool] = []
+    # of 1,000 simulated bandits half needed 11 answers, one in a hundred 78, none more than 248
+    while sum(best[-10:]) < 8:
+        assert len(best) < 500, "what earns more is preferred"
         answer = ask(site, "1 2 3 4").parse()
         post(site, "feedback", {"id": answer.id, "reward": reward_of(answer)})
-    last = [ask(site, "1 2 3 4").parse() for _ in range(10)]
-    assert sum(map(reward_of, last)) >= 6, "what is rewarded is preferred"
+        best.append(reward_of(answer) == 1)
     with pytest.raises(httpx.HTTPStatusError, match="400"):
         post(site, "feedback", {"id": answer.id, "reward": 1.0})
     with pytest.raises(httpx.HTTPStatusError, match="404"):
