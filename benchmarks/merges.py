@@ -159,15 +159,7 @@ def _losses(
             prompt = tokenizer.encode(row["prompt"])
             texts.append((*prompt, *tokenizer.encode(row["completion"], special=False)))
             starts.append(len(prompt) - 1)
-    names = [digest for digest in adapters.values() for _ in texts]
-    scorer, all_texts = Scorer(base, config.score_tokens), texts * len(adapters)
-    with Pool(base, AdapterSource(base, store.place), names, config.slots) as pool:
-
-        def scored(turn: AdapterBatch) -> list[np.ndarray]:
-            own = [all_texts[i] for i in turn.rows]
-            return scorer.logprobs(own, [turn.slot(names[i]) for i in turn.rows], turn.stacks)
-
-        found = pool.run(scored)
+    found = logprobs(config, base, store, [*adapters.values()], texts)
     out = {}
     for at, name in enumerate(adapters):
         own = found[at * len(texts) : (at + 1) * len(texts)]
@@ -176,6 +168,27 @@ def _losses(
         shape = len(config.languages), config.held_out
         out[name] = np.reshape(sums, shape).sum(1) / np.reshape(counts, shape).sum(1)
     return out
+
+
+def logprobs(
+    config: Any,
+    base: Any,
+    store: store_lib.Store,
+    digests: Sequence[str | None],
+    texts: Sequence[Sequence[int]],
+) -> list[np.ndarray]:
+    """Returns the log-probabilities of every text's tokens under the first adapter, then under the
+    next one; None is the bare base.
+    """
+    names = [digest for digest in digests for _ in texts]
+    scorer, all_texts = Scorer(base, config.score_tokens), [*texts] * len(digests)
+    with Pool(base, AdapterSource(base, store.place), names, config.score_slots) as pool:
+
+        def scored(turn: AdapterBatch) -> list[np.ndarray]:
+            own = [all_texts[i] for i in turn.rows]
+            return scorer.logprobs(own, [turn.slot(names[i]) for i in turn.rows], turn.stacks)
+
+        return pool.run(scored)
 
 
 # -- the curve

@@ -10,6 +10,7 @@ prompts; one that is chosen answers as a random policy of another language does.
 bandit to which a second of waiting costs 10 % of the largest reward.
 """
 
+import abc
 import dataclasses
 import itertools
 import tempfile
@@ -22,16 +23,13 @@ import numpy as np
 
 from benchmarks import timing
 from benchmarks.bases import open_base
-from benchmarks.merges import date_rows
+from benchmarks.merges import date_rows, logprobs
 from mint_jax.api import store as store_lib
 from mint_jax.api.model import Model
 from mint_jax.harness import report as report_lib
-from mint_jax.harness.adapters import AdapterSource
 from mint_jax.metrics import Progress
-from mint_jax.residency.pool import AdapterBatch, Pool
 from mint_jax.residency.tier import Tier
 from mint_jax.rollout.embed import Embedder
-from mint_jax.rollout.score import Scorer
 from mint_jax.routing.bandit import Arm, Bandit
 from mint_jax.routing.index import Near, RouteIndex
 
@@ -132,15 +130,7 @@ def _world(
         for prompt, row in zip(prompts, rows)
     ]
     digests = [store[f"{name}@latest"].digest for name in names] + [None]
-    slots = [digest for digest in digests for _ in texts]
-    scorer, everything = Scorer(base, config.score_tokens), texts * len(digests)
-    with Pool(base, AdapterSource(base, store.place), slots, config.score_slots) as pool:
-
-        def scored(turn: AdapterBatch) -> list[np.ndarray]:
-            own = [everything[i] for i in turn.rows]
-            return scorer.logprobs(own, [turn.slot(slots[i]) for i in turn.rows], turn.stacks)
-
-        found = pool.run(scored)
+    found = logprobs(config, base, store, digests, texts)
     means = [v[len(prompts[i % len(texts)]) - 1 :].mean() for i, v in enumerate(found)]
     rewards = np.exp(np.reshape(means, (len(digests), len(texts))))
     described = []
@@ -178,17 +168,18 @@ def _index(world: World) -> RouteIndex:
 # -- routers
 
 
-class _Router:
+class _Router(abc.ABC):
     """Chooses the policy of a prompt, ``len(policies)`` for the base, -1 for a distractor."""
 
     def __init__(self, world: World):
         self.world = world
 
-    def choose(self, prompt: int, named: int, resident: Callable[[int], bool]) -> int:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def choose(self, prompt: int, named: int, resident: Callable[[int], bool]) -> int: ...
 
     def reward(self, reward: float) -> None:
         """Takes the reward of the last choice."""
+        del reward  # most learn nothing
 
 
 class _Named(_Router):

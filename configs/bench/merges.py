@@ -28,5 +28,5 @@ def get_config(size: str = "cpu") -> ConfigDict:
     config.factors = (2.0, 4.0)  # times the average
     config.densities = ConfigDict({"ties": 0.2, "dare": 0.5, "dare_ties": 0.5})
     # losses
-    config.held_out, config.slots, config.score_tokens = (1, 4, 512) if tiny else (2, 4, 4096)
+    config.held_out, config.score_slots, config.score_tokens = (1, 4, 512) if tiny else (2, 4, 4096)
     return config

@@ -1,11 +1,11 @@
 """The front of a fleet: the service's HTTP doors over many engines.
 
 A request that names something an engine keeps (a session, a model, a sampler, a future) goes to the
-engine that serves its folder (``homes.py``), and waits while there is none. A request to sample may
-go to any engine: its name is resolved once, the revision is leased, and the engines are offered it
-in the order of ``chooser.choose`` until one accepts. A stream whose engine dies goes on at the next
-one, with the same revision, seed, position and tokens (``service/pins.py``). The front keeps
-nothing that a client needs: another one on the same port serves the next request.
+engine that serves that folder now (``homes.py``); while no engine does, the request waits. Any
+engine may sample: the front resolves the name once, leases the revision, and offers the request to
+the engines in the order of ``chooser.choose`` until one accepts. A stream whose engine dies
+continues at the next one, with the same revision, seed, position and tokens (``service/pins.py``).
+The front keeps nothing that a client needs: another one on the same port serves the next request.
 """
 
 import asyncio
@@ -138,7 +138,7 @@ class Front:
             return await self._list(request, path)
         kind = request.headers.get("content-type", "application/json")
         name = places.named(path, body, "json" in kind)
-        if name in self.view.homes():
+        if name in self.view.members or name in self.view.folders:
             return await self._at(name, request, body)
         if path == "/api/v1/create_session" and request.method == "POST":
             return await self._open_session(request, body)

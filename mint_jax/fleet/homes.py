@@ -18,6 +18,7 @@ from mint_jax.fleet.view import FleetView
 
 log = logging.getLogger("mint_jax.fleet")
 PERIOD_S = 1.0  # between two looks
+MOVE_S = 60.0  # for one move: an engine that hangs does not delay the others' for longer
 NAME = re.compile("e[0-9]{1,4}")
 
 
@@ -64,7 +65,10 @@ async def keep(view: FleetView, folder: Path, after_s: float) -> None:
     """Moves homes as long as it runs; an engine may be gone for ``after_s`` seconds."""
     while True:
         await asyncio.sleep(PERIOD_S)
-        view.folders = await asyncio.to_thread(homes_in, folder)
+        try:
+            view.folders = await asyncio.to_thread(homes_in, folder)
+        except OSError as error:  # of a shared file system, for a while
+            log.warning("%s cannot be read: %s", folder, error)
         now = time.monotonic()
         gone_s = {name: now - one.alive_at for name, one in view.members.items()}
         gone_s = {name: seconds for name, seconds in gone_s.items() if seconds > after_s}
@@ -73,6 +77,7 @@ async def keep(view: FleetView, folder: Path, after_s: float) -> None:
             verb = "serves" if move.here else "gives back"
             log.warning("engine %s %s the sessions of %s", move.engine, verb, move.home)
             try:
-                await view.members[move.engine].move(move.home, move.here)
+                moving = view.members[move.engine].move(move.home, move.here)
+                await asyncio.wait_for(moving, MOVE_S)
             except Exception as error:  # its process lives after all, or the other one has died
                 log.warning("the sessions of %s stay: %s", move.home, error)

@@ -1,8 +1,9 @@
 """Vectors of prompts, for routing: the base's final hidden state at a prompt's last token, from
 which the next token would be drawn, with its norm divided out.
 
-The mean over the prompt is no substitute: of prompts that differ in one word, the language to
-answer in, the nearest of 24 mean vectors was the right one for 47 %, by the last state for 99 %.
+The mean state over the prompt is no substitute. For 96 prompts of ``benchmarks/routes.py`` over
+SmolLM2, which differ in a date and in the language to answer in, the nearest of 24 policies was of
+the right language for 47 % by the mean state, and for 99 % by the last one.
 
 Axes: B rows, T tokens, D model width.
 """

@@ -73,7 +73,6 @@ from mint_jax.train.trainer import Trainer
 ALPHA = 32.0
 PIECE_BYTES = 4 << 20  # of an adapter written into a slot between two turns of the loop
 MAINTENANCE_S = 5.0
-LEAVE_S = 60.0  # for the step that a folder's policies are in when they leave
 TRIM_S = 60.0  # between two times at which freed memory goes back to the kernel
 SAMPLERS = 1 << 16  # that are remembered
 
@@ -357,8 +356,9 @@ class Server:
                 raise UserError(f"engine is {engine!r}; expected one with a folder {folder}")
             guest = copy.copy(self)
             guest.guests = {}
-            guest._opened = guest._open(folder, engine, None)
-            guest._clean()
+            with guest._open(folder, engine, None) as opened:  # closed again if cleaning fails
+                guest._clean()
+                guest._opened = opened.pop_all()
             self.training.add(guest.durable)
             self.guests = {**self.guests, engine: guest}
 
@@ -377,7 +377,7 @@ class Server:
                     if checkpoints.found_or_none(guest.book.owner, policy) is not None:
                         self.live.leave(policy)
 
-            self.training.between(leave).result(LEAVE_S)
+            self.training.between(leave).result()
             guest._end()
 
     def _maintain(self) -> None:

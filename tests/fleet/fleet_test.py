@@ -30,6 +30,7 @@ from mint_jax.lora.tree import AdapterConfig
 from mint_jax.models import base as base_lib
 from mint_jax.service.app import Web
 from mint_jax.service.canaries import uniform
+from mint_jax.service.checkpoints import Checkpoints
 from mint_jax.service.openai import OpenAI
 from mint_jax.service.server import Server, Sizes
 from mint_jax.service.server_db import FolderBusy
@@ -404,7 +405,15 @@ def test_sessions_move_to_another_engine_and_back(fleet, monkeypatch, policy):
         between()
         return [one.result().metrics["loss:sum"] for one in asked]
 
+    sweep, failures = Checkpoints.sweep, [OSError("the disk hangs")]
+
+    def sweep_later(self) -> None:  # the first attempt to adopt fails, and leaves the folder free
+        if failures:
+            raise failures.pop()
+        sweep(self)
+
     def leave() -> None:
+        monkeypatch.setattr(Checkpoints, "sweep", sweep_later)
         fleet.kill("e0")
         fleet.end("e0")
 
@@ -417,6 +426,7 @@ def test_sessions_move_to_another_engine_and_back(fleet, monkeypatch, policy):
     drawn = sampler.sample(prompt, 1, greedy).result().sequences[0].tokens
     losses += steps("e0", 3, leave)
     assert losses == undisturbed[:6], "served by the other engine"
+    assert not failures
     guests = fleet.sites["e1"].server.guests
     assert set(guests) == {"e0"}
     assert sampler.sample(prompt, 1, greedy).result().sequences[0].tokens == drawn

@@ -64,7 +64,7 @@ def test_replaced_and_removed_policies_are_found_no_more(rng):
 
 
 def test_many_policies_are_found_in_cells(rng, monkeypatch):
-    """Of random queries near a policy that policy is found, also one that came later."""
+    """A query near a policy finds it, also a policy that was added after the cells were fitted."""
     monkeypatch.setattr(module, "EXACT", 100)
     monkeypatch.setattr(module, "REDUCED", 16)
     index = RouteIndex(DIMS)

@@ -146,7 +146,7 @@ def test_options_have_the_probabilities_of_the_draw(site):
 
 
 def test_rewards_teach_and_outlive_a_restart(site, sites, base, rng):
-    """Of two policies for the same prompts the one that earns more answers in the end."""
+    """Two policies are for the same prompts; in the end the one with the higher rewards answers."""
     packed = pack(random_adapter(rng, base, CONFIG), Schema(base.fingerprint, CONFIG))
     site.server.catalog.export("default/numbers", packed, 1, create=True)
     post(site, "routes", {"model": "numbers", "prompts": ["8 8 2 1", "5 6 5 3 1"]})
