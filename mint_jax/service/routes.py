@@ -21,7 +21,7 @@ from mint_jax.catalog.records.database import DatabaseFailed
 from mint_jax.catalog.records.names import parse_policy
 from mint_jax.errors import UserError
 from mint_jax.residency.residency import Residency
-from mint_jax.routing.bandit import Arm, Bandit, Option, Residuals
+from mint_jax.routing.bandit import Arm, Bandit, Option
 from mint_jax.routing.index import Near, RouteIndex
 from mint_jax.service.canaries import KEEP_S, key_of
 from mint_jax.service.checkpoints import found_or_none
@@ -161,15 +161,13 @@ class Routes:
                 raise BadRequest("id", text)
             bandit = self._bandit(tenant)
             bandit.learn(policy, np.array(json.loads(features)), reward)
-            arm, state = bandit.arms[policy], [bandit.gram.tolist(), bandit.target.tolist()]
+            moments = json.dumps(bandit.arms[policy].tolist())
 
             def write(connection: Connection) -> None:
                 own = "UPDATE choices SET reward = ? WHERE tenant = ? AND id = ?"
                 connection.execute(own, (reward, tenant, key))
-                values = (tenant, policy, arm.count, arm.total)
-                connection.execute("INSERT OR REPLACE INTO arms VALUES (?, ?, ?, ?)", values)
-                new = (tenant, json.dumps(state))
-                connection.execute("INSERT OR REPLACE INTO regressions VALUES (?, ?)", new)
+                values = (tenant, policy, moments)
+                connection.execute("INSERT OR REPLACE INTO arms VALUES (?, ?, ?)", values)
 
             try:
                 self._database.write(write, len(id)).result()
@@ -182,13 +180,9 @@ class Routes:
         """Returns a tenant's bandit, as it is on the disk; called with the lock."""
         if (bandit := self._bandits.get(tenant)) is None:
             bandit = self._bandits[tenant] = Bandit(self._cost)
-            query = "SELECT policy, count, total FROM arms WHERE tenant = ?"
-            for policy, count, total in self._database.read(query, tenant):
-                bandit.arms[policy] = Residuals(count, total)
-                bandit.rewards += count
-            query = "SELECT state FROM regressions WHERE tenant = ?"
-            for (state,) in self._database.read(query, tenant):
-                bandit.gram, bandit.target = map(np.array, json.loads(state))
+            query = "SELECT policy, moments FROM arms WHERE tenant = ?"
+            for policy, moments in self._database.read(query, tenant):
+                bandit.put(policy, np.array(json.loads(moments)))
         return bandit
 
 

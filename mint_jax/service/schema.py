@@ -71,9 +71,8 @@ CREATE TABLE choices (
     features TEXT NOT NULL, created REAL NOT NULL, reward REAL, PRIMARY KEY (tenant, id)) STRICT;
 CREATE INDEX choices_created ON choices (created);
 CREATE TABLE arms (
-    tenant TEXT NOT NULL, policy TEXT NOT NULL, count INTEGER NOT NULL, total REAL NOT NULL,
+    tenant TEXT NOT NULL, policy TEXT NOT NULL, moments TEXT NOT NULL,
     PRIMARY KEY (tenant, policy)) STRICT;
-CREATE TABLE regressions (tenant TEXT PRIMARY KEY, state TEXT NOT NULL) STRICT;
 CREATE TABLE starts (number INTEGER PRIMARY KEY) STRICT;
 CREATE TABLE costs (
     tenant TEXT NOT NULL, policy TEXT NOT NULL, prefill_s REAL NOT NULL, decode_s REAL NOT NULL,

@@ -39,19 +39,43 @@ def test_of_equal_policies_the_one_that_could_start_sooner_is_drawn():
     assert [one.propensity for one in found] == [0.0, 0.0, 0.0, 1.0]
 
 
-def test_weights_are_those_of_ridge_regression(rng):
-    bandit, rows, rewards = Bandit(), [], []
-    for _ in range(30):
-        features = bandit.features(arms(*rng.uniform(-1, 1, 3)))
-        at, reward = int(rng.integers(4)), float(rng.random())
-        bandit.learn(at, features[at], reward)
-        rows.append(features[at])
+def test_rewards_expected_are_those_of_one_regression_on_weights_and_offsets(rng):
+    """Solved at once, with a column for each policy and for the base."""
+    bandit, other, rows, rewards = Bandit(), Bandit(), [], []
+    for _ in range(60):
+        some = arms(*rng.uniform(-1, 1, 3))
+        features, at = bandit.features(some), int(rng.integers(4))
+        reward = float(rng.random())
+        bandit.learn(some[at].key, features[at], reward)
+        rows.append([*features[at], *np.eye(4)[at]])
         rewards.append(reward)
     X, y = np.array(rows), np.array(rewards)
-    wanted = PRIOR + np.linalg.solve(X.T @ X + RIDGE * np.eye(3), X.T @ (y - X @ PRIOR))
-    found = PRIOR + np.linalg.solve(bandit.gram, bandit.target)
-    np.testing.assert_allclose(found, wanted, rtol=1e-9)
-    assert sum(arm.count for arm in bandit.arms.values()) == bandit.rewards == 30
+    penalty = np.diag([RIDGE] * 3 + [SHRINK] * 4)
+    solution = np.linalg.solve(X.T @ X + penalty, X.T @ (y - X[:, :3] @ PRIOR))
+    some = arms(*rng.uniform(-1, 1, 3))
+    wanted = bandit.features(some) @ (PRIOR + solution[:3]) + solution[3:]
+    found = [one.reward for one in bandit.options(some)]
+    np.testing.assert_allclose(found, wanted, rtol=1e-9, atol=1e-12)
+    assert bandit.rewards == 60
+    for key, moments in bandit.arms.items():  # as a server reads them after a restart
+        other.put(key, moments)
+    again = [one.reward for one in other.options(some)]
+    np.testing.assert_allclose(again, found, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("cosines", [(0.9, 0.88, 0.87), (0.5, 0.45, 0.4), (0.9, 0.6, 0.5)])
+def test_bad_policies_do_not_drag_down_their_neighbours(cosines):
+    """After two that earn nothing the third is drawn, before a base that is known to earn 0.3."""
+    bandit, drawn, some = Bandit(cost=0.0, explore=False), [], arms(*cosines)
+    for _ in range(50):
+        bandit.learn("base", np.zeros(3), 0.3)
+    for _ in range(40):
+        [one] = [o for o in bandit.options(some) if o.propensity]
+        drawn.append(one.arm.key)
+        reward = {0: 0.0, 1: 0.0, 2: 0.8, "base": 0.3}[one.arm.key]
+        bandit.learn(one.arm.key, bandit.features(some)[some.index(one.arm)], reward)
+    assert "base" not in drawn
+    assert drawn[10:] == [2] * 30
 
 
 def test_a_policy_that_disappoints_and_a_base_that_is_better_are_learned(rng):
