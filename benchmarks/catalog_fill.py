@@ -1,4 +1,5 @@
-"""Fills catalogs with many policies of a tiny base and distinct packed adapters of a few KB.
+"""Fills catalogs with many policies and distinct packed adapters: of a few KB each, of a tiny base,
+or of SmolLM2's shapes.
 
 Entry ``k`` is revision ``k // policies + 1`` of policy ``k % policies``: every policy is exported
 once, then every policy again, as training does. The seed and the batch number determine the bytes
@@ -24,31 +25,51 @@ from mint_jax.catalog.packed import Schema, pack, unpack
 from mint_jax.catalog.records.exports import Export
 from mint_jax.errors import UserError
 from mint_jax.lora import tree as lora_tree
-from mint_jax.lora.tree import AdapterConfig
+from mint_jax.lora.tree import BIAS, AdapterConfig
 from mint_jax.models import transformer
 from mint_jax.models.config import ModelConfig
 
 BASE = "0" * 64  # fingerprint of the base that is only a shape here
-TARGETS = ("q", "v")
-ADAPTER = AdapterConfig(2, 4.0, TARGETS)
 DTYPE = "bfloat16"
-ROOM = 8192  # bytes of disk an entry may need, with its rows and the database's log
+ROOM = 5000  # bytes of disk for an entry's rows and their log, beside its payload
 
 
-def base_specs() -> Any:
-    """The tiny base, as shapes."""
-    return transformer.abstract(
-        ModelConfig("qwen3", 64, 64, 2, num_heads=4, num_kv_heads=2, head_dim=16, d_ff=128)
-    )
+class Form(NamedTuple):
+    """Shapes of a base and of adapters over it."""
+
+    base: str  # a name of SHAPES
+    adapter: AdapterConfig
+
+    @property
+    def specs(self) -> Any:
+        """The base, as shapes."""
+        return transformer.abstract(SHAPES[self.base])
+
+
+SHAPES = {
+    "tiny": ModelConfig("qwen3", 64, 64, 2, num_heads=4, num_kv_heads=2, head_dim=16, d_ff=128),
+    "smollm2": ModelConfig(
+        *("llama", 49152, 576, 30), num_heads=9, num_kv_heads=3, head_dim=64, d_ff=1536
+    ),
+}
+FORMS = {
+    "tiny": Form("tiny", AdapterConfig(2, 4.0, ("q", "v"))),
+    "bias": Form("smollm2", AdapterConfig(kind=BIAS, targets=("o",))),
+    "bias_o_down": Form("smollm2", AdapterConfig(kind=BIAS, targets=("o", "down"))),
+    "rank8": Form("smollm2", AdapterConfig(8, 16.0)),
+}
 
 
 class Plan(NamedTuple):
-    """Contents of a catalog: ``entries`` revisions, ``batch`` of them in a transaction and pack."""
+    """Contents of a catalog: ``entries`` revisions, ``batch`` of them in a transaction and pack;
+    ``form`` is a name of ``FORMS``.
+    """
 
     entries: int
     per_policy: int
     batch: int
     seed: int
+    form: str = "tiny"
 
     @property
     def policies(self) -> int:
@@ -73,11 +94,11 @@ class Payloads:
     numbers.
     """
 
-    def __init__(self, seed: int):
+    def __init__(self, seed: int, form: Form):
         self._seed = seed
-        wanted = lora_tree.adapter_specs(base_specs(), ADAPTER)
+        wanted = lora_tree.adapter_specs(form.specs, form.adapter)
         zeros = jax.tree.map(lambda s: np.zeros(s.shape, np.float32), wanted)
-        model, self._size = pack(zeros, Schema(BASE, ADAPTER, DTYPE)), params_lib.count(wanted)
+        model, self._size = pack(zeros, Schema(BASE, form.adapter, DTYPE)), params_lib.count(wanted)
         self._head, self.nbytes = model[: -2 * self._size], len(model)
         unpack(self.batch(0, 1)[0])  # raises, should the header not fit
 
@@ -98,11 +119,10 @@ def open_catalog(folder: Path, database: str | None = None, actor: str = "traine
 
 def fill(folder: Path, plan: Plan, database: str | None = None) -> dict[str, Any]:
     """Makes a catalog; returns what it took and what lies on the disk afterwards."""
-    free = shutil.disk_usage(folder).free
-    if free < plan.entries * ROOM:
-        need = f"{plan.entries} entries need {plan.entries * ROOM / 1e9:.0f} GB of disk"
+    payloads, free = Payloads(plan.seed, FORMS[plan.form]), shutil.disk_usage(folder).free
+    if free < (nbytes := plan.entries * (payloads.nbytes + ROOM)):
+        need = f"{plan.entries} entries need {nbytes / 1e9:.0f} GB of disk"
         raise UserError(f"{need}, {folder} has {free / 1e9:.0f}: choose another workdir")
-    payloads = Payloads(plan.seed)
     seconds, work, batches = [], [], list(plan.batches())
     with open_catalog(folder, database) as catalog:
         for number, batch in enumerate(timing.counted(f"catalog of {plan.entries}", batches)):

@@ -24,13 +24,12 @@ from ml_collections import ConfigDict
 from benchmarks import timing, traffic
 from benchmarks.alone import alone, scratch
 from benchmarks.catalog_fill import (
-    ADAPTER,
     BASE,
     DTYPE,
-    TARGETS,
+    FORMS,
+    Form,
     Payloads,
     Plan,
-    base_specs,
     drop_from_page_cache,
     fill,
     on_disk,
@@ -66,12 +65,13 @@ def resolves(
     return {**timing.percentiles(seconds), "errors": int(errors)}
 
 
-class _Loads:
+class Loads:
     """The way from a name to a device slot."""
 
-    def __init__(self, catalog: Catalog, config: Any, object_bytes: int):
-        slots = DeviceSlots(base_specs(), {ADAPTER.bucket: config.slots}, TARGETS, jnp.dtype(DTYPE))
-        admission = Admission(BASE, base_specs(), {ADAPTER.bucket: slots.targets(ADAPTER.bucket)})
+    def __init__(self, catalog: Catalog, form: Form, config: Any, object_bytes: int):
+        specs, bucket = form.specs, form.adapter.bucket
+        slots = DeviceSlots(specs, {bucket: config.slots}, form.adapter.targets, jnp.dtype(DTYPE))
+        admission = Admission(BASE, specs, {bucket: slots.targets(bucket)})
         self._catalog = catalog
         self._places: dict[str, Place] = {}  # of the request under way
         self._loaded: set[str] = set()
@@ -133,9 +133,9 @@ def measure(
 ) -> dict[str, Any]:
     """All requests to one catalog; for a fresh process."""
     config: Any = ConfigDict(fields)
-    plan = Plan(entries, config.per_policy, config.batch, config.seed)
-    rng = np.random.default_rng(config.seed + 1)
-    payloads = Payloads(plan.seed)
+    plan = Plan(entries, config.per_policy, config.batch, config.seed, config.form)
+    rng, form = np.random.default_rng(config.seed + 1), FORMS[config.form]
+    payloads = Payloads(plan.seed, form)
 
     def latest(kind: str, count: int) -> Iterator[tuple[str, int]]:
         drawn = traffic.draws(kind, plan.policies, count, config.zipf, rng).tolist()
@@ -153,7 +153,7 @@ def measure(
         }
         after_resolves = host.rss_bytes()
         wrong = _read_back(catalog, plan, payloads, rng)
-        loads = _Loads(catalog, config, payloads.nbytes)
+        loads = Loads(catalog, form, config, payloads.nbytes)
         loads.measure(
             "warm-up", latest("uniform", config.slots), config.slots
         )  # compiles the write
@@ -215,7 +215,7 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     for entries in config.entries:
         began, load_before = time.perf_counter(), os.getloadavg()[0]
-        plan = Plan(entries, config.per_policy, config.batch, config.seed)
+        plan = Plan(entries, config.per_policy, config.batch, config.seed, config.form)
         made = scratch(workdir / "catalog_scale")
         with made as folder, _server(config.database) as (database, data):
             row = alone(fill, folder, plan, database)

@@ -1,15 +1,18 @@
 """A filled catalog holds the payloads of its plan."""
 
-from benchmarks.catalog_fill import ADAPTER, BASE, Payloads, Plan, base_specs, fill, open_catalog
+import pytest
+
+from benchmarks.catalog_fill import BASE, FORMS, Payloads, Plan, fill, open_catalog
 from mint_jax.catalog.packed import digest_of, unpack
 from mint_jax.lora import tree as lora_tree
 
 
-def test_a_filled_catalog_holds_what_its_plan_says(tmp_path):
-    plan = Plan(entries=23, per_policy=4, batch=7, seed=3)
+@pytest.mark.parametrize("form", FORMS.keys() - {"rank8"})
+def test_a_filled_catalog_holds_what_its_plan_says(tmp_path, form):
+    plan = Plan(entries=23, per_policy=4, batch=7, seed=3, form=form)
     report = fill(tmp_path, plan)
     assert (report["entries"], report["policies"]) == (23, 6)
-    payloads = Payloads(plan.seed)
+    payloads = Payloads(plan.seed, FORMS[form])
     digests = [
         digest_of(data)
         for n, batch in enumerate(plan.batches())
@@ -22,5 +25,5 @@ def test_a_filled_catalog_holds_what_its_plan_says(tmp_path):
         for policy in range(plan.policies):
             assert catalog.resolve(f"{plan.policy(policy)}@latest").number == plan.newest(policy)
         adapter, schema = unpack(catalog.load(plan.policy(5)))
-    assert (schema.base, schema.config) == (BASE, ADAPTER)
-    lora_tree.check_fits(adapter, schema.config, base_specs(), "it")
+    assert (schema.base, schema.config) == (BASE, FORMS[form].adapter)
+    lora_tree.check_fits(adapter, schema.config, FORMS[form].specs, "it")

@@ -174,7 +174,7 @@ def test_rewards_teach_and_outlive_a_restart(site, sites, base, rng):
             if one["cosine"]
         )
 
-    print("COS", post(site, "route", {"prompt": "1 2 3 4"}), len(best));     before = learned(site)
+    before = learned(site)
     site.close()
     again = sites(base, site.server.folder, SIZES)
     assert learned(again) == before  # sums in another order
