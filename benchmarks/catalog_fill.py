@@ -55,8 +55,6 @@ SHAPES = {
 FORMS = {
     "tiny": Form("tiny", AdapterConfig(2, 4.0, ("q", "v"))),
     "bias": Form("smollm2", AdapterConfig(kind=BIAS, targets=("o",))),
-    "bias_o_down": Form("smollm2", AdapterConfig(kind=BIAS, targets=("o", "down"))),
-    "rank8": Form("smollm2", AdapterConfig(8, 16.0)),
 }
 
 

@@ -86,35 +86,42 @@ class Loads:
         forget(self.residency, self._loaded)
         self._loaded.clear()
 
+    def load(self, name: str, drop: bool = False) -> tuple[str, float]:
+        """Returns the tier that had a name's adapter, and the seconds from the request to the
+        written slot.
+
+        Args:
+            drop: the adapter is dropped everywhere afterwards and found cold the next time.
+        """
+        began = time.perf_counter()
+        resolved = self._catalog.resolve(name)
+        digest = resolved.digest
+        self._places = {digest: resolved.place}
+        self._loaded.add(digest)
+        tier = "host" if digest in self.residency.host else "cold"
+        future = self.residency.acquire(digest)
+        if future.done():
+            tier = "device"
+        [lease] = [future.result()] if future.done() else self.residency.wait_for([digest])
+        jax.block_until_ready(self.residency.stacks[lease.slot.bucket])
+        seconds = time.perf_counter() - began
+        lease.release()
+        if tier != "device":
+            future.result().release()
+        if drop:
+            forget(self.residency, [digest])
+        return tier, seconds
+
     def measure(
         self, what: str, names: Iterator[tuple[str, int]], count: int, drop: bool = False
     ) -> dict[str, Any]:
-        """Loads one name after the other; seconds by tier, from the request to the written slot.
-
-        Args:
-            drop: a load's adapter is dropped everywhere afterwards and found cold the next time.
-        """
+        """Loads one name after the other; see ``load``."""
         found: dict[str, list[float]] = {"device": [], "host": [], "cold": []}
         errors = 0
         for name, _ in timing.counted(what, names, count):
-            began = time.perf_counter()
             try:
-                resolved = self._catalog.resolve(name)
-                digest = resolved.digest
-                self._places = {digest: resolved.place}
-                self._loaded.add(digest)
-                tier = "host" if digest in self.residency.host else "cold"
-                future = self.residency.acquire(digest)
-                if future.done():
-                    tier = "device"
-                [lease] = [future.result()] if future.done() else self.residency.wait_for([digest])
-                jax.block_until_ready(self.residency.stacks[lease.slot.bucket])
-                found[tier].append(time.perf_counter() - began)
-                lease.release()
-                if tier != "device":
-                    future.result().release()
-                if drop:
-                    forget(self.residency, [digest])
+                tier, seconds = self.load(name, drop)
+                found[tier].append(seconds)
             except UserError:
                 errors += 1
         loads = len(found["host"]) + len(found["cold"])

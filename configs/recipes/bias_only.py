@@ -32,6 +32,8 @@ def get_config() -> ConfigDict:
             "rank1": _policy({"rank": 1, "alpha": 32.0}, 3e-4),  # 1.22 MB
             "bias": _policy({"kind": "bias"}, 1e-3),  # 0.62 MB
             "bias_o_down": _policy({"kind": "bias", "targets": ("o", "down")}, 1e-3),  # 0.14 MB
+            "bias_o": _policy({"kind": "bias", "targets": ("o",)}, 2e-3),  # 0.07 MB
+            "bias_v": _policy({"kind": "bias", "targets": ("v",)}, 5e-3),  # 0.02 MB
         }
     )
     return config

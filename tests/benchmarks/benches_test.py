@@ -143,6 +143,15 @@ def check_stand_in(report):
     assert 0 < report["stood_in"] <= 1
 
 
+def check_small_policies(report):
+    """Every policy of the recipe is trained and loaded; of biases alone all are smaller."""
+    sizes = {row["policy"]: row["adapter_bytes"] for row in report["rewards"]}
+    assert sizes.keys() == report["numbers"].keys() == report["loads"].keys()
+    assert [*report["loads"]][:2] == ["rank8", "rank1"]
+    assert max(sizes, key=sizes.get) == "rank8"
+    assert report["loads"]["rank8"]["over_largest"]["median"] == 1
+
+
 def check_routes(report):
     """Every router has every seed; the base loads nothing, and a named policy's share is 1."""
     routers = report["routers"]
