@@ -26,8 +26,7 @@ RECIPE = Path(__file__).parents[1] / "configs" / "recipes" / "bias_only.py"
 def run(config: Any, workdir: Path) -> dict[str, Any]:
     """Runs the bench; returns its report."""
     recipe = _recipe()
-    rows = [row for task in config.tasks for row in _train(config, task, recipe, workdir)]
-    rows.sort(key=lambda row: (row["task"], -row["adapter_bytes"]))
+    rewards = {task: _train(config, task, recipe, workdir) for task in config.tasks}
     forms = {
         name: Form("smollm2", AdapterConfig(**policy.adapter))
         for name, policy in recipe.policies.items()
@@ -37,13 +36,17 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
         for name, form in forms.items()
     }
     forms = {name: forms[name] for name in sorted(counts, key=counts.__getitem__, reverse=True)}
-    report = {"steps": config.steps or recipe.steps, "rewards": rows, "numbers": counts}
+    report = {"steps": config.steps or recipe.steps, "rewards": rewards, "numbers": counts}
     report["loads"] = _loads(config, forms)
-    columns = "task", "policy", "adapter_bytes", "before", "after"
-    report_lib.table("rewards", columns, [[row[c] for c in columns] for row in rows])
+    cells = [
+        [task, row["name"], row["adapter_bytes"], row["before"], row["after"]["median"]]
+        for task, rows in rewards.items()
+        for row in rows
+    ]
+    report_lib.table("rewards", ("task", "policy", "bytes", "before", "after"), cells)
     cells = [[name, one["over_largest"]["median"]] for name, one in report["loads"].items()]
     report_lib.table("cold loads", ("policy", "time / that of the largest"), cells)
-    _draw(rows, workdir / "small_policies.png")
+    _draw(rewards, workdir / "small_policies.png")
     return report
 
 
@@ -57,23 +60,25 @@ def _recipe() -> Any:
 
 
 def _train(config: Any, task: str, recipe: Any, workdir: Path) -> list[dict[str, Any]]:
-    """Trains the recipe's policies on a task; returns a row for each."""
-    job = recipe.copy_and_resolve_references()
-    job.update(base=config.base, steps=config.steps or job.steps, tensorboard=False)
-    job.export_every = job.steps
-    job.eval = config.eval
-    for policy in job.policies.values():
-        policy.env.name = task
-    found = recipes.run(recipes.read(job), workdir / task)["policies"]
+    """Trains the recipe's policies on a task, with each seed; returns a row for each policy."""
+    runs = []
+    for seed in config.seeds:
+        job = recipe.copy_and_resolve_references()
+        job.update(base=config.base, steps=config.steps or job.steps, seed=seed, tensorboard=False)
+        job.export_every = job.steps
+        job.eval = config.eval
+        for policy in job.policies.values():
+            policy.env.name = task
+        found = recipes.run(recipes.read(job), workdir / f"{task}_{seed}")["policies"]
+        runs.append({one["name"]: one for one in found})
     return [
         {
-            "task": task,
-            "policy": one["name"],
+            "name": name,
             "adapter_bytes": one["adapter_bytes"],
             "before": one["reward_before"],
-            "after": one["reward_after"],
+            "after": timing.median(run[name]["reward_after"] for run in runs),
         }
-        for one in found
+        for name, one in sorted(runs[0].items(), key=lambda at: -at[1]["adapter_bytes"])
     ]
 
 
@@ -102,20 +107,21 @@ def _loads(config: Any, forms: dict[str, Form]) -> dict[str, Any]:
     }
 
 
-def _draw(rows: list[dict[str, Any]], file: Path) -> None:
+def _draw(rewards: dict[str, list[dict[str, Any]]], file: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    tasks = list(dict.fromkeys(row["task"] for row in rows))
-    figure, axes = plt.subplots(1, len(tasks), figsize=(4.4 * len(tasks), 3.4), squeeze=False)
-    for ax, task in zip(axes[0], tasks):
-        for row in (row for row in rows if row["task"] == task):
-            color = "C1" if row["policy"].startswith("bias") else "C0"
-            ax.plot(row["adapter_bytes"] / 1e3, row["after"], "o", color=color)
-            ax.annotate(row["policy"], (row["adapter_bytes"] / 1e3, row["after"]), fontsize=7)
-        ax.axhline(next(row["before"] for row in rows if row["task"] == task), color="0.6")
+    figure, axes = plt.subplots(1, len(rewards), figsize=(4.4 * len(rewards), 3.4), squeeze=False)
+    for ax, (task, rows) in zip(axes[0], rewards.items()):
+        for row in rows:
+            color = "C1" if row["name"].startswith("bias") else "C0"
+            at = row["adapter_bytes"] / 1e3, row["after"]["median"]
+            ax.vlines(at[0], *row["after"]["interval"], color=color)
+            ax.plot(*at, "o", color=color)
+            ax.annotate(row["name"], at, fontsize=7)
+        ax.axhline(rows[0]["before"], color="0.6")
         ax.set(title=task, xlabel="kB, float32", xscale="log", ylim=(0, 1.05))
         ticks = sorted({round(row["adapter_bytes"] / 1e3) for row in rows})
         ax.set_xticks(ticks, [f"{tick:,}" for tick in ticks], fontsize=7)

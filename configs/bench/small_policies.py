@@ -2,7 +2,7 @@
 
 Command: python -m benchmarks --config=configs/bench/small_policies.py
   --workdir=runs/bench/small_policies
-Default size: about 25 minutes on two CPU cores. Short: --config=configs/bench/small_policies.py:ci
+Default size: about 40 minutes on two CPU cores. Short: --config=configs/bench/small_policies.py:ci
 """
 
 from ml_collections import ConfigDict
@@ -14,6 +14,7 @@ def get_config(size: str = "default") -> ConfigDict:
     config = ConfigDict({"bench": "small_policies", "seed": 0})
     config.base = "tiny-random" if tiny else "smollm2-135m-instruct"
     config.tasks = ("digit_sum",) if tiny else ("digit_sum", "copy_word")
+    config.seeds = (0,) if tiny else (0, 1)
     config.steps = 1 if tiny else 0  # 0: as in the recipe
     config.eval = ConfigDict(
         {"examples": 1, "samples": 1} if tiny else {"examples": 24, "samples": 4}
