@@ -31,7 +31,7 @@ from mint_jax.models.config import ModelConfig
 
 BASE = "0" * 64  # fingerprint of the base that is only a shape here
 DTYPE = "bfloat16"
-ROOM = 5000  # bytes of disk for an entry's rows and their log, beside its payload
+ROOM = 5000  # bytes of disk for an entry's rows and their log, without its payload
 
 
 class Form(NamedTuple):

@@ -1,8 +1,8 @@
-"""MinT's row on timed engines behind the product's front, and the same row simulated.
+"""MinT's row on timed engines behind the product's front, the same row simulated, and the same
+engines behind Ray Serve's router for multiplexed models.
 
-A timed engine is that of ``benchmarks.fleet_simulation`` in real time behind HTTP: it decodes
-nothing and answers when the model says so. Front, gate, catalog, chooser, HTTP are the product's.
-``timed_over_simulated`` says what the simulation leaves out.
+Engines are those of ``timed_engines``, here behind HTTP. Front, gate, catalog, chooser, HTTP are
+the product's. ``timed_over_simulated`` says what the simulation leaves out.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ import functools
 import json
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,9 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 
 from benchmarks import catalog_fill, timing
-from benchmarks.fleet_simulation import Ask, Engine, Fleet, Service, Traffic
+from benchmarks.fleet_simulation import Ask, Fleet, Service, Traffic
+from benchmarks.ray_serve_peer import HEADER, running
+from benchmarks.timed_engines import Timed
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.fleet.engine import EngineReport
 from mint_jax.fleet.front import Front, make
@@ -40,7 +42,8 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
     service = Service(**config.service.to_dict(), slots=config.slots, host=config.host)
     traffic = Traffic(**config.row)
     plan = catalog_fill.Plan(traffic.names, 1, min(traffic.names, 512), config.seed)
-    sides: dict[str, list[dict[str, Any]]] = {"timed": [], "simulated": []}
+    names = ("timed", "simulated", "ray_serve")[: 3 if config.ray_serve else 2]
+    sides: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory(dir=workdir) as folder:
         catalog_fill.fill(Path(folder), plan)
         with catalog_fill.open_catalog(Path(folder)) as catalog:
@@ -49,63 +52,24 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
                 sides["timed"].append(asyncio.run(row))
                 fleet = Fleet(service, config.engines, config.report_s, seed)
                 sides["simulated"].append(fleet.run("chooser", traffic, seed))
+                if config.ray_serve:
+                    sides["ray_serve"].append(_ray_serve(config, service, traffic, plan, seed))
     report: dict[str, Any] = {"engines": config.engines, "requests": traffic.requests}
     for name in ("errors", *COMPARED):
         taken = {side: [one[name] for one in found] for side, found in sides.items()}
         report[name] = timing.medians_of(taken)
-        if name in COMPARED:
-            report[name]["timed_over_simulated"] = timing.ratio(taken, "timed", "simulated")
+        for other in names[1:] if name in COMPARED else ():
+            report[name][f"timed_over_{other}"] = timing.ratio(taken, "timed", other)
     return report
 
 
-class _Timed:
-    """Timed engines: to ``Engine`` they are its fleet, with the real time."""
-
-    def __init__(self, service: Service, count: int):
-        self.busy, self.ends = [0] * count, dict[int, asyncio.Future]()
-        self.engines = [Engine(service, self, i) for i in range(count)]  # type: ignore[arg-type]
-        self.urls = [""] * count
-
-    @property
-    def now(self) -> float:
-        return time.monotonic()
-
-    def at(self, seconds: float, call: Any) -> None:
-        asyncio.get_running_loop().call_later(seconds, call)
-
-    def ended(self, i: int, ask: Ask) -> None:
-        self.busy[i] -= 1
-        self.ends.pop(ask.number).set_result(None)
-
-    async def answer(self, i: int, scope: Any, receive: Any, send: Any) -> None:
-        """Answers one request of engine ``i``, as an ASGI application."""
-        header = Headers(scope=scope).get(pins.HEADER)
-        body = json.loads(pins.split(header, (await receive())["body"])[1])
-        ask = Ask(body["seed"], body["model"], body["max_tokens"])
-        if wait := self.engines[i].offer(ask):
-            headers = {"retry-after-ms": str(int(1e3 * wait) + 1)}
-            await JSONResponse({}, 429, headers)(scope, receive, send)
-            return
-        self.busy[i] += 1
-        self.ends[ask.number] = end = asyncio.get_running_loop().create_future()
-        await end
-        await JSONResponse({})(scope, receive, send)
-
-    async def report(self, i: int) -> EngineReport:
-        one = self.engines[i]
-        return EngineReport(
-            url=self.urls[i],
-            ready=True,
-            serving=True,
-            rows=one.service.rows,
-            running=len(one.rows),
-            waiting=len(one.waiting) + sum(map(len, one.loads.values())),
-            loads=len(one.loads),
-            load_s=one.service.next_load_s,
-            slots=frozenset(one.device.resident()),
-            host=frozenset(one.host.resident()),
-            places=one.service.slots,
-        )
+async def _answer(timed: Timed, i: int, scope: Any, receive: Any, send: Any) -> None:
+    """Answers one request of engine ``i``, as an ASGI application."""
+    header = Headers(scope=scope).get(pins.HEADER)
+    body = json.loads(pins.split(header, (await receive())["body"])[1])
+    wait = await timed.serve(i, Ask(body["seed"], body["model"], body["max_tokens"]))
+    headers = {"retry-after-ms": str(int(1e3 * wait) + 1)} if wait else {}
+    await JSONResponse({}, 429 if wait else 200, headers)(scope, receive, send)
 
 
 async def _stays(home: str, here: bool) -> None:
@@ -121,13 +85,13 @@ async def _timed(
     seed: int,
 ) -> dict[str, Any]:
     """Returns shares, seconds and counts of the row on timed engines."""
-    timed = _Timed(service, config.engines)
+    timed = Timed(service, config.engines)
     async with contextlib.AsyncExitStack() as serving:
         engines = []
         for i in range(config.engines):
-            app = _served(functools.partial(timed.answer, i))
-            timed.urls[i] = await serving.enter_async_context(app)
-            report = functools.partial(timed.report, i)
+            app = _served(functools.partial(_answer, timed, i))
+            url = await serving.enter_async_context(app)
+            report = functools.partial(_report, timed, i, url)
             engines.append(FleetEngine(f"e{i}", report, lambda digest: None, _stays))
         view = FleetView(engines)
         front = Front(view, catalog, CollectorRegistry())
@@ -135,20 +99,38 @@ async def _timed(
         limits = Limits(tenant=1 << 20, total=1 << 20)
         url = await serving.enter_async_context(_served(make(front, keys=None, limits=limits)))
         await view.wait(lambda: len(view.up()) == config.engines, 60.0)
-        seconds, errors = await _clients(url, traffic, plan, seed)
-    measured = [s for number, s in seconds.items() if number >= traffic.prewarm]
-    return {
-        "errors": errors / traffic.requests,
-        "p50_s": float(np.quantile(measured, 0.5)),
-        "p95_s": float(np.quantile(measured, 0.95)),
-        "cold_loads": sum(one.cold for one in timed.engines),
-    }
+        row = await _clients(url, traffic, plan, seed)
+    return row | {"cold_loads": sum(one.cold for one in timed.engines)}
+
+
+def _ray_serve(
+    config: Any, service: Service, traffic: Traffic, plan: catalog_fill.Plan, seed: int
+) -> dict[str, Any]:
+    """Returns the same of Ray Serve."""
+    cold = dict[str, int]()
+
+    def read(body: bytes) -> None:
+        cold.update(json.loads(body))
+
+    with running(service, config.engines) as url:
+        row = asyncio.run(_clients(url, traffic, plan, seed, read))
+    return row | {"cold_loads": sum(cold.values())}
+
+
+async def _report(timed: Timed, i: int, url: str) -> EngineReport:
+    return timed.report(i, url)
 
 
 async def _clients(
-    url: str, traffic: Traffic, plan: catalog_fill.Plan, seed: int
-) -> tuple[dict[int, float], int]:
-    """Sends all requests, the simulation's ones; returns their seconds and the errors."""
+    url: str,
+    traffic: Traffic,
+    plan: catalog_fill.Plan,
+    seed: int,
+    read: Callable[[bytes], object] = bytes,
+) -> dict[str, Any]:
+    """Sends all requests, the simulation's ones; returns shares and seconds. ``read`` gets the
+    bodies of the answers.
+    """
     _, asks = traffic.asks(seed)
     progress, seconds, errors, left = Progress("row", len(asks)), dict[int, float](), 0, iter(asks)
     unlimited = {"connector": aiohttp.TCPConnector(limit=0), "timeout": aiohttp.ClientTimeout(None)}
@@ -160,15 +142,21 @@ async def _clients(
                 name = plan.policy(int(ask.digest, 16))
                 body = {"model": name, "max_tokens": ask.tokens, "seed": ask.number}
                 began = time.monotonic()
-                async with client.post(f"{url}/v1/completions", json=body) as answer:
-                    await answer.read()
+                post = client.post(f"{url}/v1/completions", json=body, headers={HEADER: name})
+                async with post as answer:
+                    read(await answer.read())
                 errors += answer.status != 200 and ask.number >= traffic.prewarm
                 seconds[ask.number] = time.monotonic() - began
                 if len(seconds) % 100 == 0:
                     progress.update(len(seconds), f"{errors} errors")
 
         await asyncio.gather(*(go_on() for _ in range(traffic.concurrency)))
-    return seconds, errors
+    measured = [s for number, s in seconds.items() if number >= traffic.prewarm]
+    return {
+        "errors": errors / traffic.requests,
+        "p50_s": float(np.quantile(measured, 0.5)),
+        "p95_s": float(np.quantile(measured, 0.95)),
+    }
 
 
 @contextlib.asynccontextmanager

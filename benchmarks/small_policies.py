@@ -1,4 +1,4 @@
-"""Policies of 100 KB and less: what biases alone learn beside LoRA in one batch, and the time until
+"""Policies of 100 KB and less: what biases alone learn in one batch with LoRA, and the time until
 they are loaded.
 
 The policies of ``configs/recipes/bias_only.py`` are trained together, once for each task.
