@@ -24,7 +24,7 @@ def get_config(size: str = "default") -> ConfigDict:
     config.report_s = 0.25  # between an engine's reports, as the front asks
     config.row = ConfigDict(MINT_ROW)
     if size == "ci":
-        config.n = 1
+        config.n, config.ray_serve = 1, True
         config.row.update({"names": 128, "requests": 300, "concurrency": 60, "prewarm": 8})
     elif size == "many":
         config.service = ConfigDict(SERVICES["published_loads"])
