@@ -237,8 +237,9 @@ class OpenAI:
         given = tenant_of(request), body.id, body.reward
 
         def give() -> Canary | None:
-            routed = server.routes is not None and server.routes.feedback(*given)
-            if routed and not server.canaries.drew(*given[:2]):
+            drew = server.canaries.drew(*given[:2])
+            routed = server.routes is not None and server.routes.feedback(*given, repeated=drew)
+            if routed and not drew:
                 return None
             return server.canaries.feedback(*given)
 

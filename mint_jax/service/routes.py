@@ -146,9 +146,10 @@ class Routes:
             log.warning("an answer of auto takes no reward: %s", error)
         return routes[at].model
 
-    def feedback(self, tenant: str, id: str, reward: float) -> bool:
+    def feedback(self, tenant: str, id: str, reward: float, repeated: bool = False) -> bool:
         """Learns from the reward of an answer; returns whether it was an answer of ``auto``. Raises
-        ``BadRequest`` if it has a reward already.
+        ``BadRequest`` if it has a reward already; nothing is learned from it again if ``repeated``,
+        since a write that followed may have failed.
         """
         key = key_of(id)
         query = "SELECT policy, features, reward FROM choices WHERE tenant = ? AND id = ?"
@@ -156,6 +157,8 @@ class Routes:
             if not (rows := self._database.read(query, tenant, key)):
                 return False
             policy, features, before = rows[0]
+            if before is not None and repeated:
+                return True
             if before is not None:
                 text = f"answer {id[:100]!r} has the reward {before}: an answer has one"
                 raise BadRequest("id", text)

@@ -112,6 +112,30 @@ def test_a_policys_alias_serving_comes_before_its_newest_revision(site, rng):
     assert sum(server.catalog.canary(canary.id).evidence.answers) > 0
 
 
+def test_a_reward_of_which_half_was_written_is_taken_again(site, rng, monkeypatch):
+    """A canary's answer that ``auto`` drew: the second write failed, and the client repeats."""
+    server = site.server
+    data = pack(random_adapter(rng, server.base, CONFIG), Schema(server.base.fingerprint, CONFIG))
+    server.catalog.promote("default/digits", 1)
+    server.catalog.export("default/digits", data, 2)
+    canary = server.catalog.open_canary("digits", 2, share=0.5, guard="reward>=parent-0.1")
+    answers = (ask(site, "1 2 3 4").parse() for _ in range(100))
+    body = {"id": next(a.id for a in answers if "digits" in a.model), "reward": 1}
+
+    def refuse(*_):
+        raise Overloaded("the queue is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server.canaries, "feedback", refuse)
+        with pytest.raises(httpx.HTTPStatusError, match="429"):
+            post(site, "feedback", body)
+    assert post(site, "feedback", body)["canary"] == canary.id
+    with pytest.raises(httpx.HTTPStatusError, match="400"):
+        post(site, "feedback", body)
+    assert server.routes._bandit("default").rewards == 1
+    assert sum(server.catalog.canary(canary.id).evidence.answers) == 1
+
+
 def test_options_have_the_probabilities_of_the_draw(site):
     """The same vectors and cosines as the base gives, and every draw is written with its own."""
     prompt = "5 6 7 8"
