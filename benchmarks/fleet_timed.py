@@ -1,5 +1,5 @@
 """MinT's row on timed engines behind the product's front, the same row simulated, and the same
-engines behind Ray Serve's router for multiplexed models.
+engines behind Ray Serve, with its own router for multiplexed models and with the fleet's chooser.
 
 Engines are those of ``timed_engines``, here behind HTTP. Front, gate, catalog, chooser, HTTP are
 the product's. ``timed_over_simulated`` says what the simulation leaves out.
@@ -42,7 +42,7 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
     service = Service(**config.service.to_dict(), slots=config.slots, host=config.host)
     traffic = Traffic(**config.row)
     plan = catalog_fill.Plan(traffic.names, 1, min(traffic.names, 512), config.seed)
-    names = ("timed", "simulated", "ray_serve")[: 3 if config.ray_serve else 2]
+    names = ("timed", "simulated", *(("ray_serve", "chooser") if config.ray_serve else ()))
     sides: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory(dir=workdir) as folder:
         catalog_fill.fill(Path(folder), plan)
@@ -52,14 +52,17 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
                 sides["timed"].append(asyncio.run(row))
                 fleet = Fleet(service, config.engines, config.report_s, seed)
                 sides["simulated"].append(fleet.run("chooser", traffic, seed))
-                if config.ray_serve:
-                    sides["ray_serve"].append(_ray_serve(config, service, traffic, plan, seed))
+                for name in names[2:]:
+                    with running(service, config.engines, name == "chooser") as url:
+                        sides[name].append(_ray_serve(url, traffic, plan, seed))
     report: dict[str, Any] = {"engines": config.engines, "requests": traffic.requests}
     for name in ("errors", *COMPARED):
         taken = {side: [one[name] for one in found] for side, found in sides.items()}
         report[name] = timing.medians_of(taken)
-        for other in names[1:] if name in COMPARED else ():
-            report[name][f"timed_over_{other}"] = timing.ratio(taken, "timed", other)
+        if name in COMPARED:
+            pairs = [("timed", "simulated"), ("timed", "ray_serve"), ("chooser", "ray_serve")]
+            for one, other in pairs[: len(names) - 1]:
+                report[name][f"{one}_over_{other}"] = timing.ratio(taken, one, other)
     return report
 
 
@@ -103,17 +106,14 @@ async def _timed(
     return row | {"cold_loads": sum(one.cold for one in timed.engines)}
 
 
-def _ray_serve(
-    config: Any, service: Service, traffic: Traffic, plan: catalog_fill.Plan, seed: int
-) -> dict[str, Any]:
+def _ray_serve(url: str, traffic: Traffic, plan: catalog_fill.Plan, seed: int) -> dict[str, Any]:
     """Returns the same of Ray Serve."""
     cold = dict[str, int]()
 
     def read(body: bytes) -> None:
         cold.update(json.loads(body))
 
-    with running(service, config.engines) as url:
-        row = asyncio.run(_clients(url, traffic, plan, seed, read))
+    row = asyncio.run(_clients(url, traffic, plan, seed, read))
     return row | {"cold_loads": sum(cold.values())}
 
 

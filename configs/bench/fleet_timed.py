@@ -3,7 +3,7 @@
 Command: python -m benchmarks --config=configs/bench/fleet_timed.py --workdir=runs/bench/fleet_timed
 Short:   --config=configs/bench/fleet_timed.py:ci
 Default size: about 8 minutes on two idle CPU cores. `many`, 16 engines whose loads take as long as
-MinT published, also behind Ray Serve: about 30 minutes, of which the CPU is idle for most.
+MinT published, also behind Ray Serve: about 45 minutes, of which the CPU is idle for most.
 """
 
 from ml_collections import ConfigDict
@@ -20,7 +20,7 @@ def get_config(size: str = "default") -> ConfigDict:
     config.seed = 0
     config.slots = 32
     config.host = 2048
-    config.ray_serve = False  # the same engines behind Ray Serve, too
+    config.ray_serve = False  # the same engines behind Ray Serve, twice
     config.report_s = 0.25  # between an engine's reports, as the front asks
     config.row = ConfigDict(MINT_ROW)
     if size == "ci":

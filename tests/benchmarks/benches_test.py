@@ -57,7 +57,7 @@ def check_fleet_real(report):
 
 def check_fleet_timed(report):
     """Every request was answered, by the front and by Ray Serve; both loaded adapters."""
-    for side in ("timed", "ray_serve"):
+    for side in ("timed", "ray_serve", "chooser"):
         assert report["errors"][side]["median"] == 0
         assert 0 < report["cold_loads"][side]["median"] <= report["requests"]
 
