@@ -58,22 +58,39 @@ class RevisionRouter(RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Returns the replicas, the one to offer first at the head."""
-        key = pending_request.metadata.multiplexed_model_id or None if pending_request else None
+        """Returns the replicas, the one to offer first at the head. There the request counts as in
+        flight from now on: of a burst, no later choice would see it otherwise.
+        """
         replicas = {one.replica_id.unique_id: one for one in candidate_replicas}
-        order = self._view.choices(key, next(self._numbers))
-        return [[replicas[choice.engine]] for choice in order if choice.engine in replicas]
+        key = _key(pending_request) if pending_request else None
+        order = [one.engine for one in self._view.choices(key, next(self._numbers))]
+        if order and pending_request:
+            self._count(pending_request, order[0])
+            id = pending_request.metadata.internal_request_id
+            pending_request.future.add_done_callback(lambda f: f.cancelled() and self._forget(id))
+        return [[replicas[name]] for name in order if name in replicas]
 
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult
     ) -> None:
-        """Counts a request as in flight at a replica."""
-        if member := self._view.members.get(replica_id.unique_id):
-            metadata, stack = pending_request.metadata, contextlib.ExitStack()
-            stack.enter_context(self._view.sending(member, metadata.multiplexed_model_id or None))
-            self._sent[metadata.internal_request_id] = stack
+        """Counts a request where it is."""
+        self._count(pending_request, replica_id.unique_id)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """Counts it no more."""
-        if stack := self._sent.pop(internal_request_id, None):
+        self._forget(internal_request_id)
+
+    def _count(self, request: PendingRequest, name: str) -> None:
+        id = request.metadata.internal_request_id
+        self._forget(id)
+        if member := self._view.members.get(name):
+            stack = self._sent[id] = contextlib.ExitStack()
+            stack.enter_context(self._view.sending(member, _key(request)))
+
+    def _forget(self, id: str) -> None:
+        if stack := self._sent.pop(id, None):
             stack.close()
+
+
+def _key(request: PendingRequest) -> str | None:
+    return request.metadata.multiplexed_model_id or None
