@@ -70,6 +70,18 @@ class World:
 def run(config: Any, workdir: Path) -> dict[str, Any]:
     """Runs the bench; returns its report."""
     rng, base = np.random.default_rng(config.seed), open_base(config)
+    report = _routing(config, base, workdir, rng) if config.languages else {}
+    if config.records:
+        vectors = Embedder(base)(_other_prompts(base, rng))
+        report["decision_ms"] = {
+            str(count): _decision_ms(config, vectors, count) for count in config.records
+        }
+        times = [[count, one["p50"], one["p99"]] for count, one in report["decision_ms"].items()]
+        report_lib.table("time of a decision, ms", ("policies", "p50", "p99"), times)
+    return report
+
+
+def _routing(config: Any, base: Any, workdir: Path, rng: np.random.Generator) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as place, store_lib.open(place, create=True) as store:
         names = [f"{one}-{i}" for one in config.languages for i in range(config.copies)]
         with Model(base, config.seed) as model:
@@ -90,9 +102,6 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
     }
     report["routers"] = _routers(config, world, routers)
     report["unseen"] = _unseen(config, world, index)
-    report["decision_ms"] = {
-        str(count): _decision_ms(config, world, count) for count in config.records
-    }
     _show(report)
     _draw(report, workdir / "routes.png")
     return report
@@ -137,8 +146,7 @@ def _world(
     for name in timing.counted("describing", names):
         examples = date_rows(config, name.partition("-")[0], rng, config.examples)
         described.append(embed([tokenizer.encode(row["prompt"]) for row in examples]).mean(0))
-    other = [text.format(*rng.integers(99, size=2)) for text in OTHER for _ in range(8)]
-    vectors = embed([*prompts, *map(tokenizer.encode, other)])
+    vectors = embed([*prompts, *_other_prompts(base, rng)])
     return World(
         names,
         languages,
@@ -147,6 +155,11 @@ def _world(
         np.array(described),
         _between(vectors[len(prompts) :], config.distractors, rng),
     )
+
+
+def _other_prompts(base: Any, rng: np.random.Generator) -> list[list[int]]:
+    encode = base.need_tokenizer().encode
+    return [encode(text.format(*rng.integers(99, size=2))) for text in OTHER for _ in range(8)]
 
 
 def _between(vectors: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
@@ -349,19 +362,18 @@ def _unseen(config: Any, world: World, index: RouteIndex) -> dict[str, Any]:
 # -- time
 
 
-def _decision_ms(config: Any, world: World, count: int) -> dict[str, float]:
-    """Returns quantiles of the time of one decision among ``count`` policies, without the prompt's
-    vector.
+def _decision_ms(config: Any, prompts: np.ndarray, count: int) -> dict[str, float]:
+    """Returns quantiles of the time of one decision among ``count`` policies, without making the
+    prompt's vector, one of ``prompts``.
     """
-    rng = np.random.default_rng([config.seed, 4])
-    index, dims = RouteIndex(world.vectors.shape[1]), world.vectors.shape[1]
-    vectors = np.empty((count, dims), np.float16)
+    rng, dims = np.random.default_rng([config.seed, 4]), prompts.shape[1]
+    index, vectors = RouteIndex(dims), np.empty((count, dims), np.float16)
     for first in range(0, count, 1 << 16):
         some = vectors[first : first + (1 << 16)]
-        some[:] = _between(world.vectors, len(some), rng)
+        some[:] = _between(prompts, len(some), rng)
     index.put(range(count), vectors)
     bandit, times = Bandit(), []
-    for vector in world.vectors[rng.integers(len(world.vectors), size=config.decisions)]:
+    for vector in prompts[rng.integers(len(prompts), size=config.decisions)]:
         began = time.perf_counter()
         arms = [
             Arm(BASE, None, 0.0),
@@ -382,8 +394,6 @@ def _show(report: dict[str, Any]) -> None:
     cells = [[name, *(one[c]["mean"] for c in columns)] for name, one in report["routers"].items()]
     report_lib.table("routers", ("router", *columns), cells)
     report_lib.table("prompts of no policy", ("what", "reward"), [*report["unseen"].items()])
-    times = [[count, one["p50"], one["p99"]] for count, one in report["decision_ms"].items()]
-    report_lib.table("time of a decision, ms", ("policies", "p50", "p99"), times)
 
 
 def _draw(report: dict[str, Any], file: Path) -> None:

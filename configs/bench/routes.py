@@ -2,6 +2,7 @@
 
 Command: python -m benchmarks --config=configs/bench/routes.py:cpu --workdir=runs/bench/routes
 Default size (:cpu): about 40 minutes on two CPU cores. Short: --config=configs/bench/routes.py:ci
+Time of a decision alone, on an idle machine: --config=configs/bench/routes.py:time (2 minutes)
 """
 
 from merges import LANGUAGES
@@ -9,8 +10,8 @@ from ml_collections import ConfigDict
 
 
 def get_config(size: str = "cpu") -> ConfigDict:
-    if (tiny := size == "ci") == (size in ("cpu", "default")):
-        raise ValueError(f"routes size {size!r}; expected cpu or ci")
+    if (tiny := size == "ci") == (size in ("cpu", "default", "time")):
+        raise ValueError(f"routes size {size!r}; expected cpu, time or ci")
     config = ConfigDict({"bench": "routes", "dtype": "float32", "seed": 0})
     config.base = "tiny-random" if tiny else "smollm2-135m-instruct"
     config.languages = tuple(LANGUAGES.split())[: 3 if tiny else 24]
@@ -30,6 +31,8 @@ def get_config(size: str = "cpu") -> ConfigDict:
     config.slots, config.load_s = 2 if tiny else 16, 1.36
     config.costs = (0.0, 0.1) if tiny else (0.0, 0.05, 0.1, 0.3)  # reward of a second
     # time
-    config.records = (100,) if tiny else (1_000, 100_000, 1_000_000)
+    config.records = (100,) if tiny else ()
     config.decisions = 20 if tiny else 2000
+    if size == "time":
+        config.languages, config.records = (), (1_000, 100_000, 1_000_000)
     return config

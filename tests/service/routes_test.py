@@ -176,10 +176,10 @@ def test_rewards_teach_and_outlive_a_restart(site, sites, base, rng):
     post(site, "routes", {"model": "numbers", "prompts": ["8 8 2 1", "5 6 5 3 1"]})
 
     def reward_of(answer) -> float:
-        return 1.0 if "numbers" in answer.model else 0.5 if "digits" in answer.model else 0.0
+        return 1.0 if "numbers" in answer.model else 0.2 if "digits" in answer.model else 0.0
 
     best: list[bool] = []
-    # of 1,000 simulated bandits half needed 11 answers, one in a hundred 78, none more than 248
+    # of 400 simulated bandits with these cosines none needed more than 17 answers
     while sum(best[-10:]) < 8:
         assert len(best) < 500, "what earns more is preferred"
         answer = ask(site, "1 2 3 4").parse()
