@@ -15,13 +15,7 @@ import itertools
 import time
 from typing import Any
 
-from ray.serve.request_router import (
-    PendingRequest,
-    ReplicaID,
-    ReplicaResult,
-    RequestRouter,
-    RunningReplica,
-)
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from mint_jax.fleet.engine import EngineReport
 from mint_jax.fleet.view import FleetEngine, FleetView
@@ -71,7 +65,7 @@ class RevisionRouter(RequestRouter):
         return [[replicas[name]] for name in order if name in replicas]
 
     def on_request_routed(
-        self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult
+        self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
     ) -> None:
         """Counts a request where it is."""
         self._count(pending_request, replica_id.unique_id)
