@@ -73,11 +73,10 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
     report = _routing(config, base, workdir, rng) if config.languages else {}
     if config.records:
         vectors = Embedder(base)(_other_prompts(base, rng))
-        report["decision_ms"] = {
-            str(count): _decision_ms(config, vectors, count) for count in config.records
-        }
-        times = [[count, one["p50"], one["p99"]] for count, one in report["decision_ms"].items()]
+        found = {str(count): _decisions(config, vectors, count) for count in config.records}
+        times = [[count, *(x["percentile"] for x in one.values())] for count, one in found.items()]
         report_lib.table("time of a decision, ms", ("policies", "p50", "p99"), times)
+        report |= {"decisions": found}
     return report
 
 
@@ -362,8 +361,8 @@ def _unseen(config: Any, world: World, index: RouteIndex) -> dict[str, Any]:
 # -- time
 
 
-def _decision_ms(config: Any, prompts: np.ndarray, count: int) -> dict[str, float]:
-    """Returns quantiles of the time of one decision among ``count`` policies, without making the
+def _decisions(config: Any, prompts: np.ndarray, count: int) -> dict[str, Any]:
+    """Returns percentiles of the time of one decision among ``count`` policies, without making the
     prompt's vector, one of ``prompts``.
     """
     rng, dims = np.random.default_rng([config.seed, 4]), prompts.shape[1]
@@ -381,9 +380,9 @@ def _decision_ms(config: Any, prompts: np.ndarray, count: int) -> dict[str, floa
         ]
         option = bandit.draw(options := bandit.options(arms), rng.random())
         features = bandit.features(arms)[options.index(option)]
-        times.append(1e3 * (time.perf_counter() - began))
+        times.append(time.perf_counter() - began)
         bandit.learn(option.arm.key, features, rng.random())
-    return {f"p{q}": float(np.quantile(times, q / 100)) for q in (50, 99)}
+    return timing.percentiles(times)
 
 
 # -- output

@@ -161,7 +161,8 @@ def check_routes(report):
     assert routers["named"]["share"]["mean"] == 1
     assert routers["the base"]["loads"]["mean"] == 0
     assert routers["auto 10"]["loads"]["mean"] <= routers["auto 0"]["loads"]["mean"]
-    assert 0 < report["decision_ms"]["100"]["p50"] <= report["decision_ms"]["100"]["p99"]
+    decisions = report["decisions"]["100"]
+    assert 0 < decisions["p50_ms"]["percentile"] <= decisions["p99_ms"]["percentile"]
     assert 0 <= report["unseen"]["to_base"] <= 1
 
 
