@@ -99,6 +99,7 @@ RUNS = (
     Run("states", "bench/states.py", 3),
     Run("packed_load", "bench/packed_load.py", 4),
     Run("catalog_scale", "bench/catalog_scale.py:million", 9),
+    Run("catalog_scale_bias", "bench/catalog_scale.py:bias", 15),
     Run("switch", "bench/switch.py", 2),
     Run("service", "bench/service.py", 15),
     Run("service_load", "bench/service_load.py", 25),
@@ -111,8 +112,13 @@ RUNS = (
     Run("merges", "bench/merges.py", 20, pictures=(("merges.png", "merges.png"),)),
     Run("stand_in", "bench/stand_in.py", 6),
     Run("routes", "bench/routes.py", 40, pictures=(("routes.png", "routes.png"),)),
+    Run("routes_time", "bench/routes.py:time", 2),
+    Run(
+        *("small_policies", "bench/small_policies.py", 40),
+        pictures=(("small_policies.png", "small_policies.png"),),
+    ),
     Run("fleet_timed", "bench/fleet_timed.py", 8),
-    Run("fleet_timed_many", "bench/fleet_timed.py:many", 15),
+    Run("fleet_timed_many", "bench/fleet_timed.py:many", 45),
     Run("fleet_real", "bench/fleet_real.py", 20),
     Run("fleet", "bench/fleet.py", 15, pictures=_FLEET),
 )
