@@ -119,6 +119,7 @@ RUNS = (
     ),
     Run("fleet_timed", "bench/fleet_timed.py", 8),
     Run("fleet_timed_many", "bench/fleet_timed.py:many", 45),
+    Run("fleet_timed_most", "bench/fleet_timed.py:most", 10),
     Run("fleet_real", "bench/fleet_real.py", 20),
     Run("fleet", "bench/fleet.py", 15, pictures=_FLEET),
 )
