@@ -77,6 +77,6 @@ def test_many_policies_are_found_in_cells(rng, monkeypatch):
         query = vectors[key].astype(np.float32) + 0.05 * rng.normal(size=DIMS).astype(np.float32)
         [best, *_] = index.nearest(query, 4)
         hits += best.key == key
-    assert hits >= 190, hits
+    assert hits >= 170, hits  # of 150 seeds half have 194 or more, none fewer than 184
     index.remove(7)
     assert all(one.key != 7 for one in index.nearest(vectors[7].astype(np.float32), 20))
