@@ -12,7 +12,7 @@ and ``load_s`` if it is known.
 
 import contextlib
 import itertools
-import time
+import math
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
@@ -43,7 +43,8 @@ class RevisionRouter(RequestRouter):
             member = members[name] = known.get(name, nothing)
             report = EngineReport(serving=True)._replace(**replica.routing_stats)
             if report != member.report:
-                member.report, member.at = report, time.monotonic()
+                # Ray Serve says when a report changes, and when a replica is gone: it is never old.
+                member.take(report, math.inf)
         self._view.members = members
         super().update_replicas(replicas)
 

@@ -55,9 +55,13 @@ class FleetEngine:
     def is_up(self) -> bool:
         return self.report.serving
 
+    def take(self, report: EngineReport, at: float) -> None:
+        """Takes a report, made at a time of the monotonic clock."""
+        self.report, self.at, self._load = report, at, None
+
     def load(self) -> Load:
         """Returns what the chooser needs. Requests of this front count from when they are sent."""
-        state = self.at, self.sent, self.in_flight, self.refused_until
+        state = self.sent, self.in_flight, self.refused_until
         if self._load is None or self._load[0] != state:  # made once for many requests elsewhere
             self._load = state, self._made_load()
         return self._load[1]
@@ -123,7 +127,8 @@ class FleetView:
             )
             if old is not None:
                 await old.close()
-        member.report, member.at, member.trouble = report, time.monotonic(), trouble
+        member.take(report, time.monotonic())
+        member.trouble = trouble
         if not trouble:
             member.alive_at = member.at
         async with self.changed:

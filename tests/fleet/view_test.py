@@ -73,7 +73,7 @@ def test_more_demand_loads_a_revision_on_more_homes_which_count_once_they_have_i
 
     def engine(name):
         one = FleetEngine(name, None, lambda digest: loaded.append((name, digest)), None)  # type: ignore[arg-type]
-        one.at = now[0]
+        one.take(EngineReport(), now[0])
         return one
 
     fleet = FleetView([engine(name) for name in names])
@@ -83,8 +83,7 @@ def test_more_demand_loads_a_revision_on_more_homes_which_count_once_they_have_i
         now[0] += 0.01
         for name, one in fleet.members.items():
             slots = frozenset({"d"}) if name in having else frozenset[str]()
-            one.report = EngineReport(serving=True, rows=2, slots=slots, places=8)
-            one.at = now[0]
+            one.take(EngineReport(serving=True, rows=2, slots=slots, places=8), now[0])
 
     report(homes[0])
     first = fleet.members[homes[0]]
