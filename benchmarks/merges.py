@@ -159,7 +159,8 @@ def _losses(
             prompt = tokenizer.encode(row["prompt"])
             texts.append((*prompt, *tokenizer.encode(row["completion"], special=False)))
             starts.append(len(prompt) - 1)
-    found = logprobs(config, base, store, [*adapters.values()], texts)
+    digests = [digest for digest in adapters.values() for _ in texts]
+    found = logprobs(config, base, store, digests, texts * len(adapters))
     out = {}
     for at, name in enumerate(adapters):
         own = found[at * len(texts) : (at + 1) * len(texts)]
@@ -177,15 +178,12 @@ def logprobs(
     digests: Sequence[str | None],
     texts: Sequence[Sequence[int]],
 ) -> list[np.ndarray]:
-    """Returns the log-probabilities of every text's tokens under the first adapter, then under the
-    next one; None is the bare base.
-    """
-    names = [digest for digest in digests for _ in texts]
-    scorer, all_texts = Scorer(base, config.score_tokens), [*texts] * len(digests)
+    """Returns the log-probabilities of each text under its adapter; None is the bare base."""
+    names, scorer = [*digests], Scorer(base, config.score_tokens)
     with Pool(base, AdapterSource(base, store.place), names, config.score_slots) as pool:
 
         def scored(turn: AdapterBatch) -> list[np.ndarray]:
-            own = [all_texts[i] for i in turn.rows]
+            own = [texts[i] for i in turn.rows]
             return scorer.logprobs(own, [turn.slot(names[i]) for i in turn.rows], turn.stacks)
 
         return pool.run(scored)

@@ -7,7 +7,9 @@ geometric mean probability of the right text's tokens. Then requests are drawn f
 the policies, and routed one after the other by the product's index and bandit, over a least
 recently used set of ``slots``. ``distractors`` further policies have vectors between those of other
 prompts; one that is chosen answers as a random policy of another language does. ``auto 10``: of a
-bandit to which a second of waiting costs 10 % of the largest reward.
+bandit to which a second of waiting costs 10 % of the largest reward. ``best of the nearest
+language`` and ``composed`` know the languages and have scored examples of each (LORAUTER, arXiv
+2601.21795).
 """
 
 import abc
@@ -34,6 +36,7 @@ from mint_jax.routing.bandit import Arm, Bandit
 from mint_jax.routing.index import Near, RouteIndex
 
 BASE = "base"
+COMPOSED, TEMPERATURE = 3, 0.2  # languages whose policies answer together, and of their weights
 CANDIDATES = 8  # as of service/routes.py
 OTHER = (
     *("{0} + {1} =", "Write a poem about {0} cats.", "Is {0} a prime number?", "def add_{0}(x):"),
@@ -53,6 +56,9 @@ class World:
         vectors: of the prompts, ``[Q, dims]``.
         described: of the policies, ``[P, dims]``.
         others: of the distractors, ``[n, dims]``.
+        best: the best policy of every language by the rewards of prompts other than this one, for
+            the ``COMPOSED`` languages with the nearest mean vectors, ``[Q, COMPOSED]``.
+        composed: rewards of each prompt under the weighted sum of the deltas of these, ``[Q]``.
     """
 
     policies: Sequence[str]
@@ -61,6 +67,8 @@ class World:
     vectors: np.ndarray
     described: np.ndarray
     others: np.ndarray
+    best: np.ndarray
+    composed: np.ndarray
 
     def of(self, language: str) -> list[int]:
         """Returns the numbers of a language's policies."""
@@ -96,7 +104,8 @@ def _routing(config: Any, base: Any, workdir: Path, rng: np.random.Generator) ->
             for cost in config.costs
         },
         "nearest": lambda rng: _Nearest(world, index),
-        "best of the nearest language": lambda rng: _ByTask(world, config),
+        "best of the nearest language": lambda rng: _ByTask(world, 1),
+        "composed": lambda rng: _ByTask(world, COMPOSED),
         "the base": lambda rng: _Base(world),
     }
     report["routers"] = _routers(config, world, routers)
@@ -138,22 +147,63 @@ def _world(
         for prompt, row in zip(prompts, rows)
     ]
     digests = [store[f"{name}@latest"].digest for name in names] + [None]
-    found = logprobs(config, base, store, digests, texts)
-    means = [v[len(prompts[i % len(texts)]) - 1 :].mean() for i, v in enumerate(found)]
-    rewards = np.exp(np.reshape(means, (len(digests), len(texts))))
+    found = logprobs(config, base, store, [d for d in digests for _ in texts], texts * len(digests))
+    rewards = np.reshape(
+        [_reward(v, p) for v, p in zip(found, prompts * len(digests))], (-1, len(texts))
+    )
     described = []
     for name in timing.counted("describing", names):
         examples = date_rows(config, name.partition("-")[0], rng, config.examples)
         described.append(embed([tokenizer.encode(row["prompt"]) for row in examples]).mean(0))
     vectors = embed([*prompts, *_other_prompts(base, rng)])
+    own, described = vectors[: len(prompts)], np.array(described)
+    best, weights = _nearest_languages(config, names, languages, rewards, own, described)
+    merges = [
+        store.catalog.merge(f"merge {i}", [f"{names[m]}@latest" for m in some], w.tolist()).digest
+        for i, (some, w) in enumerate(zip(timing.counted("composing", best), weights))
+    ]
+    found = logprobs(config, base, store, merges, texts)
     return World(
         names,
         languages,
         rewards,
-        vectors[: len(prompts)],
-        np.array(described),
+        own,
+        described,
         _between(vectors[len(prompts) :], config.distractors, rng),
+        best,
+        np.array([_reward(values, prompt) for values, prompt in zip(found, prompts)]),
     )
+
+
+def _reward(logprobs: np.ndarray, prompt: Sequence[int]) -> float:
+    """Returns the geometric mean probability of the tokens after the prompt."""
+    return float(np.exp(logprobs[len(prompt) - 1 :].mean()))
+
+
+def _nearest_languages(
+    config: Any,
+    policies: Sequence[str],
+    languages: Sequence[str],
+    rewards: np.ndarray,
+    vectors: np.ndarray,
+    described: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns ``World.best`` and the softmax of the cosines, ``[Q, COMPOSED]`` each."""
+    tasks = [name.partition("-")[0] for name in policies]
+    own = {task: [i for i, one in enumerate(tasks) if one == task] for task in config.languages}
+    means = np.array([described[rows].mean(0) for rows in own.values()])
+    centre = means.mean(0)
+    means, vectors = means - centre, vectors - centre
+    means /= np.linalg.norm(means, axis=1, keepdims=True)
+    cosines = vectors @ means.T / np.linalg.norm(vectors, axis=1, keepdims=True)
+    nearest = np.argsort(-cosines, axis=1)[:, :COMPOSED]
+    best = np.empty(nearest.shape, int)
+    for prompt, row in enumerate(nearest):
+        for at, task in enumerate(np.array(config.languages)[row].tolist()):
+            others = [i for i, one in enumerate(languages) if one == task and i != prompt]
+            best[prompt, at] = own[task][int(rewards[own[task]][:, others].mean(1).argmax())]
+    weights = np.exp(np.take_along_axis(cosines, nearest, 1) / TEMPERATURE)
+    return best, weights / weights.sum(1, keepdims=True)
 
 
 def _other_prompts(base: Any, rng: np.random.Generator) -> list[list[int]]:
@@ -181,13 +231,13 @@ def _index(world: World) -> RouteIndex:
 
 
 class _Router(abc.ABC):
-    """Chooses the policy of a prompt, ``len(policies)`` for the base, -1 for a distractor."""
+    """Chooses the policies that answer a prompt together: none: the base; -1: a distractor."""
 
     def __init__(self, world: World):
         self.world = world
 
     @abc.abstractmethod
-    def choose(self, prompt: int, named: int, resident: Callable[[int], bool]) -> int: ...
+    def choose(self, prompt: int, named: int, resident: Callable[[int], bool]) -> Sequence[int]: ...
 
     def reward(self, reward: float) -> None:
         """Takes the reward of the last choice."""
@@ -196,12 +246,12 @@ class _Router(abc.ABC):
 
 class _Named(_Router):
     def choose(self, prompt, named, resident):
-        return named
+        return [named]
 
 
 class _Base(_Router):
     def choose(self, prompt, named, resident):
-        return len(self.world.policies)
+        return []
 
 
 class _Nearest(_Router):
@@ -213,27 +263,15 @@ class _Nearest(_Router):
         self.first = [number.get(index.nearest(v, 1)[0].key, -1) for v in world.vectors]
 
     def choose(self, prompt, named, resident):
-        return self.first[prompt]
+        return [self.first[prompt]]
 
 
 class _ByTask(_Router):
-    """The policy with the best rewards of other held-out prompts, of the language with the nearest
-    mean vector: it needs to know the tasks, and scored examples of each.
-    """
+    """The best policies of the nearest languages, ``World.best``."""
 
-    def __init__(self, world: World, config: Any):
+    def __init__(self, world: World, count: int):
         super().__init__(world)
-        tasks = list(config.languages)
-        means = np.array([world.described[world.of(task)].mean(0) for task in tasks])
-        centre = means.mean(0)
-        means, vectors = means - centre, world.vectors - centre
-        means /= np.linalg.norm(means, axis=1, keepdims=True)
-        self.best = []
-        for prompt, vector in enumerate(vectors):
-            task = tasks[int(np.argmax(means @ vector))]
-            others = [i for i, one in enumerate(world.languages) if one == task and i != prompt]
-            own = world.of(task)
-            self.best.append(own[int(np.argmax(world.rewards[own][:, others].mean(1)))])
+        self.best: list[list[int]] = world.best[:, :count].tolist()
 
     def choose(self, prompt, named, resident):
         return self.best[prompt]
@@ -265,8 +303,8 @@ class _Auto(_Router):
         option = self.bandit.draw(options, self.rng.random())
         self.drawn = option.arm.key, self.bandit.features(arms)[options.index(option)]
         if option.arm.key == BASE:
-            return len(self.world.policies)
-        return self.number.get(option.arm.key, -1)
+            return []
+        return [self.number.get(option.arm.key, -1)]
 
     def reward(self, reward):
         assert self.drawn is not None
@@ -310,14 +348,15 @@ def _traffic(config: Any, world: World, router: _Router, seed: int) -> dict[str,
     for own in named:
         prompt = int(rng.choice(prompts_of[world.policies[own]]))
         chosen = router.choose(prompt, own, lambda i: str(i) in tier)
-        row = chosen
-        if chosen == -1:  # of another language
+        row = chosen[0] if chosen else len(world.policies)
+        if row == -1:  # of another language
             row = int(rng.integers(len(world.policies)))
             while world.policies[row].partition("-")[0] == world.languages[prompt]:
                 row = int(rng.integers(len(world.policies)))
-        rewards.append(float(world.rewards[row, prompt]))
+        found = world.composed[prompt] if len(chosen) > 1 else world.rewards[row, prompt]
+        rewards.append(float(found))
         router.reward(rewards[-1])
-        loads.append(chosen != len(world.policies) and not _use(tier, str(chosen)))
+        loads.append(sum(not _use(tier, str(one)) for one in chosen))
     half = config.requests // 2
     return {
         "reward": float(np.mean(rewards)),
@@ -346,14 +385,16 @@ def _unseen(config: Any, world: World, index: RouteIndex) -> dict[str, Any]:
     for _ in range(config.requests // 4):
         prompt = int(rng.choice(prompts))
         chosen = router.choose(prompt, 0, lambda i: True)
-        rewards.append(float(world.rewards[chosen if chosen >= 0 else 0, prompt]))
+        rewards.append(float(world.rewards[max(0, chosen[0]) if chosen else -1, prompt]))
         router.reward(rewards[-1])
-        to_base.append(chosen == len(world.policies))
+        to_base.append(not chosen)
     half = len(rewards) // 2
     return {
         "auto": float(np.mean(rewards[half:])),
         "base": float(world.rewards[-1, prompts].mean()),
         "best": float(world.rewards[:, prompts].max(0).mean()),
+        "nearest": float(world.rewards[world.best[prompts, 0], prompts].mean()),
+        "composed": float(world.composed[prompts].mean()),
         "to_base": float(np.mean(to_base[half:])),
     }
 
