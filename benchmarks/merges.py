@@ -125,16 +125,14 @@ def _train(config: Any, model: Model, rng: np.random.Generator, store: store_lib
 
 
 def _merges(config: Any, languages: Sequence[str], rng: np.random.Generator) -> list[Merge]:
-    """Returns averages of random members, of one size without a member in common where there are
-    enough; and the other ways over the last members of the sizes ``compared``.
+    """Returns averages of random members, and the other ways over the last members of the sizes
+    ``compared``.
     """
     out = []
     for k, n in zip(config.sizes, config.draws):
-        if n * k <= len(languages):  # none twice
-            order = rng.permutation(languages)
-            chosen = [tuple(order[i * k : (i + 1) * k].tolist()) for i in range(n)]
-        else:
-            chosen = [tuple(rng.choice(languages, k, replace=False).tolist()) for _ in range(n)]
+        whole = len(languages) // k  # of a random order: every language is as often a member
+        orders = [rng.permutation(languages) for _ in range(-(-n // whole))]
+        chosen = [tuple(o[i * k : (i + 1) * k].tolist()) for o in orders for i in range(whole)][:n]
         out += [Merge("average", members, 1 / k, MergeConfig()) for members in chosen]
         if k in config.compared:
             members = chosen[-1]

@@ -22,7 +22,7 @@ def get_config(size: str = "cpu") -> ConfigDict:
     config.rank, config.alpha = (1, 2.0) if tiny else (4, 8.0)
     # merges: numbers of members, and how many of each; those of `fit` determine the curve
     config.sizes = (1, 2, 3, 4) if tiny else (1, 2, 3, 8, 16, 24)
-    config.draws = (4, 2, 2, 1) if tiny else (24, 12, 12, 6, 6, 1)
+    config.draws = (4, 2, 2, 1) if tiny else (24, 96, 96, 24, 12, 1)
     config.fit, config.resamples = (1, 2, 3), 5 if tiny else 200
     config.compared = (4,) if tiny else (24,)  # sizes at which the other ways are tried
     config.factors = (2.0, 4.0)  # times the average
