@@ -1,7 +1,7 @@
-"""Policies of 100 KB and less: what biases alone learn in one batch with LoRA, and the time until
-they are loaded.
+"""Policies of 100 KB and less: what biases, and factors over a shared output basis, learn in one
+batch with LoRA, and the time until they are loaded.
 
-The policies of ``configs/recipes/bias_only.py`` are trained together, once for each task.
+The policies of ``configs/recipes/small_policies.py`` are trained together, once for each task.
 ``loads``: from a name to a written device slot, cold, of random adapters in bfloat16, in turn.
 """
 
@@ -20,7 +20,7 @@ from mint_jax.harness import report as report_lib
 from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import AdapterConfig
 
-RECIPE = Path(__file__).parents[1] / "configs" / "recipes" / "bias_only.py"
+RECIPE = Path(__file__).parents[1] / "configs" / "recipes" / "small_policies.py"
 
 
 def run(config: Any, workdir: Path) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
 
 
 def _recipe() -> Any:
-    spec = importlib.util.spec_from_file_location("bias_only", RECIPE)
+    spec = importlib.util.spec_from_file_location("small_recipe", RECIPE)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -116,7 +116,7 @@ def _draw(rewards: dict[str, list[dict[str, Any]]], file: Path) -> None:
     figure, axes = plt.subplots(1, len(rewards), figsize=(4.4 * len(rewards), 3.4), squeeze=False)
     for ax, (task, rows) in zip(axes[0], rewards.items()):
         for row in rows:
-            color = "C1" if row["name"].startswith("bias") else "C0"
+            color = {"bias": "C1", "basis": "C2"}.get(row["name"].partition("_")[0], "C0")
             at = row["adapter_bytes"] / 1e3, row["after"]["median"]
             ax.vlines(at[0], *row["after"]["interval"], color=color)
             ax.plot(*at, "o", color=color)

@@ -1,8 +1,9 @@
-"""Policies of biases alone: reward by bytes on two tasks beside LoRA, and time of a load.
+"""Policies of biases, and over a shared output basis: reward by bytes on two tasks beside LoRA, and
+time of a load.
 
 Command: python -m benchmarks --config=configs/bench/small_policies.py
   --workdir=runs/bench/small_policies
-Default size: about 40 minutes on two CPU cores. Short: --config=configs/bench/small_policies.py:ci
+Default size: about 50 minutes on two CPU cores. Short: --config=configs/bench/small_policies.py:ci
 """
 
 from ml_collections import ConfigDict

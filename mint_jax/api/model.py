@@ -115,7 +115,7 @@ class Policy:
 
     def adapter(self) -> Any:
         """Returns the current adapter, a tree of NumPy arrays: ``a`` ``[L, R, D]`` and ``b``
-        ``[L, R, F]`` of each projection, or ``bias`` ``[L, 1, F]``.
+        ``[L, R, F]`` of each projection, ``a`` alone of kind ``basis``, or ``bias`` ``[L, 1, F]``.
         """
         return self.trainer.adapter(self.name)
 
@@ -268,8 +268,8 @@ class Model:
                 zero.
             alpha: the adapter's scale is ``alpha / rank``; twice the rank by default.
             targets: projections to adapt, such as ``["q", "v"]``; all linear ones by default.
-            kind: ``lora``, the default, or ``bias``: a vector added to the outputs of each target,
-                without rank and alpha.
+            kind: ``lora``, the default; ``bias``: a vector added to the outputs of each target,
+                without rank and alpha; ``basis``: LoRA whose B is the same for all policies.
             learning_rate: AdamW's learning rate, 1e-4 by default.
             optimizer: an optimizer with its schedule, in place of ``learning_rate``.
             loss: a name, as ``kind`` of ``mint.LossConfig``; a ``LossConfig``; or a function of

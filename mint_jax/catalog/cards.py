@@ -143,7 +143,8 @@ def _change(catalog: Handle, own: Revision, other: Revision) -> ChangeNorm:
         sides.append((sign * schema.config.scale, dict(nested.leaves_with_path(adapter))))
     squares, before = {}, 0.0
     for path in sorted({path.rpartition("/")[0] for _, factors in sides for path in factors}):
-        factors = [(s, f[f"{path}/a"], f[f"{path}/b"]) for s, f in sides if f"{path}/a" in f]
+        pairs = [(s, f[f"{path}/a"], f.get(f"{path}/b")) for s, f in sides if f"{path}/a" in f]
+        factors = [(s, a, _basis_like(a) if b is None else b) for s, a, b in pairs]
         added = [(s, f[f"{path}/{BIAS}"]) for s, f in sides if f"{path}/{BIAS}" in f]
         biases = [(s, np.ones((*b.shape[:-1], 1)), b) for s, b in added]  # of an input of 1
         squares[path] = squared_norm(factors) + squared_norm(biases)
@@ -153,6 +154,14 @@ def _change(catalog: Handle, own: Revision, other: Revision) -> ChangeNorm:
     norm = math.sqrt(sum(squares.values()))
     share = norm / math.sqrt(before) if before else None
     return ChangeNorm(norm, share, largest, math.sqrt(squares[largest]))
+
+
+def _basis_like(a: np.ndarray) -> np.ndarray:
+    """Returns B of the same norms as an output basis, whose rows are of length 1 and nearly at
+    right angles, whatever its width.
+    """
+    R = a.shape[-2]
+    return np.broadcast_to(np.eye(R), (*a.shape[:-1], R))
 
 
 def squared_norm(deltas: Sequence[tuple[float, Any, Any]]) -> float:

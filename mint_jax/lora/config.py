@@ -11,9 +11,10 @@ MAX_RANK = 1024
 # Form of routed experts' adapters: the factor on the hidden side is one for all of a layer.
 SHARED_OUTER = "shared_outer"
 FORMS = ("each", SHARED_OUTER)
-# Low-rank factors, or a bias of each target's outputs alone (BitFit, arXiv 2106.10199).
-BIAS = "bias"
-KINDS = ("lora", BIAS)
+# Low-rank factors, a bias of each target's outputs alone (BitFit, arXiv 2106.10199), or factors
+# whose B all policies share, see ``basis``.
+BIAS, BASIS = "bias", "basis"
+KINDS = ("lora", BIAS, BASIS)
 # Of a new A: uniform as PEFT's, or rows of length 1 at right angles. B is zero.
 INITS = ("uniform", "orthonormal")
 LINEAR_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
@@ -42,19 +43,21 @@ class AdapterConfig(Settings):
         "each",
     )
     kind: Annotated[str, KINDS] = setting(
-        "lora, or bias: a vector added to the outputs of each target, without A, B and rank", "lora"
+        "lora; bias: a vector added to the outputs of each target, without A, B and rank; basis: "
+        "lora whose B is fixed, the same for every policy, so that A alone is trained and stored",
+        "lora",
     )
 
     def __post_init__(self):
         super().__post_init__()
         if self.kind != BIAS:
             bucket_of(self.rank)  # raises
-            return
-        for name in ("rank", "alpha", "rslora", "experts"):
+        lacks = {BIAS: ("rank", "alpha", "rslora", "experts"), BASIS: ("experts",)}
+        for name in lacks.get(self.kind, ()):
             if (value := getattr(self, name)) != type(self).__dataclass_fields__[name].default:
                 raise UserError(
-                    f"{name} is {value!r}, which an adapter of kind {BIAS!r} does not have: leave"
-                    " it out, or set kind to 'lora'"
+                    f"{name} is {value!r}, which an adapter of kind {self.kind!r} does not have:"
+                    " leave it out, or set kind to 'lora'"
                 )
 
     @property

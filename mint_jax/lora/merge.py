@@ -8,7 +8,8 @@ A sum of low-rank deltas is a low-rank delta of all factors, stacked: with delta
 has rank ``R = r_1 + r_2 + ..``, exactly. Averages of A and of B would be another adapter. TIES
 (Yadav et al. 2023, arXiv 2306.01708) and DARE (Yu et al. 2023, arXiv 2311.03099) choose among the
 entries of deltas, so theirs are formed, one projection of one layer at a time. What exceeds the
-rank is cut to the nearest delta of that rank (Eckart and Young 1936).
+rank is cut to the nearest delta of that rank (Eckart and Young 1936). Members that share an output
+basis keep it, and the largest of their ranks: their sum is that of A.
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ import numpy as np
 from mint_jax import nested
 from mint_jax.errors import UserError
 from mint_jax.fields import Natural, Settings, setting
-from mint_jax.lora.config import BIAS, MAX_RANK, SHARED_OUTER, AdapterConfig
+from mint_jax.lora.config import BASIS, BIAS, MAX_RANK, SHARED_OUTER, AdapterConfig
 from mint_jax.lora.finite import all_finite
 
 METHODS = ("sum", "ties", "dare", "dare_ties")
@@ -85,7 +86,8 @@ def merge(
     configs = [config for _, config in members]
     whole = sum(config.rank for config in configs)
     if len(kinds := {config.kind for config in configs}) > 1:
-        raise UserError("members are of kinds lora and bias: merge those of one kind")
+        found = " and ".join(sorted(kinds))
+        raise UserError(f"members are of kinds {found}: merge those of one kind")
     if not whole and how.rank:
         raise UserError(f"rank is {how.rank}, but biases have no rank: leave it out")
     rank = 0 if not whole else how.rank or min(whole, MAX_RANK)
@@ -93,6 +95,9 @@ def merge(
     for i, leaves in enumerate(flat, 1):
         if wrong := [path for path, leaf in leaves.items() if not all_finite(leaf)]:
             raise UserError(f"{wrong[0]} of member {i} has NaN or infinite values: leave it out")
+    targets = tuple(dict.fromkeys(target for config in configs for target in config.targets))
+    if kinds == {BASIS}:
+        return _with_basis(flat, configs, weights, how, targets)
     paths = sorted({leaf.rpartition("/")[0] for leaves in flat for leaf in leaves})
     is_shared = any(f"/{SHARED_OUTER}/" in path for path in paths)
     each = any("/experts/" in path and SHARED_OUTER not in path for path in paths)
@@ -111,13 +116,8 @@ def merge(
         ]
         made = _projection(path, parts, how, rank, how.method == "sum" and whole <= rank)
         for name, array in made.arrays.items():
-            if not np.isfinite(array).all():
-                raise UserError(
-                    f"the merge has numbers beyond float32 at {path}: choose weights nearer to 1"
-                )
-            factors[f"{path}/{name}"] = array
+            factors[f"{path}/{name}"] = _checked(array, path)
         total, omitted = total + made.total, omitted + made.omitted
-    targets = tuple(dict.fromkeys(target for config in configs for target in config.targets))
     if kinds == {BIAS}:
         config = AdapterConfig(targets=targets, kind=BIAS)
     else:
@@ -125,6 +125,37 @@ def merge(
         config = AdapterConfig(rank, float(rank), targets, experts=form)
     error = float(np.sqrt(omitted / total)) if total else 0.0
     return Merged(nested.nest(factors), config, error)
+
+
+def _with_basis(
+    flat: Sequence[dict[str, Any]],
+    configs: Sequence[AdapterConfig],
+    weights: Sequence[float],
+    how: MergeConfig,
+    targets: tuple[str, ...],
+) -> Merged:
+    """Returns the sum of members that have A alone."""
+    rank = how.rank or max(config.rank for config in configs)
+    if how.method != "sum" or any(config.rank > rank for config in configs):
+        raise UserError(
+            f"method is {how.method!r} and rank {how.rank}, but members of kind {BASIS!r} are only"
+            " summed, without a cut: leave both out"
+        )
+    sums: dict[str, Any] = {}
+    for leaves, config, weight in zip(flat, configs, weights):
+        for path, a in leaves.items():
+            own = weight * config.scale * np.asarray(a, np.float64)
+            sums[path] = sums.get(path, 0.0) + _padded(own, rank)
+    factors = {path: _checked(_float32(a), path) for path, a in sums.items()}
+    return Merged(nested.nest(factors), AdapterConfig(rank, rank, targets, kind=BASIS), 0.0)
+
+
+def _checked(array: np.ndarray, path: str) -> np.ndarray:
+    if not np.isfinite(array).all():
+        raise UserError(
+            f"the merge has numbers beyond float32 at {path}: choose weights nearer to 1"
+        )
+    return array
 
 
 class _Part(NamedTuple):

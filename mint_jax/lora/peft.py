@@ -23,6 +23,7 @@ from safetensors.numpy import load_file, save_file
 from mint_jax import params as params_lib
 from mint_jax.errors import UserError
 from mint_jax.files import new_directory, read_object
+from mint_jax.lora.basis import with_basis
 from mint_jax.lora.fused import (
     DEFAULT_RANK,
     PLAIN_SINCE,
@@ -40,6 +41,7 @@ from mint_jax.lora.fused import (
     target_fields,
 )
 from mint_jax.lora.tree import (
+    BASIS,
     BIAS,
     SHARED_OUTER,
     AdapterConfig,
@@ -92,7 +94,7 @@ class BaseNames(dict[str, list[str]]):
         fused: PEFT reads factors of its experts in the fused layout only.
 
     Attributes:
-        widths: width of each projection's inputs, by path.
+        widths, outputs: width of each projection's inputs, and of its outputs, by path.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class BaseNames(dict[str, list[str]]):
         super().__init__()
         self.holds, self.alternate, self.fused = holds, alternate, fused
         self.widths: dict[str, int] = {}
+        self.outputs: dict[str, int] = {}
 
 
 def _alternate(names: Names) -> bool:
@@ -150,6 +153,10 @@ def write_peft(
         raise UserError(f"output {directory} is a file: choose a new directory")
     if directory.exists() and any(directory.iterdir()):
         raise UserError(f"output {directory} is not empty: choose a new directory, or remove it")
+    if config.kind == BASIS:
+        assert isinstance(names, BaseNames)
+        own = dict(params_lib.leaves_with_path(adapter))
+        adapter = params_lib.nest(with_basis(own, names.outputs))
     flat = dict(params_lib.leaves_with_path(expanded(adapter)))
     tensors: dict[str, np.ndarray] = {}
     targets: dict[str, Any] = {}

@@ -10,6 +10,7 @@ Shared-outer adapters of experts have paths of their own, ``experts/shared_outer
 factor on the hidden side has no E. A stack whose policies have both forms therefore has both, each
 policy's other one zero. A common path would store a shared factor E times.
 
+An adapter of kind ``basis`` has A alone; where it is written into a slot, B is added (``basis``).
 An adapter of kind ``bias`` has one leaf for a projection, ``bias [L, 1, F]``: B of an input that is
 always 1, without A. Its stacks are those of bucket 0, so that it stores and moves no factor.
 
@@ -29,7 +30,9 @@ from flax import struct
 from mint_jax import params as params_lib
 from mint_jax import sharding
 from mint_jax.errors import UserError, choice
+from mint_jax.lora.basis import with_basis
 from mint_jax.lora.config import (  # noqa: F401
+    BASIS,
     BIAS,
     INITS,
     LINEAR_TARGETS,
@@ -175,9 +178,13 @@ def _projection_at(base_specs: Any, path: str) -> Projection:
 
 
 def adapter_specs(base_specs: Any, config: AdapterConfig) -> Any:
-    """Returns one policy's factors as ``ParamSpec`` leaves, at the true rank."""
+    """Returns one policy's own factors as ``ParamSpec`` leaves, at the true rank."""
     _adapted(base_specs, config)
-    return stack_specs(base_specs, config.names, config.rank)
+    specs = stack_specs(base_specs, config.names, config.rank)
+    if config.kind != BASIS:
+        return specs
+    own = params_lib.leaves_with_path(specs)
+    return params_lib.nest({path: spec for path, spec in own if path.endswith("/a")})
 
 
 def stack_specs(base_specs: Any, targets: Iterable[str], rank: int, *slots: int) -> Any:
@@ -220,7 +227,7 @@ def constrain(tree: Any, base_specs: Any) -> Any:
 def init_adapter(base_specs: Any, config: AdapterConfig, seed: int, init: str = "uniform") -> Any:
     """Returns a new adapter with PEFT's initialisation, NumPy arrays: A uniform in ±1/sqrt(D), B
     zero, biases too; for ``embed`` A zero, B normal. With ``orthonormal`` the rows of A, or its
-    columns if it has more rows than columns, are orthonormal.
+    columns if it has more rows than columns, are orthonormal. Of kind ``basis`` A is zero.
 
     The same seed gives the same adapter through every door, on any mesh and with any other targets.
     """
@@ -233,7 +240,7 @@ def init_adapter(base_specs: Any, config: AdapterConfig, seed: int, init: str = 
         numbers = np.random.Generator(np.random.Philox(key=key))
         if path == "embed/b":
             return numbers.standard_normal(spec.shape, np.float32)
-        if path.endswith("/a") and path != "embed/a":
+        if path.endswith("/a") and path != "embed/a" and config.kind != BASIS:
             if init == "orthonormal":
                 return _orthonormal(numbers.standard_normal(spec.shape)).astype(np.float32)
             bound = np.float32(spec.shape[-1] ** -0.5)
@@ -279,8 +286,8 @@ def write_slot(
     stack: AdapterStack, slot: jax.Array | int, adapter: Any, scale: jax.Array | float
 ) -> AdapterStack:
     """Writes one policy's adapter into a slot; projections that it does not target become zero."""
-    new = dict(params_lib.leaves_with_path(adapter))
     present = dict(params_lib.leaves_with_path(stack.factors))
+    new = with_basis(dict(params_lib.leaves_with_path(adapter)), widths_of(present))
     if missing := sorted(set(new) - set(present)):
         raise ValueError(
             f"the stack of rank {stack.rank} has no {missing[0]!r}: make it with the union of all"
@@ -299,6 +306,11 @@ def write_slot(
         factors=params_lib.map_with_path(put, stack.factors),
         scale=stack.scale.at[slot].set(scale),
     )
+
+
+def widths_of(leaves: Mapping[str, Any]) -> dict[str, int]:
+    """Returns F of each projection, from a stack's leaves, or their specs, by path."""
+    return {path[:-2]: x.shape[-1] for path, x in leaves.items() if path.endswith("/b")}
 
 
 def read_slot(

@@ -245,7 +245,8 @@ def module_names(cfg: ModelConfig, paths: Iterable[str]) -> BaseNames:
         # A tied head has no tensor.
         names = (HEAD,) if path == "unembed" else source_of(leaf, specs[leaf], cfg).names
         out[path] = [name.removesuffix(".weight") for name in names]
-        out.widths[path] = specs[leaf].shape[-2] if leaf in specs else cfg.d_model
+        shape = specs["embed/w"].shape[::-1] if path == "unembed" else specs[leaf].shape
+        out.widths[path], out.outputs[path] = shape[-2:]
     return out
 
 

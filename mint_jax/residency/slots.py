@@ -22,6 +22,7 @@ from mint_jax import multihost, sharding
 from mint_jax import params as params_lib
 from mint_jax.compiling import abstract
 from mint_jax.lora import tree as lora_tree
+from mint_jax.lora.basis import with_basis
 from mint_jax.lora.tree import SLOT_AXIS, AdapterConfig, AdapterStack, Slot, Stacks
 from mint_jax.params import ParamSpec
 
@@ -64,10 +65,12 @@ class DeviceSlots:
         targets = tuple(targets)
         # bucket -> path -> sharding of one slot's part of a factor
         self._where: dict[int, dict[str, Any]] = {}
+        self._widths: dict[str, int] = {}  # of each projection's outputs
         self.stacks: Stacks = {}  # never replaced, so that holders see every write
         for bucket, count in sorted(counts.items()):
             specs = lora_tree.stack_specs(base_specs, targets, bucket, count)
             specs = jax.tree.map(lambda s: dataclasses.replace(s, dtype=dtype), specs)
+            self._widths |= lora_tree.widths_of(dict(params_lib.leaves_with_path(specs)))
             self._where[bucket] = {
                 path: self._sharding(_without_slots(spec))
                 for path, spec in params_lib.leaves_with_path(specs)
@@ -93,7 +96,7 @@ class DeviceSlots:
         """Transfers an admitted adapter to the device and waits for it; from any thread. Host
         arrays ``[L, (E,) r, D]`` must not change until the write is done.
         """
-        paths = dict(params_lib.leaves_with_path(adapter))
+        paths = with_basis(dict(params_lib.leaves_with_path(adapter)), self._widths)
         numbers = (np.float32(config.scale), np.int32(slot.index))
         where = {path: self._where[slot.bucket][path] for path in paths}
         # One call; CPUs use aligned pages without a copy.

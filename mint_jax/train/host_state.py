@@ -19,7 +19,8 @@ from mint_jax import files
 from mint_jax import params as params_lib
 from mint_jax.digest import blake3_of
 from mint_jax.errors import UserError
-from mint_jax.lora.tree import AdapterConfig, adapter_specs, init_adapter
+from mint_jax.lora.basis import with_basis
+from mint_jax.lora.tree import AdapterConfig, adapter_specs, init_adapter, widths_of
 from mint_jax.train.state import TrainStack, slot_of
 
 PARTS = ("factors", "mu", "nu", "grad")
@@ -115,13 +116,15 @@ def parts_of(one: TrainStack) -> dict[str, Any]:
 
 
 def padded(state: HostState, stack: TrainStack) -> TrainStack:
-    """Pads a state with zeros to the shapes of this stack's slots."""
+    """Pads a state with zeros to the shapes of this stack's slots, and adds the output basis."""
     like = jax.eval_shape(slot_of, stack, np.int32(0))
+    widths = widths_of(dict(params_lib.leaves_with_path(like.adapters.factors)))
+    own = {**state.parts, "factors": with_basis(state.parts["factors"], widths)}
 
     def put(name: str, path: str, like: Any) -> np.ndarray:
         out = np.zeros(like.shape, like.dtype)
-        if path in state.parts.get(name, {}):
-            out[..., : state.config.rows, :] = state.parts[name][path]
+        if path in own.get(name, {}):
+            out[..., : state.config.rows, :] = own[name][path]
         return out
 
     factors, *rest = (

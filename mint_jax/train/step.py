@@ -217,20 +217,28 @@ def _update_nth(
     direction: Any, slots: jax.Array, hypers: Hyper, n: jax.Array | int, stack: TrainStack
 ) -> tuple[TrainStack, dict[str, jax.Array]]:
     """Applies an optimizer to the n-th of these slots in place, leaf by leaf; the learning rate of
-    B is ``b_ratio`` times that of A (LoRA+, arXiv 2402.12354).
+    B is ``b_ratio`` times that of A (LoRA+, arXiv 2402.12354); 0 leaves B and its gradient out.
     """
     slot, hyper = slots[n], jax.tree.map(lambda x: x[n], hypers)
 
     def at(x: jax.Array, slot: jax.Array = slot) -> jax.Array:
         return jax.lax.dynamic_index_in_dim(x, slot, state_lib.slot_axis(x), keepdims=False)
 
+    def ratio(path: Any) -> Any:
+        return hyper.b_ratio if path[-1].key == "b" else 1.0
+
     steps = at(stack.steps)
-    norm = optax.global_norm(jax.tree.map(at, stack.grad_sum))
+    counted = jax.tree_util.tree_map_with_path(
+        lambda path, grad: jnp.where(ratio(path) == 0, 0.0, at(grad)), stack.grad_sum
+    )
+    norm = optax.global_norm(counted)
     fine = jnp.isfinite(norm)
-    rate = scheduled_rate(hyper, steps)
+    all_rate = scheduled_rate(hyper, steps)
     clip = jnp.where(norm < hyper.max_grad_norm, 1.0, hyper.max_grad_norm / norm)
 
-    def update(rate: jax.Array, slot: jax.Array, factor: Any, grad: Any, *old: jax.Array) -> Any:
+    def update(ratio: Any, slot: jax.Array, factor: Any, grad: Any, *old: jax.Array) -> Any:
+        rate = all_rate * ratio
+        grad = jnp.where(ratio == 0, 0.0, grad)
         change, *moments = direction(hyper, steps, grad * clip, *old)
         new = factor - rate * (change + hyper.weight_decay * factor), *moments
         factor, *moments = (jnp.where(fine, n, o) for n, o in zip(new, (factor, *old)))
@@ -239,8 +247,8 @@ def _update_nth(
     def put(slot: jax.Array, old: jax.Array, part: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_index_in_dim(old, part, slot, state_lib.slot_axis(old))
 
-    def in_place(slot: jax.Array, leaf: Any, rate: jax.Array) -> Any:
-        own_update = functools.partial(update, rate)
+    def in_place(slot: jax.Array, leaf: Any, ratio: Any) -> Any:
+        own_update = functools.partial(update, ratio)
         own = jax.tree.map(functools.partial(at, slot=slot), leaf)
         # The condition always holds. Without a branch XLA fuses the reads above with the writes
         # below, sees them overlap, and copies the whole stack first. The zeroed gradient passes
@@ -259,8 +267,7 @@ def _update_nth(
     done, turn = [], slot
     paths = (path for path, _ in jax.tree.leaves_with_path(trees[0]))
     for path, *leaf in zip(paths, *map(jax.tree.leaves, trees)):
-        is_b = path[-1].key == "b"
-        turn, new = in_place(turn, tuple(leaf), rate * hyper.b_ratio if is_b else rate)
+        turn, new = in_place(turn, tuple(leaf), ratio(path))
         done.append(new)
     tree = jax.tree.structure(trees[0])
     factors, grads, mu, nu = (jax.tree.unflatten(tree, part) for part in zip(*done))
@@ -273,7 +280,11 @@ def _update_nth(
         steps=put(slot, stack.steps, steps + fine),
         skipped=put(slot, stack.skipped, at(stack.skipped) + ~fine),
     )
-    return stack, {"grad_norm": norm, "learning_rate": rate, "skipped": (~fine).astype(jnp.float32)}
+    return stack, {
+        "grad_norm": norm,
+        "learning_rate": all_rate,
+        "skipped": (~fine).astype(jnp.float32),
+    }
 
 
 def _zeros_like(fn: Any, *args: Any) -> Any:

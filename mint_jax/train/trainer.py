@@ -23,7 +23,7 @@ from mint_jax.compiling import Programs
 from mint_jax.data.buckets import ShapeBook
 from mint_jax.errors import UserError, choice
 from mint_jax.lora import tree as lora_tree
-from mint_jax.lora.tree import AdapterConfig
+from mint_jax.lora.tree import BASIS, AdapterConfig
 from mint_jax.models import transformer
 from mint_jax.models.base import Base
 from mint_jax.train import blocks as blocks_lib
@@ -394,6 +394,8 @@ class Trainer(Slots):
                 at, slots = self.load(names), np.full(count, count, np.int32)
                 slots[: len(names)] = [at[name].index for name in names]
                 hyper = stack_hyper([updates[name] for name in names], count)
+                kinds = [self._known(name).config.kind for name in names]
+                hyper.b_ratio[: len(names)][np.equal(kinds, BASIS)] = 0.0
                 with jax.set_mesh(self.base.mesh):
                     new, found = step_lib.optim_step(
                         {bucket: self._state[bucket]}, {bucket: slots}, {bucket: hyper}, kind

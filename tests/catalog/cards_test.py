@@ -11,6 +11,7 @@ from mint_jax.catalog.evidence import interval
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import Schema, pack
 from mint_jax.catalog.records.exports import Export
+from mint_jax.lora.basis import basis
 from mint_jax.lora.tree import AdapterConfig
 
 SCHEMA = Schema("ab" * 32, AdapterConfig(2, 4.0, ("q",)))
@@ -102,3 +103,21 @@ def test_the_norm_of_a_bias_is_its_own(tmp_path, rng):
     first, second = found.astype(np.float64)
     assert change.norm == pytest.approx(np.linalg.norm(second - first), rel=1e-12)
     assert change.share == pytest.approx(change.norm / np.linalg.norm(first), rel=1e-12)
+
+
+def test_the_norm_over_an_output_basis_is_that_of_a(tmp_path, rng):
+    """Near that of the whole delta: the basis's rows are nearly at right angles."""
+    config = AdapterConfig(2, 6.0, ("q",), kind="basis")
+    found = rng.normal(size=(2, 3, 2, 32)).astype(np.float32)
+    with Catalog.open(tmp_path) as catalog:
+        for step, a in enumerate(found):
+            data = pack({"dense": {"attn": {"q": {"a": a}}}}, Schema("ab" * 32, config))
+            catalog.export("p", data, step, create=True)
+        change = catalog.card("p", 2).change
+    first, second = 3.0 * found.astype(np.float64)
+    assert change.norm == pytest.approx(np.linalg.norm(second - first), rel=1e-6)
+    assert change.share == pytest.approx(change.norm / np.linalg.norm(first), rel=1e-6)
+    b = basis("dense/attn/q", (3, 2, 4096)).astype(np.float64)
+    whole = (second - first).swapaxes(1, 2) @ b
+    # entries off the diagonal of B B^T are means of 4,096 signs
+    assert change.norm == pytest.approx(np.linalg.norm(whole), rel=6 / 64)

@@ -33,14 +33,15 @@ SERVER = multiprocessing.get_context("forkserver")  # imports once, forks for ev
 SERVER.set_forkserver_preload(
     ["mint_jax.launch", "mint_jax.checkpoint", "mint_jax.catalog.lifecycle", "pytest"]
 )
-RANKS = {"c": 1, "a": 3, "b": 3, "d": 0}  # d is a bias
+RANKS = {"c": 1, "a": 3, "b": 3, "d": 0}
+KINDS = {"c": "basis", "d": "bias"}
 
 
 def make(base, seed) -> Trainer:
     how = {"weight_decay": 0.1, "warmup_steps": 2, "total_steps": 6, "schedule": "cosine"}
     policies = []
     for i, (n, rank) in enumerate(RANKS.items()):
-        adapter = AdapterConfig(rank, kind="lora" if rank else "bias")
+        adapter = AdapterConfig(rank, kind=KINDS.get(n, "lora"))
         own = OptimizerConfig(1e-2, **how, kind="dimuon" if n == "b" else "adamw")
         more = LossConfig("ppo"), seed + i
         policies.append(PolicyConfig(n, adapter, own, *more, dropout=0.3 * (i < 2)))

@@ -112,13 +112,14 @@ class Company:
     an a that does as it is told.
     """
 
-    def __init__(self, base, rng, ranks=RANKS, drops=False):
+    def __init__(self, base, rng, ranks=RANKS, drops=False, kinds=None):
         vocab = base.cfg.vocab_size
         targets = TARGETS if "moe" not in base.cfg.stacks else (*TARGETS, "router")
         configs = {n: AdapterConfig(r, targets=targets) for n, r in ranks.items() if r}
         biased = biased_targets(transformer.abstract(base.cfg))
         bias = AdapterConfig(kind="bias", targets=biased)
         configs = {n: configs.get(n, bias) for n in ranks}
+        configs |= {n: dataclasses.replace(configs[n], kind=k) for n, k in (kinds or {}).items()}
         if drops:  # a and c adapt only what may be dropped
             known = lora_tree.target_paths(transformer.abstract(base.cfg))
             apart = {*lora_tree.UNDROPPED}
@@ -200,6 +201,13 @@ BIASES = ({"c": 0, "a": 0, "b": 3}, RANKS | {"d": 0})
 def test_a_bias_changes_no_bit_of_the_others_and_others_none_of_it(ranks, tiny_base, rng):
     extremes = ("nan advantage", "nan weights", "weights that overflow activations")
     Company(tiny_base("llama"), rng, ranks).check({n: EXTREMES[n] for n in extremes})
+
+
+def test_policies_that_share_an_output_basis_change_no_bit_of_each_other(tiny_base, rng):
+    extremes = "infinite advantage", "one infinite weight", "weights that overflow activations"
+    kinds = {"a": "basis", "b": "basis"}
+    company = Company(tiny_base("llama"), rng, kinds=kinds)
+    company.check({n: EXTREMES[n] for n in extremes})
 
 
 MARKS = {"qwen3_moe": (), "llama": pytest.mark.long}

@@ -20,7 +20,7 @@ from tests.marks import first
 # sum of up to D = 576 terms behind 30 layers, each with a relative rounding error of 6e-8; the
 # largest gaps seen are 4e-6 (tiny) and 6e-5 (SmolLM2).
 GAP = 1e-4
-RANKS = {"one": 1, "three": 3, "also three": 3, "bias": 0}
+RANKS = {"one": 1, "three": 3, "basis": 3, "bias": 0}
 SAMPLING = [  # the base and each policy meet each of these
     {"temperature": 1.0},
     {"temperature": 0.0},
@@ -29,9 +29,9 @@ SAMPLING = [  # the base and each policy meet each of these
 ]
 
 
-def adapter_of(base, rank: int) -> AdapterConfig:
-    if rank:
-        return AdapterConfig(rank, 2.0 * rank)
+def adapter_of(base, name: str) -> AdapterConfig:
+    if rank := RANKS[name]:
+        return AdapterConfig(rank, 2.0 * rank, kind="basis" if name == "basis" else "lora")
     # routed experts take no bias
     return AdapterConfig(kind="bias", **({"targets": ("q", "v", "o")} if base.cfg.routed else {}))
 
@@ -39,8 +39,7 @@ def adapter_of(base, rank: int) -> AdapterConfig:
 def trainer_with_random_adapters(base, rng) -> Trainer:
     specs = transformer.abstract(base.cfg)
     policies = [
-        PolicyConfig(name, adapter_of(base, rank), loss=LossConfig("ppo"))
-        for name, rank in RANKS.items()
+        PolicyConfig(name, adapter_of(base, name), loss=LossConfig("ppo")) for name in RANKS
     ]
     trainer = Trainer(base, policies)
     # about as large as after a long run: h B with h of order 1 then adds about 0.05 to every

@@ -127,8 +127,10 @@ def adapters_of(family):
     form = "shared_outer" if family in ("experts", "hybrid", "with mlp") else "each"
     shared = AdapterConfig(1, targets=targets, experts=form)
     own = {"a": AdapterConfig(3, targets=targets), "c": shared}
-    biases = {"d": AdapterConfig(kind="bias", targets=targets)} if family == "dense" else {}
-    return own | biases
+    if family == "dense":
+        own["d"] = AdapterConfig(kind="bias", targets=targets)
+        own["e"] = AdapterConfig(3, targets=targets, kind="basis")
+    return own
 
 
 def seed_of(family):
@@ -212,8 +214,8 @@ def pose(family, checkpoint):
         n: jax.tree.map(draw, lora_tree.adapter_specs(specs, c)) for n, c in configs.items()
     }
     groups = {n: random_groups(rng, DENSE["vocab_size"]) for n in configs}
-    owners = ("a", "a", "c", None, *(["d"] * ("d" in configs)))
-    requests = [(n, tuple(ids(k))) for n, k in zip(owners, (5, 7, 3, 6, 4))]
+    owners = ("a", "a", "c", None, *(name for name in "de" if name in configs))
+    requests = [(n, tuple(ids(k))) for n, k in zip(owners, (5, 7, 3, 6, 4, 8))]
     args = configs, adapters, groups, requests
     return args, outcome(base, *args)
 

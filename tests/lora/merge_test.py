@@ -201,7 +201,7 @@ def test_what_cannot_be_merged_is_refused(rng, specs, members, bad):
         (members[:1], [3e38], MergeConfig(), "beyond float32"),
         (members, [1.0], MergeConfig(), "3 members and 1 weights"),
         ([], [], MergeConfig(), "0 members"),
-        ([members[0], bias], [1.0, 1.0], MergeConfig(), "kinds lora and bias"),
+        ([members[0], bias], [1.0, 1.0], MergeConfig(), "kinds bias and lora"),
         ([bias], [1.0], MergeConfig(rank=8), "biases have no rank"),
     ):
         with pytest.raises(UserError, match=message):

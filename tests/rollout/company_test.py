@@ -56,10 +56,11 @@ CONFIGS = {
     "nan_one": AdapterConfig(1, 1.0, LINEAR),
     "bias": AdapterConfig(kind="bias"),  # of all targets that take one
     "nan_bias": AdapterConfig(kind="bias"),
+    "basis": AdapterConfig(5, 5.0, LINEAR, kind="basis"),
 }
 # of a base with experts, where they are neighbours of the other form
 SHARED = ("more", "nan_one")
-SOUND = (None, "one", "eight", "more", "bias")
+SOUND = (None, "one", "eight", "more", "bias", "basis")
 NAN = ("nan", "nan_one", "nan_bias")
 
 

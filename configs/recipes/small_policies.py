@@ -1,11 +1,14 @@
-"""Policies of biases alone beside LoRA of ranks 8 and 1, on one task in one run: reward by bytes.
+"""Policies of biases alone, and of an output basis that they share, beside LoRA of ranks 8 and 1,
+on one task in one run: reward by bytes.
 
-Command: python -m mint_jax.launch --config=configs/recipes/bias_only.py
-  --workdir=runs/recipes/bias_only
-Hardware: two CPU cores; about ten minutes.
+Command: python -m mint_jax.launch --config=configs/recipes/small_policies.py
+  --workdir=runs/recipes/small_policies
+Hardware: two CPU cores; about 15 minutes.
 """
 
 from ml_collections import ConfigDict
+
+BASIS = {"kind": "basis", "rank": 1, "alpha": 16.0}
 
 
 def _policy(adapter: dict, rate: float) -> dict:
@@ -33,7 +36,9 @@ def get_config() -> ConfigDict:
             "bias": _policy({"kind": "bias"}, 1e-3),  # 0.62 MB
             "bias_o_down": _policy({"kind": "bias", "targets": ("o", "down")}, 1e-3),  # 0.14 MB
             "bias_o": _policy({"kind": "bias", "targets": ("o",)}, 2e-3),  # 0.07 MB
-            "bias_v": _policy({"kind": "bias", "targets": ("v",)}, 5e-3),  # 0.02 MB
+            "bias_v": _policy({"kind": "bias", "targets": ("v",)}, 2e-3),  # 0.02 MB
+            "basis": _policy(BASIS, 1e-3),  # 0.60 MB
+            "basis_o": _policy(BASIS | {"targets": ("o",)}, 2e-3),  # 0.07 MB
         }
     )
     return config
