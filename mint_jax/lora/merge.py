@@ -97,7 +97,7 @@ def merge(
             raise UserError(f"{wrong[0]} of member {i} has NaN or infinite values: leave it out")
     targets = tuple(dict.fromkeys(target for config in configs for target in config.targets))
     if kinds == {BASIS}:
-        return _with_basis(flat, configs, weights, how, targets)
+        return _sum_over_basis(flat, configs, weights, how, targets)
     paths = sorted({leaf.rpartition("/")[0] for leaves in flat for leaf in leaves})
     is_shared = any(f"/{SHARED_OUTER}/" in path for path in paths)
     each = any("/experts/" in path and SHARED_OUTER not in path for path in paths)
@@ -127,7 +127,7 @@ def merge(
     return Merged(nested.nest(factors), config, error)
 
 
-def _with_basis(
+def _sum_over_basis(
     flat: Sequence[dict[str, Any]],
     configs: Sequence[AdapterConfig],
     weights: Sequence[float],
