@@ -69,8 +69,11 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
 async def _answer(timed: Timed, i: int, scope: Any, receive: Any, send: Any) -> None:
     """Answers one request of engine ``i``, as an ASGI application."""
     header = Headers(scope=scope).get(pins.HEADER)
-    body = json.loads(pins.split(header, (await receive())["body"])[1])
-    wait = await timed.serve(i, Ask(body["seed"], body["model"], body["max_tokens"]))
+    pin, body = pins.split(header, (await receive())["body"])
+    assert pin is not None
+    ask = json.loads(body)
+    # By the digest: the front looks for it in reports. By the name 64 engines loaded 15 % more.
+    wait = await timed.serve(i, Ask(ask["seed"], pin.revision, ask["max_tokens"]))
     headers = {"retry-after-ms": str(int(1e3 * wait) + 1)} if wait else {}
     await JSONResponse({}, 429 if wait else 200, headers)(scope, receive, send)
 
