@@ -19,6 +19,8 @@ import jax.numpy as jnp
 from mint_jax import sharding
 from pallas_kernels import dispatch, slot_lora
 from pallas_kernels.dispatch import Implementation
+from pallas_kernels.layer_matmul import layer_matmul
+from pallas_kernels.layer_matmul import pallas_gpu as gpu_matmul
 from pallas_kernels.slot_lora.pallas_gpu import Turn
 
 Ends = tuple[str | None, str | None]  # logical axes of a projection's in and out dimension
@@ -53,19 +55,63 @@ def add(
     return dispatch.run("slot_lora", table, kernel, args)
 
 
-def turn(slots_B: jax.Array, tokens: int, slots: int, kernel: str) -> Turn | None:
-    """Precomputes the GPU kernel's order of rows, once for all layers and steps, if it is used."""
+class Products(NamedTuple):
+    """Products of rows with matrices of one layer, still to be made by ``layer_matmul``."""
+
+    stacks: tuple[jax.Array, ...]
+    layer: jax.Array
+    kernel: str
+    used: jax.Array | None
+
+    def of(self, x: jax.Array) -> tuple[jax.Array, ...]:
+        """Returns ``x w`` of every matrix, ``[B, T, F]`` float32."""
+        return layer_matmul(x, self.stacks, self.layer, self.used, implementation=self.kernel)
+
+
+def add_to_products(
+    x: jax.Array, products: Products, buckets: tuple[Any, ...], layer: jax.Array, kernel: str
+) -> list[jax.Array] | None:
+    """Returns products with one rank bucket's deltas, in three launches of a GPU: the last sums
+    parts of products as it adds. None where other kernels serve.
+    """
+    names, op = {kernel, products.kernel}, slot_lora.pallas_gpu
+    on_cpu = dispatch.platform_of_mesh() != "cuda"
+    if names != {"pallas_gpu"} and (on_cpu or names != {"auto"}):
+        return None
+    if not sharding.one_device() or not all(map(_whole, buckets)):
+        return None
+    widths = [bucket.factors["b"].shape[-1] for bucket in buckets]
+    ys = [jax.ShapeDtypeStruct((*x.shape[:-1], F), x.dtype) for F in widths]
+    try:
+        gpu_matmul.require(x, products.stacks, products.layer, products.used)
+        _require(x, ys, buckets, layer, ((None, None),) * len(ys), op)
+    except NotImplementedError:  # noted where the parts are called one by one
+        return None
+    args = products.stacks, products.layer, products.used
+    parts = gpu_matmul.matmul(x, *args, interpret=on_cpu, in_parts=True)
+    made = _add_each(x, parts, buckets, layer, op, on_cpu)
+    return [y.reshape(like.shape) for y, like in zip(made, ys)]
+
+
+def turn(slots_B: jax.Array, tokens: int, scale_S: jax.Array, kernel: str) -> Turn | None:
+    """Precomputes the GPU kernel's order and scales of rows, once for all layers and steps, if it
+    is used.
+    """
     if kernel not in ("auto", "pallas_gpu") or not sharding.one_device():
         return None
-    make = functools.partial(slot_lora.pallas_gpu.turn, W=slots)
-    slot_M = jnp.repeat(slots_B, tokens)
+
+    def make(slots_B: jax.Array, scale_S: jax.Array) -> Turn:
+        slot_M = jnp.repeat(slots_B, tokens)
+        order = slot_lora.pallas_gpu.turn(slot_M, scale_S.shape[0])
+        return order.replace(scale=scale_S[jnp.maximum(slot_M, 0)])  # type: ignore[attr-defined]
+
     if kernel == "pallas_gpu":
-        return make(slot_M)
+        return make(slots_B, scale_S)
 
-    def none(slot_M: jax.Array) -> Turn:
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(make, slot_M))
+    def none(*args: jax.Array) -> Turn:
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(make, *args))
 
-    return jax.lax.platform_dependent(slot_M, cuda=make, default=none)
+    return jax.lax.platform_dependent(slots_B, scale_S, cuda=make, default=none)
 
 
 class _Split(NamedTuple):
@@ -138,24 +184,27 @@ def _by_kernel(x, ys, buckets, layer, ends, op, interpret=False) -> tuple[jax.Ar
             for y, bucket, end in zip(ys, buckets, ends)
         )
     # On one GPU projections of the same rows are two launches.
+    made = _add_each(x, [_flat(y, 1) for y in ys], buckets, layer, op, interpret)
+    return tuple(one.reshape(y.shape) for one, y in zip(made, ys))
+
+
+def _add_each(x, onto, buckets, layer, op, interpret) -> list[jax.Array]:
     T, own = x.shape[1], buckets[0]
-    slot_M = jnp.repeat(own.slots, T)
-
-    def flat(x: jax.Array, kept: int) -> jax.Array:
-        return x.reshape(-1, *x.shape[-kept:])
-
-    made = op.add_each(
-        flat(x, 1),
-        [flat(b.factors["a"], 2) for b in buckets],
-        [flat(b.factors["b"], 2) for b in buckets],
-        [flat(y, 1) for y in ys],
-        slot_M,
+    return op.add_each(
+        _flat(x, 1),
+        [_flat(b.factors["a"], 2) for b in buckets],
+        [_flat(b.factors["b"], 2) for b in buckets],
+        onto,
+        jnp.repeat(own.slots, T),
         jnp.repeat(own.scale[jnp.maximum(own.slots, 0)], T),
         layer * own.scale.shape[0],
         _turn_of(own, x),
         interpret=interpret,
     )
-    return tuple(one.reshape(y.shape) for one, y in zip(made, ys))
+
+
+def _flat(x: jax.Array, kept: int) -> jax.Array:
+    return x.reshape(-1, *x.shape[-kept:])
 
 
 def _turn_of(bucket: Any, x: jax.Array) -> Turn | None:

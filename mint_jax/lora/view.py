@@ -22,7 +22,7 @@ from mint_jax import ordered, sharding
 from mint_jax.data.buckets import round_up
 from mint_jax.lora import slot_kernel
 from mint_jax.lora.dropout import Dropout
-from mint_jax.lora.slot_kernel import Ends
+from mint_jax.lora.slot_kernel import Ends, Products
 from mint_jax.lora.tree import BIAS, TABLES, UNDROPPED, AdapterStack, Slot, Stacks
 from pallas_kernels.products import product
 from pallas_kernels.slot_lora.pallas_gpu import Turn
@@ -391,7 +391,7 @@ def _named(stack: AdapterStack, slots_B: jax.Array, kernel: str, tokens: int) ->
     distinct, order = (
         sharding.constrain(x, None) for x in (distinct, number[first].astype(jnp.int32))
     )
-    turn = slot_kernel.turn(slots_B, tokens, stack.slots, kernel) if stack.rank else None
+    turn = slot_kernel.turn(slots_B, tokens, stack.scale, kernel) if stack.rank else None
     return RankBucket(stack.factors, stack.scale, slots_B, None, form, distinct, order, turn)
 
 
@@ -421,15 +421,19 @@ def batch_delta(x_BTD: jax.Array, lora: AdapterView, d_out: int) -> jax.Array | 
 
 
 def add_deltas(
-    x: jax.Array, ys: Sequence[jax.Array], loras: Sequence[AdapterView], ends: Sequence[Ends]
+    x: jax.Array,
+    ys: Sequence[jax.Array] | Products,
+    loras: Sequence[AdapterView],
+    ends: Sequence[Ends],
 ) -> list[jax.Array]:
     """Returns results ``[B, T, F]`` of projections of ``x [B, T, D]`` plus their deltas.
 
     Of an adapter with A alone the delta is ``x A^T``, with as many columns as the result has; of
     one with B alone x has the ranks of all buckets, and its own come first.
     """
-    out, first = list(ys), loras[0]
-    if not first.by_rows:
+    first = loras[0]
+    out = None if isinstance(ys, Products) and first.by_rows else _made(x, ys)
+    if out is not None and not first.by_rows:
         deltas = [batch_delta(x, lora, y.shape[-1]) for y, lora in zip(out, loras)]
         return [y if delta is None else y + delta for y, delta in zip(out, deltas)]
 
@@ -445,15 +449,27 @@ def add_deltas(
     layer = jnp.int32(0) if first.layer is None else first.layer
     for buckets in zip(*(lora.buckets for lora in loras)):
         at = [i for i, bucket in enumerate(buckets) if bucket.factors]
-        if at and BIAS in buckets[at[0]].factors:
+        if not at:
+            continue
+        if out is None:
+            assert isinstance(ys, Products)
+            out = slot_kernel.add_to_products(x, ys, buckets, layer, first.kernel)
+            if out is not None:
+                continue
+            out = _made(x, ys)
+        if BIAS in buckets[at[0]].factors:
             for i in at:
                 out[i] = out[i] + _bias_of_rows(buckets[i], layer, out[i].dtype)
-        elif at:
+        else:
             args = x, tuple(out[i] for i in at), tuple(buckets[i] for i in at), layer
             made = slot_kernel.add(args, tuple(ends[i] for i in at), first.kernel, plain)
             for i, y in zip(at, made):
                 out[i] = y
-    return out
+    return _made(x, ys) if out is None else out
+
+
+def _made(x: jax.Array, ys: Sequence[jax.Array] | Products) -> list[jax.Array]:
+    return [y.astype(x.dtype) for y in ys.of(x)] if isinstance(ys, Products) else list(ys)
 
 
 def _bias_of_rows(bucket: RankBucket, layer: jax.Array, dtype: Any) -> jax.Array:

@@ -62,8 +62,12 @@ def project_each(
 ) -> list[jax.Array]:
     """Runs ``project`` for projections of the same rows, in one call if read from stacks."""
     whole: dict[str, jax.Array] = {}
+    loras = [] if lora is None else [lora.at(name) for name in names]
     if all(isinstance(params[name]["w"], LayerOf) for name in names):
-        whole = dict(zip(names, products(x_BTD, [params[name]["w"] for name in names])))
+        made = products([params[name]["w"] for name in names])
+        if loras and all(params[name].keys() == {"w"} for name in names):
+            return add_deltas(x_BTD, made, loras, [AXES[name] for name in names])
+        whole = dict(zip(names, made.of(x_BTD)))
     out = []
     for name in names:
         with jax.named_scope(name):
@@ -78,9 +82,7 @@ def project_each(
             if "b" in leaf:
                 y = y + leaf["b"].astype(y.dtype)[None, None]
             out.append(y)
-    if lora is None:
-        return out
-    return add_deltas(x_BTD, out, [lora.at(name) for name in names], [AXES[name] for name in names])
+    return add_deltas(x_BTD, out, loras, [AXES[name] for name in names]) if loras else out
 
 
 def norm(L: int, D: int, dtype: Any) -> ParamSpec:

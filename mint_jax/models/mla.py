@@ -143,6 +143,15 @@ def _absorbed(q_BTNH, q_BTNJ, new, cache, p, lora, cfg, chosen):
             kernel = cfg.kernels.latent_attention if chosen is None else "auto"
             return latent_kernels.latent_attention(*args, scale=factor, implementation=kernel)
 
+        def mixed(whole):
+            return (whole.value / jnp.where(whole.total == 0, 1.0, whole.total)).astype(
+                q_BTNC.dtype
+            )
+
+        if T == 1 and chosen is None:  # already in its page; unused rows read nothing
+            at = view._replace(own=view.after)
+            whole = paged.attend(at, jnp.int32(layer), queries, read)
+            return mixed(whole).reshape(q_BTNC.shape), pool
         past, own_mask = None, causal(T)[None]
         if chosen is not None:
             past = unpack_keys(chosen[0], view.capacity).reshape(B, T, -1, paged.RUN)
@@ -151,7 +160,7 @@ def _absorbed(q_BTNH, q_BTNJ, new, cache, p, lora, cfg, chosen):
             *queries, new["latent"], new["rope"], jnp.broadcast_to(own_mask, (B, T, T)), factor
         )
         whole = join(paged.attend(view, jnp.int32(layer), queries, read, past), own)
-        return (whole.value / whole.total).astype(q_BTNC.dtype).reshape(q_BTNC.shape), pool
+        return mixed(whole).reshape(q_BTNC.shape), pool
 
     rows, _ = sharding.cache_axes(None)
     of_rows, of_pages = (rows, None, None, None), (None, rows, None, None)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from mint_jax import sharding
 from mint_jax.models.attention import causal
+from pallas_kernels import dispatch
 from pallas_kernels.paged import PAGE as PAGE  # also the tokens of a block of prefill
 from pallas_kernels.paged import RUN as RUN
 from pallas_kernels.paged import RUN_PAGES as RUN_PAGES
@@ -65,6 +66,7 @@ class View(NamedTuple):
     page: jax.Array  # `[B]` int32, page of the new tokens; out of range discards them
     # `[B]` int32, position in that page (T = 1); None: T = PAGE tokens fill the page
     at: jax.Array | None = None
+    after: jax.Array | None = None  # `[B]` own with the new token (T = 1)
     teams: Teams | None = None  # None if no row is in one
     # int32, number of the B x T new tokens in use, at the front; None: all
     used: jax.Array | None = None
@@ -128,6 +130,8 @@ def attend(
         return total
     teams = view.teams
     with jax.named_scope("teams"):
+        if dispatch.platform_of_mesh() == "cuda":  # whose programs have layers without teams
+            return join(_of_teams(teams, layer, queries, read, chosen), total)
         # Without teams, as in every batch of single samples, the queries are not even gathered.
         there = jnp.any(teams.place >= 0)
         return jax.lax.cond(
@@ -148,7 +152,8 @@ def _of_teams(
 ) -> Partial:
     """Returns the rows' attention to their teams' prompts; nothing for a row without a team."""
     (Z, W), B = teams.rows.shape, teams.place.shape[0]
-    at_once = teams_at_once(Z, B)
+    # A GPU's host would wait for the number of teams in each layer; its kernels skip empty ones.
+    at_once = Z if dispatch.platform_of_mesh() == "cuda" else teams_at_once(Z, B)
     row = jnp.maximum(teams.rows, 0)
     gathered = jax.tree.map(lambda x: _gathered(x, row), queries)
     bits = None if chosen is None else chosen[row].reshape(Z, -1, *chosen.shape[2:])
@@ -165,12 +170,15 @@ def _of_teams(
             lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, g * at_once, 0), all_, one
         )
 
-    used = jnp.max(jnp.where(jnp.any(teams.rows >= 0, axis=1), jnp.arange(Z), -1)) + 1
     nobody = jnp.zeros((Z,), jnp.int32)
-    none = nothing(
-        jax.eval_shape(read, gathered, Rows(layer, teams.table, nobody, nobody, nobody), bits)
-    )
-    total = jax.lax.fori_loop(0, -(-used // at_once), group, none)
+    whole = Rows(layer, teams.table, teams.prefix, nobody, nobody)
+    if at_once == Z:
+        with jax.named_scope("runs"):
+            total = read(gathered, whole, bits)
+    else:
+        used = jnp.max(jnp.where(jnp.any(teams.rows >= 0, axis=1), jnp.arange(Z), -1)) + 1
+        none = nothing(jax.eval_shape(read, gathered, whole, bits))
+        total = jax.lax.fori_loop(0, -(-used // at_once), group, none)
     place = jnp.maximum(teams.place, 0)
 
     def of_rows(x: jax.Array, none: float) -> jax.Array:
@@ -271,8 +279,7 @@ def grouped_query_attention(
             pool = {name: write(pool[name], layer, new[name], view) for name in pool}
         position, edge = view.prefix + view.own, None
         if T == 1:  # already in its page; unused rows have no page and read nothing
-            there = (view.page < pool["k"].shape[1]).astype(jnp.int32)
-            view = view._replace(own=view.own + there)
+            view = view._replace(own=view.after)
             if window is not None:
                 view, edge = within(view, window, position, T)
             whole = cached(view)

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from mint_jax.lora.slot_kernel import Products
 from mint_jax.models.quantised import KEPT
-from pallas_kernels.layer_matmul import blocks, layer_matmul
+from pallas_kernels.layer_matmul import blocks
 
 
 class LayerOf(NamedTuple):
@@ -28,10 +29,10 @@ class LayerOf(NamedTuple):
     used: jax.Array | None  # int32, number of tokens of the batch in use, at the front; None: all
 
 
-def products(x: jax.Array, matrices: Sequence[LayerOf]) -> tuple[jax.Array, ...]:
-    """Returns ``x w`` of every matrix of one layer: ``[B, T, F]`` float32 each, ``x [B, T, D]``."""
+def products(matrices: Sequence[LayerOf]) -> Products:
+    """Returns the products of rows with every one of these matrices of one layer, not yet made."""
     _, layer, kernel, used = matrices[0]
-    return layer_matmul(x, tuple(w.stack for w in matrices), layer, used, implementation=kernel)
+    return Products(tuple(w.stack for w in matrices), layer, kernel, used)
 
 
 def detach(layers: Any, dense: bool, name: str = "", experts: bool = False) -> tuple[Any, Any]:

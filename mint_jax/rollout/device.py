@@ -387,7 +387,8 @@ def decode(
             load = jnp.where(step == 0, rows.source, rows.state)
             save = jnp.where(live, rows.state, nowhere)
             states = StateSlots(load, save, jnp.full_like(save, nowhere), live.astype(jnp.int32))
-        return View(*prefix, page, place, rows.teams, _in_use(live), states, near)
+        after = own + live.astype(jnp.int32)
+        return View(*prefix, page, place, after, rows.teams, _in_use(live), states, near)
 
     def body(s: _State) -> _State:
         view = view_of(s.own, s.live, s.step)

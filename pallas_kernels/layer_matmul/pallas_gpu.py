@@ -122,8 +122,11 @@ def matmul(
     transposed: bool = False,
     how: Config | None = None,
     interpret: Any = False,
+    in_parts: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """See ``layer_matmul``; one kernel for all matrices. Unused row tiles get zeros."""
+    """See ``layer_matmul``; one kernel for all matrices. Unused row tiles get zeros. ``in_parts``:
+    results are ``[S, M, F]``, of M rows, and their sum over S is the product.
+    """
     x_MD = x.reshape(-1, x.shape[-1])
     scalars = [
         jnp.reshape(jnp.int32(one), 1) for one in (layer, x_MD.shape[0] if rows is None else rows)
@@ -145,4 +148,6 @@ def matmul(
         ),
         interpret=interpret,
     )(*scalars, x_MD, *stacks)
+    if in_parts:
+        return tuple(parts)
     return tuple(jnp.sum(part, axis=0).reshape(*x.shape[:-1], -1) for part in parts)

@@ -43,12 +43,13 @@ class Turn:
     """Rows by slot, in tiles."""
 
     rows: jax.Array  # `[M]` int32, row numbers in the order of their slots
-    # slot, first, stop: `[V]` int32, each tile's slot, its start in `rows` and the end of its
-    # slot's rows; unused tiles begin and end at 0
+    # slot, first, stop: `[V]` int32, each tile's slot, -1 of rows without one, its start in `rows`
+    # and the end of its slot's rows; unused tiles begin and end at 0
     slot: jax.Array
     first: jax.Array
     stop: jax.Array
     tile: int = struct.field(pytree_node=False)  # T
+    scale: jax.Array | None = None  # `[M]` float32, of each row; None: given to each call
 
 
 def turn(slot: jax.Array, W: int) -> Turn:
@@ -63,8 +64,8 @@ def turn(slot: jax.Array, W: int) -> Turn:
         jnp.where(jnp.concatenate([leads[1:], jnp.ones((min(M, 1),), bool)]), number + 1, M),
         reverse=True,
     )
-    starts = (current >= 0) & ((number - begins) % tile == 0)
-    V = M // tile + min(W, M)
+    starts = (number - begins) % tile == 0
+    V = M // tile + min(W + 1, M)
     place = jnp.where(starts, jnp.cumsum(starts) - 1, V)
 
     def of_tiles(x: jax.Array) -> jax.Array:
@@ -120,10 +121,11 @@ def require_expand(b: jax.Array, onto: jax.Array) -> None:
 def _rows_of_tile(
     order: Any, of_tiles: Any, v: jax.Array, tile: int
 ) -> tuple[Span, jax.Array, jax.Array]:
-    """Returns the row numbers of tile v, its slot, and True if it has any rows."""
+    """Returns the row numbers of tile v, its slot, and True if it has any rows with a slot."""
     slot, first, stop = (ref[v] for ref in of_tiles)
     place = Span(first, tile, stop)
-    return Span.of(read(order, place, beyond=order.shape[0]), place.there), slot, stop > first
+    rows = Span.of(read(order, place, beyond=order.shape[0]), place.there)
+    return rows, slot, (stop > first) & (slot >= 0)
 
 
 def _each(program: jax.Array, counts: Sequence[int], bodies: Sequence[Any]) -> None:
@@ -166,28 +168,41 @@ def _slot_lora_shrink(order: Any, *refs: Any, tile: int, how: Config) -> None:
 def _slot_lora_expand(order: Any, *refs: Any, tile: int, how: Config) -> None:
     of_tiles, first, scale, each = refs[:3], refs[3], refs[4], refs[5:]
 
+    def summed(parts: Any, *at: Any) -> jax.Array:
+        return jax.lax.fori_loop(
+            0,
+            parts.shape[0],
+            lambda s, total: total + read(parts, s, *at),
+            jnp.zeros([span.size for span in at], jnp.float32),
+        )
+
     def expand(h: Any, b: Any, onto: Any, out: Any, program: jax.Array) -> None:
-        (parts, _, R), F = h.shape, onto.shape[1]
+        R, F = h.shape[2], out.shape[1]
         blocks = pl.cdiv(F, how.columns)
         v = jax.lax.div(program, blocks)
         rows, slot, there = _rows_of_tile(order, of_tiles, v, tile)
         across, ranks = columns(program - v * blocks, how.columns, F), ranks_of(R, slot)
 
+        def result() -> jax.Array:
+            if onto.ndim == 2:
+                return read(onto, rows, across)
+            return summed(onto, rows, across).astype(out.dtype)
+
         @pl.when(there)
         def _some() -> None:
-            inner = jax.lax.fori_loop(
-                0,
-                parts,
-                lambda s, total: total + read(h, s, rows, ranks),
-                jnp.zeros((tile, ranks.size), jnp.float32),
-            )
-            inner = inner * read(scale, rows)[:, None]
-            delta = dot(inner.astype(onto.dtype), read(b, slot + first[0], ranks, across), (1, 0))
-            write(out, read(onto, rows, across).astype(jnp.float32) + delta, rows, across)
+            inner = summed(h, rows, ranks) * read(scale, rows)[:, None]
+            delta = dot(inner.astype(out.dtype), read(b, slot + first[0], ranks, across), (1, 0))
+            write(out, result().astype(jnp.float32) + delta, rows, across)
+
+        if onto.ndim == 3:
+
+            @pl.when((slot < 0) & (of_tiles[2][v] > of_tiles[1][v]))
+            def _none() -> None:
+                write(out, result(), rows, across)
 
     n = len(each) // 4
     of_projections = list(zip(*(each[k * n : (k + 1) * n] for k in range(4))))
-    counts = [refs[0].shape[0] * pl.cdiv(one[2].shape[1], how.columns) for one in of_projections]
+    counts = [refs[0].shape[0] * pl.cdiv(one[3].shape[1], how.columns) for one in of_projections]
     _each(pl.program_id(0), counts, [functools.partial(expand, *one) for one in of_projections])
 
 
@@ -220,14 +235,19 @@ def _onto(
     first: jax.Array | int,
     how: Config,
     interpret: Any,
+    dtype: Any = None,
 ) -> list[jax.Array]:
-    """Returns ``onto + scale h b`` from inner products in parts, in the memory of ``onto``."""
+    """Returns ``onto + scale h b`` from inner products in parts, in the memory of ``onto`` if that
+    is not in parts too.
+    """
     n, M = len(h), scale.shape[0]
     return pl.pallas_call(
         functools.partial(_slot_lora_expand, tile=order.tile, how=how),
-        grid=(order.slot.shape[0] * sum(pl.cdiv(y.shape[1], how.columns) for y in onto),),
-        out_shape=[jax.ShapeDtypeStruct(y.shape, y.dtype) for y in onto],
-        input_output_aliases={6 + 2 * n + k: k for k in range(n)},
+        grid=(order.slot.shape[0] * sum(pl.cdiv(y.shape[-1], how.columns) for y in onto),),
+        out_shape=[
+            jax.ShapeDtypeStruct(y.shape[-2:], y.dtype if y.ndim == 2 else dtype) for y in onto
+        ],
+        input_output_aliases={6 + 2 * n + k: k for k in range(n) if onto[k].ndim == 2},
         compiler_params=triton.CompilerParams(num_warps=how.warps, num_stages=how.stages),
         cost_estimate=cost(sum(2 * M * w.size // w.shape[0] for w in b), *b, *onto, *onto),
         interpret=interpret,
@@ -250,12 +270,16 @@ def add_each(
     how: Config | None = None,
     interpret: Any = False,
 ) -> list[jax.Array]:
-    """Returns ``add`` for several projections of the same rows, in two launches."""
+    """Returns ``add`` for several projections of the same rows, in two launches. Results ``onto``
+    may be in parts ``[S, M, F]`` float32, which the second launch sums in order and rounds.
+    """
     order = turn(slot, a[0].shape[0]) if order is None else order
-    how = config(x, a[0], sum(y.shape[1] for y in onto), order) if how is None else how
+    how = config(x, a[0], sum(y.shape[-1] for y in onto), order) if how is None else how
+    if order.scale is not None:
+        scale = order.scale
     scale = jnp.ones((x.shape[0],), jnp.float32) if scale is None else scale.astype(jnp.float32)
     h = _parts(x, a, order, first, how, interpret)
-    return _onto(h, b, onto, scale, order, first, how, interpret)
+    return _onto(h, b, onto, scale, order, first, how, interpret, x.dtype)
 
 
 def add(

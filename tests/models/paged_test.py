@@ -54,7 +54,9 @@ class Layout(NamedTuple):
         own = np.asarray(own_B, np.int32)
         in_team = np.zeros(len(own), bool) if teams is None else teams.place >= 0
         first = np.where(in_team, -(-self.prefix // RUN), 0).astype(np.int32)
-        return View(self.table, self.prefix, own, first, self.at(own), own % PAGE, teams)
+        page = self.at(own)
+        after = own + (page < self.pages)
+        return View(self.table, self.prefix, own, first, page, own % PAGE, after, teams)
 
     def teams(self, rng, alone=()):
         """Rows of one prompt together, in places at random, but for those that stay alone."""
@@ -297,7 +299,8 @@ def test_attention_equals_a_softmax_whatever_lies_where(name, rng):
         pool = jax.device_put(case.pool, dict.fromkeys("kv", split))
         for alone in (range(32), (), rng.choice(32, 10, replace=False)):
             view = layout.view(case.own, layout.teams(rng, alone))
-            view = view._replace(page=nowhere.astype(np.int32))
+            own = np.int32(case.own) + written
+            view = view._replace(page=nowhere.astype(np.int32), after=own)
             out, after = jax.device_get(_attend(case.q, case.new, pool, LAYER, view))
             np.testing.assert_allclose(out[written], want[written], atol=TOLERANCE)
             assert np.isfinite(out).all(), "padding is not NaN"

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mint_jax.lora import slot_kernel
+from mint_jax.lora.slot_kernel import Products
 from mint_jax.lora.tree import AdapterStack
 from mint_jax.lora.view import add_deltas, attach_rows
 from mint_jax.mesh import make_mesh, single_device_mesh
@@ -148,6 +150,48 @@ def test_over_a_mesh_the_kernel_gives_what_xla_gives(rng, sizes, ends, kernel, B
     np.testing.assert_array_equal(spoilt[~theirs], made[~theirs])
     assert np.isnan(spoilt[slots[4] == 5]).all()
     assert not np.isfinite(spoilt[slots[16] == 1]).any()
+
+
+def test_a_gpu_sums_parts_of_products_as_it_adds_to_them(rng):
+    """With the bits of products that were summed before; rows of none, and unused slots with NaN
+    are among them, and a second rank follows.
+    """
+    D, widths, layer, B = 512, (384, 128), jnp.int32(1), 40
+    stacks = {4: stack_of(rng, 8, 8, 4), 16: stack_of(rng, 8, 8, 16)}
+    for stack in stacks.values():
+        for i, F in enumerate(widths):
+            a, b = (rng.normal(size=(L, S, stack.rank, n)) * n**-0.5 for n in (D, F))
+            b[:, 4] = np.nan  # nobody's
+            stack.factors[f"p{i}"] = {n: jnp.array(x, jnp.bfloat16) for n, x in zip("ab", (a, b))}
+        del stack.factors["q"]
+    slots = {R: rng.choice([-1, 0, 1, 2, 3, 5], B).astype(np.int32) for R in stacks}
+    x = jnp.array(rng.normal(size=(B, 1, D)), jnp.bfloat16)
+    ws = tuple(jnp.array(rng.normal(size=(L, D, F)) * D**-0.5, jnp.bfloat16) for F in widths)
+
+    @functools.partial(jax.jit, static_argnames="fused")
+    def run(x, ws, stacks, slots, fused):
+        products = Products(ws, layer, "pallas_gpu", None)
+        lora = attach_rows(stacks, slots, "pallas_gpu").in_layer(layer)
+        loras = [lora.at(f"p{i}") for i in range(len(ws))]
+        assert slot_kernel.add_to_products(
+            x, products, tuple(one.buckets[0] for one in loras), layer, "pallas_gpu"
+        )
+        ys = products if fused else [y.astype(x.dtype) for y in products.of(x)]
+        return add_deltas(x, ys, loras, [(None, None)] * 2)
+
+    with jax.set_mesh(single_device_mesh()):
+        made, apart = (run(x, ws, stacks, slots, fused) for fused in (True, False))
+    for i, (y, other, w) in enumerate(zip(made, apart, ws)):
+        assert np.array(y).tobytes() == np.array(other).tobytes()
+        x64 = np.float64(x[:, 0])
+        want = x64 @ np.float64(w[1])
+        for R, stack in stacks.items():
+            for row in np.flatnonzero(slots[R] >= 0):
+                s = slots[R][row]
+                a, b = (np.float64(stack.factors[f"p{i}"][n][1, s]) for n in "ab")
+                want[row] += stack.scale[s] * (x64[row] @ a.T) @ b
+        # bfloat16: three roundings of results up to 8 in size, half of 2^-5 each
+        np.testing.assert_allclose(np.float64(y[:, 0]), want, atol=0.06, rtol=0)
 
 
 def test_rows_are_put_in_turn_before_the_layers(rng):
