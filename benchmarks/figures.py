@@ -62,7 +62,6 @@ _MISMATCHES = {  # report -> options by which the trainer differs from the sampl
     "grpo_moe_dtype": ("--config.dtype=bfloat16", "--config.trainer_dtype=float32"),
 }
 _REPLAY = {"": (), "_no_replay": ("--config.policies.*.sampling.replay=False",)}
-_WITNESS = ("--config.n=8", "--config.steps=7", "--config.honest=24576")  # a part of its size
 _FLEET = tuple(
     (f"fleet_{name}.png", f"fleet_{name}.png") for name in ("errors", "cold_loads", "million")
 )
@@ -106,7 +105,7 @@ RUNS = (
     Run("revision_stores", "bench/revision_stores.py", 3),
     Run("canary", "bench/canary.py", 20, pictures=(("canary.png", "canary.png"),)),
     Run(
-        *("witness", "bench/witness.py", 15, _WITNESS),
+        *("witness", "bench/witness.py", 60),
         pictures=(("witness.png", "witness.png"),),
     ),
     Run("merges", "bench/merges.py", 20, pictures=(("merges.png", "merges.png"),)),

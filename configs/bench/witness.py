@@ -1,7 +1,7 @@
 """Faults of serving adapters, and the tokens until the audit of witnessed tokens finds them.
 
 Command: python -m benchmarks --config=configs/bench/witness.py --workdir=runs/bench/witness
-Default size: about 30 minutes on two CPU cores. Short: --config=configs/bench/witness.py:ci
+Default size: about an hour on two CPU cores. Short: --config=configs/bench/witness.py:ci
 """
 
 from ml_collections import ConfigDict
