@@ -104,10 +104,7 @@ RUNS = (
     Run("service_load", "bench/service_load.py", 25),
     Run("revision_stores", "bench/revision_stores.py", 3),
     Run("canary", "bench/canary.py", 20, pictures=(("canary.png", "canary.png"),)),
-    Run(
-        *("witness", "bench/witness.py", 60),
-        pictures=(("witness.png", "witness.png"),),
-    ),
+    Run("witness", "bench/witness.py", 60, pictures=(("witness.png", "witness.png"),)),
     Run("merges", "bench/merges.py", 20, pictures=(("merges.png", "merges.png"),)),
     Run("stand_in", "bench/stand_in.py", 6),
     Run("routes", "bench/routes.py", 40, pictures=(("routes.png", "routes.png"),)),
