@@ -470,6 +470,9 @@ def _attention(
             v, keep = checkpoint_name(v, "value"), keep[:-1]
             v = _norm(v, jnp.ones(v.shape[-1:], v.dtype), cfg.replace(norm_offset=0.0))
         k = _norm(k, p["k_norm"], cfg) if cfg.qk_norm else k
+        if cache is not None and dispatch.platform_of_mesh() == "cuda":
+            # otherwise XLA widens keys in a launch, and normalises them again for each half
+            k = jax.lax.optimization_barrier(k)
         k = rotate(k, ctx.cos, ctx.sin)
     if ctx.growth is not None:
         q = (q * ctx.growth[..., None, None]).astype(q.dtype)

@@ -25,8 +25,8 @@ EXPERTS = {"architectures": ["Qwen3MoeForCausalLM"], "head_dim": 128, "num_exper
 # Fields of a base, layers of its largest stack, and the launches of one of these with adapters on
 # all projections, of branches the most. A launch takes an H100 two microseconds.
 BASES = {
-    "dense": ({"architectures": ["Qwen3ForCausalLM"], "head_dim": 128}, 4, 31),
-    "experts": (EXPERTS, 4, 52),
+    "dense": ({"architectures": ["Qwen3ForCausalLM"], "head_dim": 128}, 4, 29),
+    "experts": (EXPERTS, 4, 50),
     "latent": (LATENT, 3, 86),
 }
 
