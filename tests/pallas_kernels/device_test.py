@@ -105,7 +105,7 @@ def of_packed_matmul(rng, kernel, dtype):
 
 
 def of_slot_lora(rng, kernel, dtype):
-    """Whole, and in parts as where rows' inputs are split over devices."""
+    """Whole, in parts as where rows' inputs are split over devices, and onto parts of products."""
     form = getattr(slot_lora, kernel)
     sizes = of((40, 256, 128, 16, 20), (500, 1024, 2048, 16, 200))
     args = slot_lora_test.arguments(rng, *sizes, dtype)
@@ -113,10 +113,16 @@ def of_slot_lora(rng, kernel, dtype):
         functools.partial(f, interpret=SMALL) for f in (form.add, form.shrink, form.expand)
     )
 
-    def both(*args, implementation):
-        return whole(*args), slot_lora_test.in_parts(shrink, expand, *args)
+    def onto_parts(x, a, b, onto, slot, scale):
+        parts = jnp.stack([onto.astype(jnp.float32) * part for part in (0.5, 0.25, 0.25)])
+        [made] = form.add_each(x, [a], [b], [parts], slot, scale, interpret=SMALL)
+        return made
 
-    for made in run(kernel, both, *args):
+    def all_ways(*args, implementation):
+        made = whole(*args), slot_lora_test.in_parts(shrink, expand, *args)
+        return made if kernel == "pallas_tpu" else (*made, onto_parts(*args))
+
+    for made in run(kernel, all_ways, *args):
         packed_lora_test.close(made, slot_reference.add(*args), dtype)
 
 
