@@ -42,12 +42,12 @@ def _padded(rng, vocab, lengths=LENGTHS):
 
 
 def _drawn(draw, rows_of, model, cfg):
-    """Tokens by ``draw()`` of which all rows, ``rows_of(tokens)``, depend on no choice of keys that
-    float32 may make either way.
+    """Tokens by ``draw()`` of which all rows, ``rows_of(tokens)``, depend on no choice of keys or
+    experts that float32 may make either way.
     """
     for _ in range(200):
         tokens = draw()
-        rows = rows_of(tokens) if cfg.indexer else []
+        rows = rows_of(tokens) if cfg.indexer or cfg.routed else []
         if all(oracles.decided(model, row.tolist()) == len(row) for row in rows):
             return tokens
     raise AssertionError("scores are ties throughout")
@@ -64,8 +64,8 @@ def test_logits_equal_transformers(name, hf_dirs, tiny_base, rng):
     ours_BTV = np.asarray(decoder_logits(base.params, None, tokens_BT, cfg=base.cfg))
     for ours, row in zip(ours_BTV, _row_by_row(tokens_BT)):
         theirs = oracles.torch_logits(model, row[None])[0]
-        # float32 sums in another order, logits of size 3; with states up to 2.4e-4 in eight seeds
-        atol = 2e-4 * looser(base.cfg, 5.0)
+        # float32 sums in another order, logits of size 3; with states up to 1.2e-3 in 150 draws
+        atol = 2e-4 * looser(base.cfg, 10.0)
         np.testing.assert_allclose(ours[: len(theirs)], theirs, atol=atol)
 
 
