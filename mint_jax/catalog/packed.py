@@ -17,18 +17,17 @@ from mint_jax import nested
 from mint_jax.catalog import header
 from mint_jax.digest import blake3_of
 from mint_jax.errors import UserError
-from mint_jax.lora.config import BASIS, BIAS, MAX_RANK, SHARED_OUTER, AdapterConfig
+from mint_jax.lora.config import BASIS, BIAS, KINDS, MAX_RANK, SHARED_OUTER, AdapterConfig
 from mint_jax.safetensors_header import parse_object
 
 FORMAT = "mint-adapter/2"
 # A [L, R, D] and B [L, R, F]; routed experts [L, E, R, D] and [L, E, R, F]
 LAYOUT = "layers-experts-rank-first"
-# Form of routed experts' factors, or bias -> layout. In the second the factor on the hidden side is
+# Form of routed experts' factors, or kind -> layout. In the second the factor on the hidden side is
 # shared, [L, R, D], and names have ``shared_outer`` before the projection. In the third the rank is
 # 0, and a projection has one array, ``bias`` [L, 1, F]. In the fourth it has A alone: its B is that
 # of ``lora.basis``.
-FORMS = (SHARED_OUTER, BIAS, BASIS)
-LAYOUTS = {"each": LAYOUT} | {form: f"{LAYOUT}/{form}" for form in FORMS}
+LAYOUTS = {"each": LAYOUT} | {one: f"{LAYOUT}/{one}" for one in (SHARED_OUTER, BIAS, BASIS)}
 SCALES = {False: "alpha/rank", True: "alpha/sqrt(rank)"}
 MAX_TEXT = 1000  # characters of a base's fingerprint or a target's name
 
@@ -53,7 +52,7 @@ class Schema:
             "alpha": float(config.alpha),
             "scale": SCALES[bool(config.rslora)],
             "targets": list(config.targets),
-            "layout": LAYOUTS[config.kind if config.kind in FORMS else config.experts],
+            "layout": LAYOUTS[config.experts if config.kind == "lora" else config.kind],
             "dtype": self.dtype,
         }
         return json.dumps(fields, sort_keys=True)
@@ -98,7 +97,7 @@ class Schema:
             fields["alpha"],
             tuple(fields["targets"]),
             scales[fields["scale"]],
-            *(("each", form) if form in (BIAS, BASIS) else (form,)),
+            *(("each", form) if form in KINDS else (form,)),
         )
         return cls(fields["base"], config, fields["dtype"])
 

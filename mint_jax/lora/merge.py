@@ -147,7 +147,7 @@ def _sum_over_basis(
             own = weight * config.scale * np.asarray(a, np.float64)
             sums[path] = sums.get(path, 0.0) + _padded(own, rank)
     factors = {path: _checked(_float32(a), path) for path, a in sums.items()}
-    return Merged(nested.nest(factors), AdapterConfig(rank, rank, targets, kind=BASIS), 0.0)
+    return Merged(nested.nest(factors), AdapterConfig(rank, float(rank), targets, kind=BASIS), 0.0)
 
 
 def _checked(array: np.ndarray, path: str) -> np.ndarray:

@@ -233,15 +233,14 @@ def _update_nth(
     )
     norm = optax.global_norm(counted)
     fine = jnp.isfinite(norm)
-    all_rate = scheduled_rate(hyper, steps)
+    rate = scheduled_rate(hyper, steps)
     clip = jnp.where(norm < hyper.max_grad_norm, 1.0, hyper.max_grad_norm / norm)
 
     def update(ratio: Any, slot: jax.Array, factor: Any, grad: Any, *old: jax.Array) -> Any:
-        rate = all_rate * ratio
-        grad = jnp.where(ratio == 0, 0.0, grad)
         change, *moments = direction(hyper, steps, grad * clip, *old)
-        new = factor - rate * (change + hyper.weight_decay * factor), *moments
-        factor, *moments = (jnp.where(fine, n, o) for n, o in zip(new, (factor, *old)))
+        new = factor - rate * ratio * (change + hyper.weight_decay * factor), *moments
+        moves = fine & (ratio != 0)
+        factor, *moments = (jnp.where(moves, n, o) for n, o in zip(new, (factor, *old)))
         return slot, (factor, jnp.zeros_like(grad), *moments)
 
     def put(slot: jax.Array, old: jax.Array, part: jax.Array) -> jax.Array:
@@ -280,11 +279,7 @@ def _update_nth(
         steps=put(slot, stack.steps, steps + fine),
         skipped=put(slot, stack.skipped, at(stack.skipped) + ~fine),
     )
-    return stack, {
-        "grad_norm": norm,
-        "learning_rate": all_rate,
-        "skipped": (~fine).astype(jnp.float32),
-    }
+    return stack, {"grad_norm": norm, "learning_rate": rate, "skipped": (~fine).astype(jnp.float32)}
 
 
 def _zeros_like(fn: Any, *args: Any) -> Any:

@@ -92,14 +92,18 @@ def test_what_is_not_known_is_named(folder, capsys):
     assert json.loads(capsys.readouterr().out)["evaluations"][0]["metrics"] == {"samples": 2}
 
 
-def test_the_norm_of_a_bias_is_its_own(tmp_path, rng):
-    config = AdapterConfig(targets=("q",), kind="bias")
-    found = rng.normal(size=(2, 3, 1, 6)).astype(np.float32)
-    with Catalog.open(tmp_path) as catalog:
-        for step, bias in enumerate(found):
-            data = pack({"dense": {"attn": {"q": {"bias": bias}}}}, Schema("ab" * 32, config))
+def change_of(folder, config, name, found):
+    """The card's change from the first to the second of these revisions of ``q``."""
+    with Catalog.open(folder) as catalog:
+        for step, own in enumerate(found):
+            data = pack({"dense": {"attn": {"q": {name: own}}}}, Schema("ab" * 32, config))
             catalog.export("p", data, step, create=True)
-        change = catalog.card("p", 2).change
+        return catalog.card("p", 2).change
+
+
+def test_the_norm_of_a_bias_is_its_own(tmp_path, rng):
+    found = rng.normal(size=(2, 3, 1, 6)).astype(np.float32)
+    change = change_of(tmp_path, AdapterConfig(targets=("q",), kind="bias"), "bias", found)
     first, second = found.astype(np.float64)
     assert change.norm == pytest.approx(np.linalg.norm(second - first), rel=1e-12)
     assert change.share == pytest.approx(change.norm / np.linalg.norm(first), rel=1e-12)
@@ -107,13 +111,8 @@ def test_the_norm_of_a_bias_is_its_own(tmp_path, rng):
 
 def test_the_norm_over_an_output_basis_is_that_of_a(tmp_path, rng):
     """Near that of the whole delta: the basis's rows are nearly at right angles."""
-    config = AdapterConfig(2, 6.0, ("q",), kind="basis")
     found = rng.normal(size=(2, 3, 2, 32)).astype(np.float32)
-    with Catalog.open(tmp_path) as catalog:
-        for step, a in enumerate(found):
-            data = pack({"dense": {"attn": {"q": {"a": a}}}}, Schema("ab" * 32, config))
-            catalog.export("p", data, step, create=True)
-        change = catalog.card("p", 2).change
+    change = change_of(tmp_path, AdapterConfig(2, 6.0, ("q",), kind="basis"), "a", found)
     first, second = 3.0 * found.astype(np.float64)
     assert change.norm == pytest.approx(np.linalg.norm(second - first), rel=1e-6)
     assert change.share == pytest.approx(change.norm / np.linalg.norm(first), rel=1e-6)

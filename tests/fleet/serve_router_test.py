@@ -74,7 +74,7 @@ async def asked(url: str, digests: list[str | None], seconds: float = 0.0) -> li
 
 
 def test_an_idle_replicas_report_is_never_old(monkeypatch):
-    """What it has loaded counts an hour later, until it reports otherwise."""
+    """Its adapters count as loaded an hour later, until its report changes."""
     own = DeploymentID("adapters", "app")
     stats = {"rows": 1, "load_s": 1.0, "slots": frozenset(DIGESTS)}
     replicas: Any = [

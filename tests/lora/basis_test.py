@@ -1,19 +1,15 @@
-"""Adapters over an output basis that all policies share: its numbers, updates against torch in
-float64 in one batch with LoRA, sizes, the same revision in every form, and sums.
+"""Adapters over an output basis that all policies share: its numbers, gradients, sizes, sums and
+PEFT's files.
 """
 
 import dataclasses
 
 import blake3
-import chex
 import numpy as np
 import pytest
-import torch
 
-import mint_jax as mint
 from mint_jax import params as params_lib
-from mint_jax.catalog import orbax_files
-from mint_jax.catalog.packed import Schema, digest_of, pack, unpack
+from mint_jax.catalog.packed import Schema, digest_of
 from mint_jax.errors import UserError
 from mint_jax.lora import tree
 from mint_jax.lora.basis import basis, with_basis
@@ -34,8 +30,7 @@ from tests.exchange import (
     peft_model,
     tables,
 )
-from tests.lora.bias_test import texts
-from tests.train.torch_lora import MODULES
+from tests.groups import random_groups
 
 CONFIG = AdapterConfig(3, 6.0, kind="basis")
 RATE = 3e-3
@@ -64,68 +59,11 @@ def test_the_numbers_are_those_of_blake3(rng):
     assert abs(wide.sum()) / wide.size**0.5 < 6 / 64
 
 
-class TorchFactors:
-    """A float64 checkpoint whose linear layers get A of their own over a fixed B, by AdamW."""
-
-    def __init__(self, directory, adapter, scale):
-        self.model = oracles.torch_model(directory, torch.float64).requires_grad_(False)
-        self.factors = {}
-        for leaf, x in params_lib.leaves_with_path(adapter):
-            path = leaf.removesuffix("/a")
-            for layer, own in enumerate(np.asarray(x, np.float64)):
-                module = self.model.get_submodule(MODULES[path].format(layer))
-                size = len(x), x.shape[1], module.out_features
-                b = torch.tensor(rows_of_basis(path, layer, *size), dtype=torch.float64)
-                a = self.factors[leaf, layer] = torch.nn.Parameter(torch.tensor(own))
-                module.register_forward_hook(lambda _, x, y, a=a, b=b: y + scale * x[0] @ a.T @ b)
-        self.optimizer = torch.optim.AdamW(self.factors.values(), RATE, eps=1e-5, weight_decay=0.1)
-
-    def update(self, groups) -> float:
-        total = torch.zeros((), dtype=torch.float64)
-        for group in groups:
-            for s in group.sequences:
-                row, n = [*group.prefix, *s.tokens], len(s.tokens)
-                logp = torch.log_softmax(self.model(torch.tensor([row])).logits[0], -1)
-                picked = logp[range(len(row) - n - 1, len(row) - 1), s.tokens]
-                total = total - (torch.tensor(s.weights) * picked).sum()
-        self.optimizer.zero_grad()
-        total.backward()
-        torch.nn.utils.clip_grad_norm_(self.factors.values(), 1.0)
-        self.optimizer.step()
-        return float(total.detach())
-
-
-def test_five_updates_in_one_batch_with_lora_match_torch_in_float64(rng, tiny_base, hf_dirs):
-    """B keeps its bits, and its gradient does not count in the norm that is clipped."""
-    base = tiny_base("llama")
-    optimizer = OptimizerConfig(RATE, eps=1e-5, weight_decay=0.1)
-    how = optimizer, LossConfig("cross_entropy")
-    policies = PolicyConfig("lora", AdapterConfig(3), *how), PolicyConfig("basis", CONFIG, *how)
-    trainer = Trainer(base, policies)
-    start = random_adapter(rng, base, CONFIG)
-    trainer.load_adapter("basis", start)
-    oracle = TorchFactors(hf_dirs("llama"), start, CONFIG.scale)
-    for _ in range(5):
-        data = {name: texts(rng, base.cfg.vocab_size) for name in ("lora", "basis")}
-        ours, theirs = trainer.forward_backward(data)["basis"]["loss"], oracle.update(data["basis"])
-        trainer.optim_step(list(data))
-        assert abs(ours - theirs) <= 5e-5
-    slot = trainer.slots["basis"]
-    for leaf, x in params_lib.leaves_with_path(trainer.adapter("basis")):
-        expected = np.stack([oracle.factors[leaf, i].detach() for i in range(len(x))])
-        np.testing.assert_allclose(x, expected, rtol=0, atol=1e-4 * np.abs(expected).max())
-    for path, x in params_lib.leaves_with_path(trainer.state[slot.bucket].adapters.factors):
-        if path.endswith("/b"):
-            own = np.asarray(x[:, slot.index, :3])
-            np.testing.assert_array_equal(own, basis(path[:-2], own.shape))
-
-
-def test_a_gradient_of_the_basis_that_is_not_finite_skips_nothing(rng, tiny_base):
-    base = tiny_base("llama")
-    trainer = Trainer(
-        base, [PolicyConfig("p", CONFIG, OptimizerConfig(RATE), LossConfig("cross_entropy"))]
-    )
-    trainer.forward_backward({"p": texts(rng, base.cfg.vocab_size)})
+@pytest.mark.parametrize("optimizer", ["adamw", "dimuon"])
+def test_a_gradient_of_the_basis_that_is_not_finite_skips_nothing(optimizer, rng, tiny_base):
+    base, how = tiny_base("llama"), OptimizerConfig(3e-3, eps=1e-5, kind=optimizer)
+    trainer = Trainer(base, [PolicyConfig("p", CONFIG, how, LossConfig("cross_entropy"))])
+    trainer.forward_backward({"p": random_groups(rng, base.cfg.vocab_size)})
     before = trainer.adapter("p")
     [(bucket, stack)] = trainer.state.items()
     spoilt = params_lib.map_with_path(
@@ -134,9 +72,14 @@ def test_a_gradient_of_the_basis_that_is_not_finite_skips_nothing(rng, tiny_base
     trainer.state = {bucket: dataclasses.replace(stack, grad_sum=spoilt)}
     found = trainer.optim_step(["p"])["p"]
     assert (found["skipped"], found["grad_norm"] > 0) == (0, True)
-    after = _arrays(trainer.adapter("p"))
-    assert all(np.isfinite(x).all() for x in after)
-    assert any(np.any(x != y) for x, y in zip(_arrays(before), after))
+    after = trainer.adapter("p")
+    assert all(np.isfinite(x).all() for x in _arrays(after))
+    assert any(np.any(x != y) for x, y in zip(_arrays(before), _arrays(after)))
+    [new] = trainer.state.values()
+    for path, x in params_lib.leaves_with_path(new.adapters.factors):
+        if path.endswith("/b"):
+            own = np.asarray(x[:, 0, :3])
+            np.testing.assert_array_equal(own, basis(path[:-2], own.shape))
 
 
 def _arrays(adapter):
@@ -158,42 +101,6 @@ def test_a_policy_has_one_number_an_input_and_row(name, targets, rank, numbers):
     cfg = from_hf(small if name == "smollm2" else names.shape(f"random:{name}"))
     config = AdapterConfig(rank, targets=targets, kind="basis")
     assert tree.adapter_nbytes(transformer.abstract(cfg), config) == 4 * numbers
-
-
-def test_one_revision_trains_on_and_is_sampled_beside_lora(mesh, tmp_path):
-    """Through the Python interface: saved, loaded into a slot, and resumed with the same bits."""
-    rows = [{"prompt": f"{i} + 1 =", "completion": f" {i + 1}"} for i in range(4)]
-    how = {"temperature": 0.0, "max_tokens": 6}
-    place = tmp_path / "c"
-    with mint.load("tiny-random", mesh=mesh) as base, mint.open(place, create=True) as store:
-        lora = base.policy("lora", rank=2, learning_rate=1e-2)
-        own = base.policy("own", 3, kind="basis", targets=["q", "o", "down"], learning_rate=0.1)
-        base.train_step({lora: rows, own: rows})
-        for policy in (lora, own):
-            policy.save(store)
-        revisions = [None, store["lora@latest"], store["own@latest"], store["own@latest"]]
-        mixed = base.completions(["2 + 1 ="] * 4, revisions, **how)
-        for one, revision in zip(mixed, revisions):
-            [alone] = base.completions(["2 + 1 ="], revision, **how)
-            assert one[0].tokens == alone[0].tokens
-            # programs of another number of rows: units of the last place
-            np.testing.assert_allclose(one[0].logprobs, alone[0].logprobs, atol=1e-5)
-        assert mixed[0][0].logprobs != mixed[2][0].logprobs
-        file = own.save_state(tmp_path / "own.state")
-        data = store.catalog.load(store["own@latest"].digest)
-        base.train_step({own: rows})
-        later = own.adapter()
-        base.remove(own)
-        base.resume(file).train_step(rows)
-        chex.assert_trees_all_equal(base.policies["own"].adapter(), later)
-        again = base.policy("again", start=store["own@latest"])
-        assert again.config.adapter.kind == "basis"
-        chex.assert_trees_all_equal(again.adapter(), unpack(data)[0])
-    adapter, schema = unpack(data)
-    assert {path[-1] for path, _ in params_lib.leaves_with_path(adapter)} == {"a"}
-    assert digest_of(pack(adapter, schema)) == digest_of(data)
-    orbax_files.write(tmp_path / "orbax", data, {})
-    assert digest_of(orbax_files.read(tmp_path / "orbax", 1 << 20)) == digest_of(data)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt_oss", "qwen3_5"])

@@ -1,18 +1,11 @@
-"""Adapters of biases alone: updates against torch in float64 in one batch with LoRA, sizes that are
-true everywhere, the same revision in every form, and what has no bias refused by name.
-"""
+"""Adapters of biases alone: sizes that are true everywhere, and what has no bias is refused."""
 
 import dataclasses
 
-import chex
-import numpy as np
 import pytest
-import torch
 
-import mint_jax as mint
 from mint_jax import params as params_lib
-from mint_jax.catalog import orbax_files
-from mint_jax.catalog.packed import Schema, digest_of, pack, unpack
+from mint_jax.catalog.packed import Schema
 from mint_jax.errors import UserError
 from mint_jax.lora import tree
 from mint_jax.lora.tree import LINEAR_TARGETS, AdapterConfig
@@ -20,72 +13,11 @@ from mint_jax.models import names, transformer
 from mint_jax.models.hf_config import from_hf
 from mint_jax.residency.admission import Admission
 from mint_jax.residency.slots import DeviceSlots
-from mint_jax.train.batch import Group, TrainSequence
-from mint_jax.train.state import OptimizerConfig
-from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
-from tests import oracles
+from mint_jax.train.trainer import PolicyConfig, Trainer
 from tests.adapters import random_adapter
-from tests.train.torch_lora import MODULES
 
 BIAS = AdapterConfig(kind="bias")
 RATE = 3e-3
-
-
-class TorchBiases:
-    """A float64 checkpoint whose linear layers get biases of their own, by AdamW."""
-
-    def __init__(self, directory, adapter):
-        self.model = oracles.torch_model(directory, torch.float64).requires_grad_(False)
-        self.biases = {}
-        for leaf, x in params_lib.leaves_with_path(adapter):
-            for layer, own in enumerate(np.asarray(x, np.float64)[:, 0]):
-                module = self.model.get_submodule(MODULES[leaf.rsplit("/", 1)[0]].format(layer))
-                assert module.bias is None
-                module.bias = torch.nn.Parameter(torch.tensor(own))
-                self.biases[leaf, layer] = module.bias
-        self.optimizer = torch.optim.AdamW(self.biases.values(), RATE, eps=1e-5, weight_decay=0.1)
-
-    def update(self, groups) -> float:
-        total = torch.zeros((), dtype=torch.float64)
-        for group in groups:
-            for s in group.sequences:
-                row, n = [*group.prefix, *s.tokens], len(s.tokens)
-                logp = torch.log_softmax(self.model(torch.tensor([row])).logits[0], -1)
-                picked = logp[range(len(row) - n - 1, len(row) - 1), s.tokens]
-                total = total - (torch.tensor(s.weights) * picked).sum()
-        self.optimizer.zero_grad()
-        total.backward()
-        torch.nn.utils.clip_grad_norm_(self.biases.values(), 1.0)
-        self.optimizer.step()
-        return float(total.detach())
-
-
-def texts(rng, vocab):
-    def group(n):
-        own = TrainSequence(rng.integers(3, vocab, n).tolist(), [1 / n] * n)
-        return Group(rng.integers(3, vocab, 4).tolist(), [own])
-
-    return [group(n) for n in (7, 4, 6)]
-
-
-def test_five_updates_in_one_batch_with_lora_match_torch_in_float64(rng, tiny_base, hf_dirs):
-    base = tiny_base("llama")
-    optimizer = OptimizerConfig(RATE, eps=1e-5, weight_decay=0.1)
-    how = optimizer, LossConfig("cross_entropy")
-    policies = PolicyConfig("lora", AdapterConfig(3), *how), PolicyConfig("bias", BIAS, *how)
-    trainer = Trainer(base, policies)
-    # with biases of zero a key's gradient is rounding alone
-    start = random_adapter(rng, base, BIAS)
-    trainer.load_adapter("bias", start)
-    oracle = TorchBiases(hf_dirs("llama"), start)
-    for _ in range(5):
-        data = {name: texts(rng, base.cfg.vocab_size) for name in ("lora", "bias")}
-        ours, theirs = trainer.forward_backward(data)["bias"]["loss"], oracle.update(data["bias"])
-        trainer.optim_step(list(data))
-        assert abs(ours - theirs) <= 5e-5
-    for leaf, x in params_lib.leaves_with_path(trainer.adapter("bias")):
-        expected = np.stack([oracle.biases[leaf, i].detach() for i in range(len(x))])[:, None]
-        np.testing.assert_allclose(x, expected, rtol=0, atol=1e-4 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize(
@@ -120,42 +52,6 @@ def test_neither_training_nor_slots_have_factors_of_a_bias(tiny_base, rng):
     state = trainer.state[trainer.slots["bias"].bucket]
     trees = state.adapters.factors, state.mu, state.nu, state.grad_sum
     assert params_lib.nbytes(trees) == 4 * size
-
-
-def test_one_revision_trains_on_and_is_sampled_beside_lora(mesh, tmp_path):
-    """Through the Python interface: saved, loaded into a slot, and resumed with the same bits."""
-    rows = [{"prompt": f"{i} + 1 =", "completion": f" {i + 1}"} for i in range(4)]
-    how = {"temperature": 0.0, "max_tokens": 6}
-    place = tmp_path / "c"
-    with mint.load("tiny-random", mesh=mesh) as base, mint.open(place, create=True) as store:
-        lora = base.policy("lora", rank=2, learning_rate=1e-2)
-        bias = base.policy("bias", kind="bias", targets=["q", "o", "down"], learning_rate=0.1)
-        assert "bias alone" in repr(bias)
-        base.train_step({lora: rows, bias: rows})
-        for policy in (lora, bias):
-            policy.save(store)
-        revisions = [None, store["lora@latest"], store["bias@latest"], store["bias@latest"]]
-        mixed = base.completions(["2 + 1 ="] * 4, revisions, **how)
-        for one, revision in zip(mixed, revisions):
-            [alone] = base.completions(["2 + 1 ="], revision, **how)
-            assert one[0].tokens == alone[0].tokens
-            # programs of another number of rows: units of the last place
-            np.testing.assert_allclose(one[0].logprobs, alone[0].logprobs, atol=1e-5)
-        assert mixed[0][0].logprobs != mixed[2][0].logprobs
-        file = bias.save_state(tmp_path / "bias.state")
-        data = store.catalog.load(store["bias@latest"].digest)
-        base.train_step({bias: rows})
-        later = bias.adapter()
-        base.remove(bias)
-        base.resume(file).train_step(rows)
-        chex.assert_trees_all_equal(base.policies["bias"].adapter(), later)
-        again = base.policy("again", start=base.policies["bias"].export(tmp_path / "peft"))
-        chex.assert_trees_all_equal(again.adapter(), later)
-    adapter, schema = unpack(data)
-    assert schema.config.kind == "bias"
-    assert digest_of(pack(adapter, schema)) == digest_of(data)
-    orbax_files.write(tmp_path / "orbax", data, {})
-    assert digest_of(orbax_files.read(tmp_path / "orbax", 1 << 20)) == digest_of(data)
 
 
 @pytest.mark.parametrize(
